@@ -1,0 +1,166 @@
+"""A draft on disk: `draft.safetensors`, and `drafter.json` that says what it is and for whom."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec.drafters import Drafter, family
+from specdec.errors import UserError
+from specdec.target import Target
+
+FORMAT = 1
+WEIGHTS, CARD = "draft.safetensors", "drafter.json"
+
+
+def save(
+    folder: Path,
+    drafter: Drafter,
+    target: Target,
+    weights: Mapping[str, Tensor] | None = None,
+    notes: dict[str, Any] | None = None,
+) -> None:
+    """Write a draft; the folder appears whole or not at all.
+
+    `weights` stands in for the drafter's own state dict (gathered from sharded processes);
+    `notes` are kept in the card as they are. Raises UserError for a weight that is not finite.
+    """
+    state = drafter.state_dict() if weights is None else weights
+    kept = untied(drafter.state_dict())
+    tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
+    require_finite(tensors, folder)
+    card = {
+        "format": FORMAT,
+        "family": drafter.config.name,
+        "config": dataclasses.asdict(drafter.config),
+        "shape": drafter.shape,
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "vocab_size": target.vocab_size,
+            "width": target.width,
+        },
+        "notes": notes or {},
+    }
+    with replaced(folder) as partial:
+        save_file(tensors, partial / WEIGHTS)
+        (partial / CARD).write_text(json.dumps(card, indent=1))
+
+
+def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Drafter:
+    """Read a draft for its target, in `dtype` (None: the target's).
+
+    Raises UserError for a folder that is no draft, a draft of another target, a truncated file,
+    and, naming the tensor, for one that is missing, extra or of another shape.
+    """
+    card = read_card(folder)
+    theirs = card["target"]
+    if theirs["vocab_size"] != target.vocab_size:
+        raise UserError(
+            f"{folder}: this draft is for a target with a vocabulary of {theirs['vocab_size']} "
+            f"({theirs['name']}), {target.name} has {target.vocab_size}: give that target"
+        )
+    if theirs["fingerprint"] != target.fingerprint():
+        raise UserError(
+            f"{folder}: this draft was trained for {theirs['name']} with other weights than "
+            f"{target.name} has: give that target, or train a draft for this one"
+        )
+    kind = family(card["family"])
+    drafter = kind(kind.Config(**card["config"]), card["shape"])
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{folder / WEIGHTS} cannot be read ({error}): the file is cut short or damaged"
+        ) from error
+    require_same(tensors, untied(drafter.state_dict()), folder / WEIGHTS)
+    drafter.load_state_dict(tensors, strict=False)  # strict=False: what is tied comes along
+    drafter.to(target.device, dtype or target.dtype)
+    drafter.attach(target)
+    return drafter.eval()
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The card of a draft folder. Raises UserError where there is none, or a newer one."""
+    try:
+        card = json.loads((folder / CARD).read_text())
+        known = card["format"] == FORMAT and {"family", "config", "shape", "target"} <= set(card)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} holds no draft ({CARD} is missing): give the checkpoint folder of a run, "
+            "such as runs/NAME/best"
+        ) from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / CARD} is not a draft's card: {error}") from error
+    if not known:
+        raise UserError(f"{folder / CARD} is not of a format that this version reads ({FORMAT})")
+    return card
+
+
+def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without the second name of a tensor that has two (tied embeddings)."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept = {}
+    for name, x in state.items():
+        place = (x.data_ptr(), x.shape)
+        if place not in seen:
+            kept[name] = x
+            seen.add(place)
+    return kept
+
+
+def require_same(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: Path | str
+) -> None:
+    """Raise UserError naming the first tensor that is missing, extra or of another shape."""
+    for name in wanted:
+        if name not in found:
+            raise UserError(f"{where}: tensor {name!r} is missing")
+        if found[name].shape != wanted[name].shape:
+            raise UserError(
+                f"{where}: tensor {name!r} has shape {list(found[name].shape)}, "
+                f"not {list(wanted[name].shape)}"
+            )
+    for name in found:
+        if name not in wanted:
+            raise UserError(f"{where}: tensor {name!r} does not belong there")
+
+
+def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
+    """Raise UserError naming the first tensor with a value that is not a finite number."""
+    for name, x in tensors.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise UserError(f"{where}: not written, tensor {name!r} has values that are not finite")
+
+
+class replaced:
+    """`with replaced(folder) as partial:` writes a folder anew; it appears whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.partial = folder.with_name(f".{folder.name}.partial")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self.partial
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        old = self.folder.with_name(f".{self.folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.folder.exists():
+            os.rename(self.folder, old)
+        os.rename(self.partial, self.folder)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""The drafter families: one file each, and this dict of them."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import Drafter
+from specdec.drafters.eagle3 import Eagle3
+from specdec.drafters.lm import LM
+from specdec.drafters.medusa import Medusa
+from specdec.drafters.ngram import Ngram
+from specdec.errors import UserError, nearest
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    "eagle3": Eagle3,
+    "medusa": Medusa,
+    "lm": LM,
+    "ngram": Ngram,
+}
+
+
+def family(name: str) -> type[Drafter]:
+    """The drafter class of this name; UserError with the nearest name where there is none."""
+    if name not in DRAFTERS:
+        raise UserError(f"drafter {name!r} is unknown{nearest(name, DRAFTERS)}")
+    return DRAFTERS[name]
+
+
+def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
+    """The `size` most frequent token ids, ascending [size]: a draft vocabulary.
+
+    Ties go to the lower id; ids that never occur fill up, lowest first, where too few occur.
+    """
+    counts: Counter[int] = Counter()
+    for ids in texts:
+        counts.update(ids)
+    ranked = sorted(counts, key=lambda i: (-counts[i], i))[:size]
+    fill = (i for i in range(size) if i not in counts)
+    return torch.tensor(sorted(ranked + [next(fill) for _ in range(size - len(ranked))]))

@@ -1,0 +1,313 @@
+"""EAGLE-3 (Li et al. 2025): one decoder layer over fused target features, unrolled on itself.
+
+At step 0 the pair (embedding of x_a, features at a - 1) enters for every position; the layer's
+own output replaces the features at later steps (training-time test), where a query sees the
+step-0 keys of its context and one key of its own for each step before it. The tensors are
+named and shaped as vLLM and SGLang load them.
+
+Letters: B batch, T time, P pairs (T - 1), A anchors, K depth, D width, F features, H heads,
+G query heads a KV head, E head width, S draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from specdec.context import Context, Needs, Pick, Proposal
+from specdec.drafters.base import Drafter, text_after
+from specdec.errors import UserError, nearest
+from specdec.target import BufferedLayer
+
+if TYPE_CHECKING:
+    from specdec.target import Target
+
+STARTS = ("target", "random")
+
+
+@dataclass
+class Eagle3Config:
+    """EAGLE-3. `layers` None: residual after 2, L/2 and L - 3 layers, as engines default to.
+
+    `start=target` copies the target's last layer and LM head and passes the highest feature
+    through; `random` is the paper's start. `draft_vocab` null keeps the whole vocabulary.
+    """
+
+    name: str = "eagle3"
+    depth: int = 3
+    layers: list[int] | None = None
+    draft_vocab: int | None = 8192
+    start: str = "target"
+    intermediate_size: int | None = None  # None: the target's
+    norm_before_residual: bool = False
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over concat(embedding, feature), width 2D in and D out."""
+
+    def __init__(self, llama: LlamaConfig) -> None:
+        super().__init__()
+        D, E = llama.hidden_size, llama.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            llama.num_attention_heads,
+            llama.num_key_value_heads,
+            E,
+        )
+        self.q_proj = nn.Linear(2 * D, self.heads * E, bias=False)
+        self.k_proj = nn.Linear(2 * D, self.kv_heads * E, bias=False)
+        self.v_proj = nn.Linear(2 * D, self.kv_heads * E, bias=False)
+        self.o_proj = nn.Linear(self.heads * E, D, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, A, H·E] -> [B, H, A, E]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def keys_values(self, x_BP2D: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        key = self.split(self.k_proj(x_BP2D))
+        return apply_rotary_pos_emb(key, key, *rope)[0], self.split(self.v_proj(x_BP2D))
+
+    def query(self, x_BA2D: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """[B, Hkv, G, A, E]"""
+        query = self.split(self.q_proj(x_BA2D))
+        rotated = apply_rotary_pos_emb(query, query, *rope)[0]
+        return rotated.unflatten(1, (self.kv_heads, -1))
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask_BAP: Tensor | None,
+        own: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Attention over shared keys [B, Hkv, P, E] and each query's own later keys.
+
+        `own` holds a key and a value [B, Hkv, A, E] a step; query i sees only entry i of each.
+        """
+        B, H, G, A, E = query.shape
+        if not own:
+            rows = query.flatten(2, 3)  # the group as further query rows: K and V are not copied
+            mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, G, 1)
+            out = nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+            out = out.unflatten(2, (G, A))
+        else:
+            shared = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
+            if mask_BAP is not None:
+                shared = shared.masked_fill(~mask_BAP[:, None, None], -torch.inf)
+            diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
+            scores = torch.cat([shared, diagonal], -1).float() * E**-0.5
+            weights = scores.softmax(-1).to(values.dtype)
+            P = keys.shape[-2]
+            out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (G, A))
+            for j, (_, v) in enumerate(own):
+                out = out + weights[..., P + j, None] * v[:, :, None]
+        return self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """The draft's one decoder layer."""
+
+    def __init__(self, llama: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        D, eps = llama.hidden_size, llama.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(D, eps)  # of the embedding
+        self.hidden_norm = LlamaRMSNorm(D, eps)  # of the feature
+        self.self_attn = Attention(llama)
+        self.post_attention_layernorm = LlamaRMSNorm(D, eps)
+        self.mlp = LlamaMLP(llama)
+
+    def read(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [..., 2D], and the residual stream [..., D]."""
+        normed = self.hidden_norm(feature)
+        both = torch.cat([self.input_layernorm(embedding), normed], -1)
+        return both, normed if self.norm_before_residual else feature
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        stream = residual + attended
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+class Eagle3(Drafter):
+    Config = Eagle3Config
+
+    def __init__(self, config: Eagle3Config, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        if config.start not in STARTS:
+            raise UserError(f"drafter.start={config.start!r}{nearest(config.start, STARTS)}")
+        self.llama = llama = LlamaConfig(**shape["llama"])
+        self.needs = Needs(layers=tuple(shape["layers"]))
+        D = llama.hidden_size
+        self.fc = nn.Linear(len(self.needs.layers) * D, D, bias=False)
+        self.midlayer = Layer(llama, config.norm_before_residual)
+        self.norm = LlamaRMSNorm(D, llama.rms_norm_eps)
+        size = shape["draft_vocab"] or shape["target_vocab"]
+        self.lm_head = nn.Linear(D, size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(llama)
+        self._embedding: tuple[nn.Module, ...] = ()
+
+    @classmethod
+    def plan(cls, config: Eagle3Config, target: "Target") -> dict[str, Any]:
+        theirs, L = target.config, target.config.num_hidden_layers
+        layers = config.layers or sorted({2, L // 2, L - 3})
+        if any(not 0 < k <= L for k in layers):
+            raise UserError(
+                f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}"
+                + ("" if config.layers else "; name some, the default needs 6 layers or more")
+            )
+        llama = {
+            "hidden_size": target.width,
+            "intermediate_size": config.intermediate_size
+            or getattr(theirs, "intermediate_size", None)
+            or 4 * target.width,
+            "num_attention_heads": theirs.num_attention_heads,
+            "num_key_value_heads": getattr(theirs, "num_key_value_heads", None)
+            or theirs.num_attention_heads,
+            "head_dim": getattr(theirs, "head_dim", None)
+            or target.width // theirs.num_attention_heads,
+            "rms_norm_eps": getattr(theirs, "rms_norm_eps", 1e-5),
+            "max_position_embeddings": theirs.max_position_embeddings,
+            "rope_parameters": getattr(theirs, "rope_parameters", None),
+            "hidden_act": "silu",
+            "vocab_size": target.vocab_size,
+        }
+        pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
+        return {
+            "target_vocab": target.vocab_size,
+            "draft_vocab": pruned,
+            "layers": list(layers),
+            "llama": llama,
+        }
+
+    def start(self, target: "Target") -> None:
+        """Random, or the target's own last layer and head around a pass-through of the feature.
+
+        Of an architecture whose last layer has other parts, only those that fit are taken.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        if self.config.start == "random":
+            return
+        D = self.llama.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -D:] = torch.eye(D)
+        rows = slice(None) if self.vocab_S is None else self.vocab_S
+        self.lm_head.weight.copy_(target.head.weight[rows])
+        theirs = dict(target.layers[-1].named_parameters())
+        ours = dict(self.midlayer.named_parameters())
+        ours["hidden_norm.weight"].copy_(theirs.get("input_layernorm.weight", torch.ones(D)))
+        for name, weight in ours.items():
+            if (source := theirs.get(name)) is None or name == "input_layernorm.weight":
+                continue
+            if source.shape == weight.shape:
+                weight.copy_(source)
+            elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
+                weight[:, D:] = source
+        final = getattr(target.model.base_model, "norm", None)
+        if final is not None and final.weight.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(final.weight)
+
+    def attach(self, target: "Target") -> None:
+        self._embedding = (target.embedding,)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._embedding[0](ids).to(self.fc.weight.dtype)
+
+    def rope(self, like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(like, position)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        ids_BP, layers_BTF = ctx.ids_BT[:, 1:], ctx.layers_BTF
+        assert layers_BTF is not None
+        B, P = ids_BP.shape
+        position_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
+        key_ok_BP = None
+        if ctx.position_BT is not None and ctx.document_BT is not None:
+            position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
+            key_ok_BP = ctx.position_BT[:, 1:] > 0
+        feature_BPD = self.fc(layers_BTF[:, :P].to(self.fc.weight.dtype))
+        attention = self.midlayer.self_attn
+        read_BP2D, residual_BPD = self.midlayer.read(self.embed(ids_BP), feature_BPD)
+        keys, values = attention.keys_values(read_BP2D, self.rope(read_BP2D, position_BP))
+
+        pair_BA = (anchors_BA - 1).clamp_min(0)  # anchor a is read by pair a - 1
+        mask_BAP = torch.arange(P, device=ids_BP.device) <= pair_BA[..., None]
+        if key_ok_BP is not None:
+            document_BP = ctx.document_BT[:, 1:]  # type: ignore[index]
+            mask_BAP &= document_BP.gather(1, pair_BA)[..., None] == document_BP[:, None]
+            mask_BAP &= key_ok_BP[:, None]
+            mask_BAP = mask_BAP.scatter(2, pair_BA[..., None], True)  # an empty row would be NaN
+        position_BA = position_BP.gather(1, pair_BA)
+        read_BA2D, residual_BAD = _at(read_BP2D, pair_BA), _at(residual_BPD, pair_BA)
+
+        own: list[tuple[Tensor, Tensor]] = []
+        steps: list[Tensor] = []
+        for k in range(drafted_BAk.shape[-1] + 1):
+            if k > 0:
+                token_BA = drafted_BAk[..., k - 1]
+                read_BA2D, residual_BAD = self.midlayer.read(self.embed(token_BA), steps[-1])
+            rope = self.rope(read_BA2D, position_BA + k)
+            if k > 0:
+                own.append(attention.keys_values(read_BA2D, rope))
+            query = attention.query(read_BA2D, rope)
+            attended = attention.attend(query, keys, values, mask_BAP, own)
+            steps.append(self.midlayer.finish(residual_BAD, attended))
+        return torch.stack(steps, 2)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def unembed_parameters(self) -> list[nn.Parameter]:
+        return [self.norm.weight, self.lm_head.weight]
+
+    def new_cache(self) -> BufferedLayer:
+        return BufferedLayer()
+
+    @torch.no_grad()
+    def draft(
+        self, ctx: Context, gamma: int, pick: Pick, cache: BufferedLayer | None = None
+    ) -> Proposal:
+        if cache is None:
+            return super().draft(ctx, gamma, pick)
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        P = ctx.ids_BT.shape[1] - 1
+        if (known := cache.get_seq_length()) >= P:  # drafting again from the same anchor
+            cache.crop(P - 1 - known)
+        done = cache.get_seq_length()
+        assert ctx.layers_BTF is not None
+        dtype = self.fc.weight.dtype
+        feature = self.fc(ctx.layers_BTF[:, done:P].to(dtype))
+        embedding = self.embed(ctx.ids_BT[:, done + 1 :])
+        tokens: list[Tensor] = []
+        qs: list[Tensor | None] = []
+        for k in range(gamma):
+            read, residual = layer.read(embedding, feature)
+            first = done if k == 0 else P + k - 1
+            position = torch.arange(first, P + k, device=read.device)[None]
+            cos, sin = self.rope(read, position)
+            keys, values = cache.update(*attention.keys_values(read, (cos, sin)))
+            query = attention.query(read[:, -1:], (cos[:, -1:], sin[:, -1:]))
+            attended = attention.attend(query, keys, values, None, [])
+            feature = layer.finish(residual[:, -1:], attended)
+            token_B, q_BS = pick(self.unembed(feature[:, 0], k))
+            tokens.append(self.target_ids(token_B))
+            qs.append(q_BS)
+            embedding = self.embed(tokens[-1][:, None])
+        cache.crop(P - cache.get_seq_length())
+        return self.proposal(ctx, tokens, qs)
+
+
+def _at(x_BPD: Tensor, index_BA: Tensor) -> Tensor:
+    """Rows [B, A, D] of x at each index."""
+    return x_BPD.gather(1, index_BA[..., None].expand(-1, -1, x_BPD.shape[-1]))

@@ -1,0 +1,177 @@
+"""An independent draft language model (Leviathan et al. 2023): any small causal LM.
+
+It reads tokens alone. From a hub or a folder, from random weights, or cut from the target
+(its embedding, some of its layers, its head). Letters: B batch, T time, A anchors, K depth.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from specdec.context import Context, Pick, Proposal
+from specdec.drafters.base import Drafter
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from specdec.target import Target
+
+
+@dataclass
+class LMConfig:
+    """Where the draft LM comes from.
+
+    `source`: "target" cuts `layers` (0-based; None: the first two and the last two) out of the
+    target; "random" is the target's architecture with `overrides` of its config and fresh
+    weights; anything else is a hub name or a folder. `train_embeddings=false` leaves the
+    embedding and the LM head as they start: most of a small model's weights and of its cost.
+    """
+
+    name: str = "lm"
+    depth: int = 4
+    source: str = "target"
+    layers: list[int] | None = None
+    overrides: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
+    train_embeddings: bool = False
+
+
+@dataclass
+class LMCache:
+    """The draft's own KV cache and the tokens it holds."""
+
+    kv: DynamicCache
+    ids: list[int] = field(default_factory=list)
+
+
+class LM(Drafter):
+    Config = LMConfig
+
+    def __init__(self, config: LMConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        kind = dict(shape["model"])
+        self.model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind.pop("model_type"), **kind)
+        ).float()
+        if not config.train_embeddings:
+            for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
+                module.requires_grad_(False)
+
+    @property
+    def train_depth(self) -> int:
+        return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
+
+    @classmethod
+    def plan(cls, config: LMConfig, target: "Target") -> dict[str, Any]:
+        if config.source in ("target", "random"):
+            model = target.config.to_dict()
+            if config.source == "random":
+                if unknown := sorted(set(config.overrides) - set(model)):
+                    raise UserError(f"drafter.overrides.{unknown[0]} is no key of the target")
+                model |= config.overrides
+            else:
+                model["num_hidden_layers"] = len(_cut(config, target))
+            if isinstance(model.get("layer_types"), list):
+                model["layer_types"] = model["layer_types"][: model["num_hidden_layers"]]
+        else:
+            try:
+                model = AutoConfig.from_pretrained(config.source).to_dict()
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"drafter.source={config.source!r} could not be loaded: give target, random, "
+                    "a hub name or a folder with a Hugging Face causal LM"
+                ) from error
+        if model["vocab_size"] != target.vocab_size:
+            raise UserError(
+                f"drafter.source={config.source!r} has a vocabulary of {model['vocab_size']}, the "
+                f"target one of {target.vocab_size}: they must be the same tokenizer"
+            )
+        return {"target_vocab": target.vocab_size, "draft_vocab": None, "model": model}
+
+    def start(self, target: "Target") -> None:
+        if self.config.source == "random":
+            return
+        if self.config.source != "target":
+            trained = AutoModelForCausalLM.from_pretrained(self.config.source, dtype="float32")
+            self.model.load_state_dict(trained.state_dict())
+            return
+        kept = _cut(self.config, target)
+        whole = copy.copy(target.model.state_dict())
+        prefix = next(n for n, m in target.model.named_modules() if m is target.layers)
+        for name in list(whole):
+            if name.startswith(f"{prefix}."):
+                index, rest = name.removeprefix(f"{prefix}.").split(".", 1)
+                value = whole.pop(name)
+                if int(index) in kept:
+                    whole[f"{prefix}.{kept.index(int(index))}.{rest}\0"] = value
+        self.model.load_state_dict({name.rstrip("\0"): value for name, value in whole.items()})
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        if drafted_BAk is None:
+            out_BTD = self.model.base_model(
+                input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False
+            ).last_hidden_state
+            steps = torch.arange(self.depth, device=anchors_BA.device)
+            index = (anchors_BA[..., None] + steps).clamp_max(ctx.ids_BT.shape[1] - 1)
+            rows = out_BTD.gather(1, index.flatten(1)[..., None].expand(-1, -1, out_BTD.shape[-1]))
+            return rows.view(*index.shape, -1)
+        rows = [
+            torch.stack([self._after(ctx.ids_BT[b, : a + 1], drafted_BAk[b, i]) for i, a in line])
+            for b, line in enumerate(enumerate(x) for x in anchors_BA.tolist())
+        ]
+        return torch.stack(rows)
+
+    def _after(self, ids_T: Tensor, drafted_k: Tensor) -> Tensor:
+        """Hidden states [k + 1, D] at the last of `ids_T` and at each drafted token."""
+        ids = torch.cat([ids_T, drafted_k])[None]
+        out = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return out[0, len(ids_T) - 1 :]
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    def unembed_parameters(self) -> list[nn.Parameter]:
+        head = self.model.get_output_embeddings()
+        return [p for p in head.parameters() if p.requires_grad]
+
+    def new_cache(self) -> LMCache:
+        from specdec.target import new_cache
+
+        return LMCache(new_cache(self.model.config))
+
+    @torch.no_grad()
+    def draft(
+        self, ctx: Context, gamma: int, pick: Pick, cache: LMCache | None = None
+    ) -> Proposal:
+        if cache is None:
+            return super().draft(ctx, gamma, pick)
+        context = ctx.ids_BT[0].tolist()
+        same = 0
+        for ours, theirs in zip(cache.ids, context[:-1], strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        if rejected := len(cache.ids) - same:
+            cache.kv.crop(-rejected)
+        new = ctx.ids_BT[:, same:]
+        tokens: list[Tensor] = []
+        qs: list[Tensor | None] = []
+        for k in range(gamma):
+            out = self.model.base_model(input_ids=new, past_key_values=cache.kv, use_cache=True)
+            token_B, q_BS = pick(self.unembed(out.last_hidden_state[:, -1], k))
+            tokens.append(token_B)
+            qs.append(q_BS)
+            new = token_B[:, None]
+        cache.ids = context + [int(t) for t in tokens[:-1]]
+        return self.proposal(ctx, tokens, qs)
+
+
+def _cut(config: LMConfig, target: "Target") -> list[int]:
+    """The target's layers that are kept, ascending."""
+    L = len(target.layers)
+    kept = sorted(set(config.layers or [0, 1, L - 2, L - 1]))
+    if kept[0] < 0 or kept[-1] >= L:
+        raise UserError(f"drafter.layers={kept}: layers of this target run from 0 to {L - 1}")
+    return kept

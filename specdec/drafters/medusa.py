@@ -1,0 +1,97 @@
+"""Medusa-1 (Cai et al. 2024): parallel heads on the target's last hidden state.
+
+Head k maps the hidden state at a - 1 to token a + 1 + k:
+logits_k = W2_k (SiLU(W1_k h) + h), W1 zero-started and W2 from the target's LM head, so that
+training starts from the target's own head. Letters: B batch, A anchors, K heads, D width.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context, Needs, Pick, Proposal
+from specdec.drafters.base import Drafter
+
+if TYPE_CHECKING:
+    from specdec.target import Target
+
+
+@dataclass
+class MedusaConfig:
+    """`depth` heads, each with `num_layers` residual blocks; see Eagle3Config on `draft_vocab`."""
+
+    name: str = "medusa"
+    depth: int = 3
+    num_layers: int = 1
+    draft_vocab: int | None = 8192
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W1_l x) for each layer l in turn, named as vLLM loads it."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.silu(layer(x))
+        return x
+
+
+class Medusa(Drafter):
+    Config = MedusaConfig
+    needs = Needs(final_hidden=True)
+
+    def __init__(self, config: MedusaConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        self.max_depth = config.depth
+        width, size = shape["width"], shape["draft_vocab"] or shape["target_vocab"]
+        self.blocks = nn.ModuleList(
+            ResidualBlock(width, config.num_layers) for _ in range(config.depth)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, size, bias=False) for _ in range(config.depth)
+        )
+
+    @classmethod
+    def plan(cls, config: MedusaConfig, target: "Target") -> dict[str, Any]:
+        pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
+        return {
+            "target_vocab": target.vocab_size,
+            "draft_vocab": pruned,
+            "width": target.width,
+        }
+
+    def start(self, target: "Target") -> None:
+        rows = slice(None) if self.vocab_S is None else self.vocab_S
+        for block, head in zip(self.blocks, self.lm_heads, strict=True):
+            for layer in block.layers:  # type: ignore[union-attr]
+                layer.weight.zero_()
+            head.weight.copy_(target.head.weight[rows])  # type: ignore[operator]
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        heads = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        assert ctx.final_BTD is not None
+        index_BA1 = (anchors_BA - 1).clamp_min(0)[..., None]
+        last_BAD = ctx.final_BTD.gather(1, index_BA1.expand(-1, -1, ctx.final_BTD.shape[-1]))
+        last_BAD = last_BAD.to(self.lm_heads[0].weight.dtype)
+        return torch.stack([self.blocks[k](last_BAD) for k in range(heads)], 2)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.lm_heads[k](hidden)
+
+    def unembed_parameters(self) -> list[nn.Parameter]:
+        return [head.weight for head in self.lm_heads]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def draft(self, ctx: Context, gamma: int, pick: Pick, cache: Any = None) -> Proposal:
+        """All heads in one pass: nothing to cache, nothing to unroll."""
+        gamma = min(gamma, self.config.depth)
+        anchor = torch.full((len(ctx.ids_BT), 1), ctx.ids_BT.shape[1] - 1, device=ctx.ids_BT.device)
+        fake = anchor[..., None].expand(-1, -1, gamma - 1)  # heads do not read drafted tokens
+        hidden_BKD = self.hidden(ctx, anchor, fake)[:, 0]
+        picks = [pick(self.unembed(hidden_BKD[:, k], k)) for k in range(gamma)]
+        return self.proposal(ctx, [self.target_ids(t) for t, _ in picks], [q for _, q in picks])

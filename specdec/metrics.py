@@ -1,0 +1,142 @@
+"""The measures: α in its three variants, τ, and their intervals.
+
+α is computed by `acceptance` and nowhere else: training, evaluation and report all call it.
+Letters: N positions, S draft vocabulary, K depth. See the README for the words.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Acceptance(NamedTuple):
+    """Acceptance probability at each position, by variant; float32 [N]."""
+
+    sampled: Tensor  # β = Σ_x min(p(x), q(x))
+    greedy_draft: Tensor  # p(argmax q): an engine that drafts greedily at T > 0
+    greedy: Tensor  # 1[argmax p = argmax q]: T = 0
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """β = Σ_x min(p(x), q(x)) over the last axis (Leviathan et al. 2023, Theorem 3.5).
+
+    p is normalised over the full target vocabulary; where q is pruned, the tokens outside its
+    vocabulary add min(p, 0) = 0, so a sum over the draft vocabulary is the full sum.
+    """
+    return torch.minimum(p, q).sum(-1)
+
+
+@dataclass
+class Pair:
+    """p and q at N positions, over the draft vocabulary [N, S], in logarithms.
+
+    `target_argmax` [N] is argmax p and `label` [N] the text's own token, as indices into the
+    draft vocabulary, -1 where it lacks them. p, q and β are computed once, when asked for.
+    """
+
+    log_p: Tensor
+    log_q: Tensor
+    target_argmax: Tensor
+    label: Tensor
+
+    @cached_property
+    def p(self) -> Tensor:
+        return self.log_p.exp()
+
+    @cached_property
+    def q(self) -> Tensor:
+        return self.log_q.exp()
+
+    @cached_property
+    def beta(self) -> Tensor:
+        return overlap(self.p, self.q)
+
+
+@torch.no_grad()
+def acceptance(pair: Pair) -> Acceptance:
+    """The three variants of α at each position. A row of q without mass accepts nothing."""
+    log_best_N, best_N = pair.log_q.max(-1)
+    has_mass = ~log_best_N.isneginf()
+    greedy_draft = pair.p.gather(-1, best_N[:, None])[:, 0] * has_mass
+    greedy = (best_N == pair.target_argmax) & has_mass
+    return Acceptance(pair.beta.detach(), greedy_draft, greedy.float())
+
+
+def expected_tokens(alpha_NK: Tensor) -> Tensor:
+    """E[tokens per target pass] [N] = 1 + Σ_k Π_{j<=k} α_j, from acceptance by depth [N, K]."""
+    return 1 + alpha_NK.cumprod(-1).sum(-1)
+
+
+def iid_tokens(alpha: float, gamma: int) -> float:
+    """E[tokens per target pass] if every position accepts with the same α, independently:
+    (1 - α^{γ+1}) / (1 - α) (Leviathan et al. 2023, Equation 1)."""
+    return float(gamma + 1) if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure with its bootstrap interval and the number of things it was taken over."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def ratio_interval(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Σ numerators / Σ denominators with a percentile bootstrap over their common index.
+
+    The pooled ratio over prompts (all tokens / all passes), never a mean of per-prompt ratios;
+    whole prompts are resampled because the positions of one prompt are not independent.
+    Prompts whose denominator is 0 count for nothing. `n` is Σ denominators, rounded.
+    """
+    num, den = np.asarray(numerators, float), np.asarray(denominators, float)
+    if den.sum() == 0:
+        return Interval(0.0, 0.0, 0.0, 0)
+    rng = np.random.default_rng(seed)
+    index = rng.integers(0, len(num), (resamples, len(num)))
+    sums = den[index].sum(1)
+    draws = num[index].sum(1)[sums > 0] / sums[sums > 0]
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(num.sum() / den.sum()), float(low), float(high), round(den.sum()))
+
+
+def visits(alpha_TK: Tensor) -> Tensor:
+    """How often a decoder starts a round at each anchor of a text, expected [T].
+
+    `alpha_TK` is the acceptance at anchor t and depth k given that all before k were accepted;
+    the first round starts at anchor 0, and one that accepts n at t is followed by one at
+    t + n + 1. With greedy acceptance (0 or 1) the visits are 0 or 1: the very walk of the
+    decoder. Otherwise depths are taken as independent given the text.
+    """
+    T, K = alpha_TK.shape
+    reach_TK = alpha_TK.double().cumprod(-1)
+    lengths = torch.cat([torch.ones(T, 1), reach_TK, torch.zeros(T, 1)], -1).diff(dim=-1).neg()
+    rows, visit = lengths.tolist(), [0.0] * (T + K + 1)
+    visit[0] = 1.0
+    for t in range(T):
+        if visit[t]:
+            for n, probability in enumerate(rows[t]):
+                visit[t + n + 1] += visit[t] * probability
+    return torch.tensor(visit[:T], dtype=torch.float64)
+
+
+def repetition(ids: Sequence[int], n: int = 4) -> float:
+    """Share of n-grams in `ids` that occurred earlier in it: small targets loop at T = 0."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

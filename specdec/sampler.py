@@ -1,0 +1,103 @@
+"""The sampler: how logits become the distributions p and q.
+
+One object warps target and draft alike, in training, in evaluation and in decoding, so that
+α has one meaning. Shapes: N positions, V vocabulary, S draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.errors import UserError
+
+
+class Summary(NamedTuple):
+    """What is kept of p at each position when its logits are thrown away.
+
+    With these three numbers, p of any token follows from that token's logit alone:
+    p(x) = exp(z_x / T - log_z) where z_x / T >= threshold, else 0.
+    """
+
+    log_z_N: Tensor  # float32, log of the summed weights of the tokens that are kept
+    threshold_N: Tensor  # float32, the smallest z / T that is kept
+    argmax_N: Tensor  # int64, the token that greedy decoding takes
+
+
+@dataclass
+class Sampler:
+    """Temperature, then top-k, then top-p; temperature 0 is greedy decoding.
+
+    Tokens that tie with the last one kept are kept too, so the result does not depend on the
+    order of a sort.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UserError(f"sampler.temperature={self.temperature}: give a number >= 0")
+        if self.top_k < 0:
+            raise UserError(f"sampler.top_k={self.top_k}: give a number >= 0 (0 keeps all)")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampler.top_p={self.top_p}: give a number in (0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """Log-probabilities [..., V] in float32, -inf where a token cannot be drawn.
+
+        A row of logits that is -inf throughout (a drafter with nothing to propose) has no
+        mass: it stays -inf throughout.
+        """
+        if self.greedy:
+            best = logits.argmax(-1, keepdim=True)
+            hit = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, best, 0.0)
+            return hit.masked_fill(logits.isneginf(), -torch.inf)
+        scaled = logits.float() / self.temperature
+        if self.top_k or self.top_p < 1:
+            scaled = scaled.masked_fill(scaled < self._threshold(scaled), -torch.inf)
+        log_z = scaled.logsumexp(-1, keepdim=True)
+        return scaled - log_z.masked_fill(log_z.isneginf(), 0.0)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Probabilities [..., V] in float32; see `log_probs`."""
+        return self.log_probs(logits).exp()
+
+    def summarise(self, logits_NV: Tensor) -> Summary:
+        """Reduce target logits to what `log_probs_of` needs. Temperature must be above 0."""
+        scaled = logits_NV.float() / self.temperature
+        if self.top_k or self.top_p < 1:
+            threshold = self._threshold(scaled)
+            log_z = scaled.masked_fill(scaled < threshold, -torch.inf).logsumexp(-1)
+            return Summary(log_z, threshold[:, 0], logits_NV.argmax(-1))
+        floor = torch.full_like(scaled[:, 0], -torch.inf)
+        return Summary(scaled.logsumexp(-1), floor, logits_NV.argmax(-1))
+
+    def log_probs_of(self, logits_NS: Tensor, summary: Summary) -> Tensor:
+        """log p [N, S] over part of the vocabulary, normalised over all of it."""
+        scaled = logits_NS.float() / self.temperature
+        log_p = scaled - summary.log_z_N[:, None]
+        return log_p.masked_fill(scaled < summary.threshold_N[:, None], -torch.inf)
+
+    def _threshold(self, scaled: Tensor) -> Tensor:
+        """The smallest scaled logit [..., 1] that top-k and top-p keep."""
+        ordered = scaled.sort(-1, descending=True).values
+        if self.top_k:
+            ordered = ordered[..., : self.top_k]
+        if self.top_p < 1:
+            probs = ordered.softmax(-1)
+            kept = (probs.cumsum(-1) - probs < self.top_p).sum(-1, keepdim=True).clamp_min(1)
+            return ordered.gather(-1, kept - 1)
+        return ordered[..., -1:]
+
+
+def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token [...] for each row of probabilities [..., V] (they need not sum to 1)."""
+    flat = torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1, generator=generator)
+    return flat.reshape(probs.shape[:-1])

@@ -1,0 +1,339 @@
+"""The contract of every drafter family: one class for training and decoding, lossless.
+
+Run alone: python -m pytest tests/test_contract.py
+"""
+
+import itertools
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from specdec import checkpoint, export
+from specdec.context import Context
+from specdec.decode import generate, picker
+from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.ngram import NgramConfig
+from specdec.errors import UserError
+from specdec.forcing import TeacherForcing, batch_of
+from specdec.sampler import Sampler
+from specdec.target import Target
+
+V, L, T = 61, 6, 14
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=L,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+TARGETS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=8),
+    "mistral": MistralConfig(**SHAPE, sliding_window=8),
+    "gpt2": GPT2Config(
+        vocab_size=V, n_embd=32, n_layer=L, n_head=4, n_positions=256, initializer_range=0.3
+    ),
+}
+CONFIGS = {
+    "eagle3": Eagle3Config(depth=3, draft_vocab=40),
+    "medusa": MedusaConfig(depth=3, draft_vocab=40, num_layers=2),
+    "lm": LMConfig(depth=3, layers=[0, 3]),
+    "ngram": NgramConfig(depth=3),
+}
+VOCAB = torch.arange(0, V)[torch.arange(V) % 3 != 1][:40]
+
+
+def make_target(kind: str = "llama") -> Target:
+    torch.manual_seed(0)
+    attention = "eager" if kind == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(TARGETS[kind], attn_implementation=attention).float()
+    model.generation_config.eos_token_id = None
+    return Target(model, None, f"tiny-{kind}")
+
+
+def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
+    """A drafter whose weights are all random, so that no part is silent."""
+    torch.manual_seed(1)
+    vocab = VOCAB if getattr(CONFIGS[name], "draft_vocab", None) else None
+    drafter = DRAFTERS[name].build(CONFIGS[name], target, vocab).float().eval()
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight += noise * torch.randn_like(weight)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(params=list(DRAFTERS))
+def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
+    return make_drafter(request.param, target)
+
+
+def context(target: Target, drafter: Drafter, ids: torch.Tensor) -> Context:
+    return target.features(ids, drafter.needs)[0]
+
+
+def text(seed: int, length: int = T, vocab: int = V) -> torch.Tensor:
+    """Random ids in which n-grams repeat, so that prompt lookup has something to copy."""
+    half = torch.randint(2, vocab, (1, length // 2), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([half, half], 1)
+
+
+def logits(drafter: Drafter, hidden: torch.Tensor) -> torch.Tensor:
+    """[B, A, K, S], with -inf (nothing drafted) as a number that compares equal."""
+    by_depth = [drafter.unembed(hidden[:, :, k], k) for k in range(hidden.shape[2])]
+    return torch.stack(by_depth, 2).nan_to_num(neginf=-1e9)
+
+
+def test_depth_k_does_not_read_later_drafted_tokens(target: Target, drafter: Drafter) -> None:
+    ctx, anchors = context(target, drafter, text(0)), torch.tensor([[6, 9]])
+    drafted = torch.randint(0, V, (1, 2, 2), generator=torch.Generator().manual_seed(3))
+    base = logits(drafter, drafter.hidden(ctx, anchors, drafted))
+    for k in range(2):
+        changed = drafted.clone()
+        changed[..., k] = (changed[..., k] + 7) % V
+        other = logits(drafter, drafter.hidden(ctx, anchors, changed))
+        torch.testing.assert_close(other[:, :, : k + 1], base[:, :, : k + 1])
+    one = drafter.hidden(ctx, anchors, drafted[..., :0])
+    torch.testing.assert_close(logits(drafter, one), base[:, :, :1], atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_at_or_after_the_anchor_is_read_but_its_token(
+    target: Target, drafter: Drafter
+) -> None:
+    ids, a = text(1), 8
+    drafted = torch.tensor([[[5, 9]]])
+    ctx = context(target, drafter, ids)
+    base = logits(drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted))
+    spoiled = Context(
+        ids.clone(),
+        None if ctx.layers_BTF is None else ctx.layers_BTF.clone(),
+        None if ctx.final_BTD is None else ctx.final_BTD.clone(),
+    )
+    spoiled.ids_BT[:, a + 1 :] = 3
+    for features in (spoiled.layers_BTF, spoiled.final_BTD):
+        if features is not None:
+            features[:, a:] = 50 * torch.randn_like(features[:, a:])
+    after = logits(drafter, drafter.hidden(spoiled, torch.tensor([[a]]), drafted))
+    torch.testing.assert_close(after, base)
+    moved = Context(ids.clone(), ctx.layers_BTF, ctx.final_BTD)
+    moved.ids_BT[:, a] = (ids[0, a] + 11) % V
+    there = logits(drafter, drafter.hidden(moved, torch.tensor([[a]]), drafted))
+    if drafter.config.name != "medusa":  # Medusa reads no token at all
+        assert not torch.allclose(there, base)
+
+
+def test_many_anchors_in_one_pass_equal_one_truncated_context_each(
+    target: Target, drafter: Drafter
+) -> None:
+    ids = torch.cat([text(2), text(3)])
+    anchors = torch.tensor([[4, 7, 10], [5, 6, 9]])
+    drafted = torch.randint(0, V, (2, 3, 2), generator=torch.Generator().manual_seed(5))
+    many = logits(drafter, drafter.hidden(context(target, drafter, ids), anchors, drafted))
+    for b, i in itertools.product(range(2), range(3)):
+        a = int(anchors[b, i])
+        ctx = context(target, drafter, ids[b : b + 1, : a + 1])
+        for name in ("layers_BTF", "final_BTD"):  # as a decoder has them: up to a - 1
+            if (features := getattr(ctx, name)) is not None:
+                setattr(ctx, name, features[:, :a])
+        one = logits(drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1]))
+        torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-4, rtol=1e-4)
+
+
+def test_teacher_forcing_is_drafting_the_texts_own_tokens(target: Target, drafter: Drafter) -> None:
+    ctx, anchors = context(target, drafter, text(4)), torch.tensor([[3, 6, 9]])
+    forced = drafter.hidden(ctx, anchors, None)
+    own = torch.stack([ctx.ids_BT[0, a + 1 : a + drafter.depth] for a in (3, 6, 9)])[None]
+    given = drafter.hidden(ctx, anchors, own)
+    torch.testing.assert_close(
+        logits(drafter, forced), logits(drafter, given), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter) -> None:
+    one, two = text(5), text(6, 10)
+    packed = torch.cat([one, two], 1)
+    position = torch.cat([torch.arange(T), torch.arange(10)])[None]
+    document = torch.tensor([[0] * T + [1] * 10])
+    ctx, final = target.features(
+        packed, drafter.needs, position_BT=position, document_BT=document
+    )
+    alone, alone_final = target.features(two, drafter.needs)
+    torch.testing.assert_close(final[:, T:], alone_final, atol=1e-4, rtol=1e-4)
+    here = drafter.hidden(ctx, torch.tensor([[T + 1, T + 3, T + 6]]), None)
+    there = drafter.hidden(alone, torch.tensor([[1, 3, 6]]), None)
+    torch.testing.assert_close(logits(drafter, here), logits(drafter, there), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cached_draft_equals_the_uncached_default(
+    target: Target, drafter: Drafter, temperature: float
+) -> None:
+    sampler = Sampler(temperature)
+    ids, cache = text(7, 24), drafter.new_cache()
+    # a decoder's history: contexts that grow by unequal steps, each drafted from once
+    for n, end in enumerate((6, 7, 9, 13, 14, 20)):
+        ctx = context(target, drafter, ids[:, :end])
+        for name in ("layers_BTF", "final_BTD"):
+            if (features := getattr(ctx, name)) is not None:
+                setattr(ctx, name, features[:, : end - 1])
+        cached = drafter.draft(ctx, 3, picker(sampler, torch.Generator().manual_seed(n)), cache)
+        plain = Drafter.draft(drafter, ctx, 3, picker(sampler, torch.Generator().manual_seed(n)))
+        assert cached.tokens_BN.tolist() == plain.tokens_BN.tolist()
+        if cached.q_BNV is not None and plain.q_BNV is not None:
+            torch.testing.assert_close(cached.q_BNV, plain.q_BNV, atol=1e-4, rtol=1e-4)
+
+
+def test_oracle_draft_has_alpha_one_at_every_depth(target: Target) -> None:
+    """A draft that is the target: α = 1; with labels shifted by one it would be far lower."""
+    config = LMConfig(depth=3, layers=list(range(L)), train_embeddings=True)
+    drafter = DRAFTERS["lm"].build(config, target).float().eval()
+    ids = text(8, 40)[0].tolist()
+    batch = batch_of(target, drafter.needs, Sampler(1.0), [ids], [[False] * 4 + [True] * 36])
+    alpha = TeacherForcing(drafter, target, Sampler(1.0))(batch, measure=True).alpha
+    valid = alpha.sampled > 0
+    assert valid.sum() > 90
+    torch.testing.assert_close(alpha.sampled[valid], torch.ones(int(valid.sum())))
+    assert (alpha.greedy[valid] == 1).all()
+    result = generate(target, ids[:8], max_new_tokens=30, drafter=drafter, gamma=3)
+    assert all(r.accepted == r.drafted for r in result.rounds)
+
+
+@pytest.mark.parametrize("kind", list(TARGETS))
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_greedy_speculation_is_greedy_decoding(kind: str, name: str) -> None:
+    target = make_target(kind)
+    drafter = make_drafter(name, target, noise=0.05)
+    kept = 0
+    for seed in range(3):
+        prompt = text(seed, 12)[0].tolist()
+        plain = generate(target, prompt, max_new_tokens=40)
+        hf = target.model.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0
+        )[0, 12:].tolist()
+        assert plain.ids == hf
+        fast = generate(target, prompt, max_new_tokens=40, drafter=drafter, gamma=3)
+        assert fast.ids == plain.ids and len(fast.ids) == 40
+        assert fast.emitted == len(fast.ids) - 1 + len(fast.overrun)
+        kept += sum(r.accepted for r in fast.rounds)
+    if name == "ngram":
+        assert kept > 0  # random targets loop: something is copied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule,greedy_draft", [("rejection", False), ("block", False), ("block", True)])
+def test_committed_tokens_follow_p(
+    target: Target, drafter: Drafter, rule: str, greedy_draft: bool
+) -> None:
+    """Enumerated exactly for the rules in test_verify.py; here end to end, by counting.
+
+    The first two tokens of many generations against p computed by the target. With n draws the
+    L1 distance of an empirical distribution over its c cells is about sqrt(2 c / (π n)); twice
+    that is the bound, which a rule that keeps every draft exceeds many times over.
+    """
+    sampler, prompt, n = Sampler(0.7, top_k=4), text(9, 8)[0].tolist(), 500
+    ids = torch.tensor([prompt])
+    first = sampler.probs(target.logits(target.features(ids, drafter.needs)[1][:, -1]))[0]
+    expected = {}
+    for x in first.nonzero()[:, 0].tolist():
+        more = torch.cat([ids, torch.tensor([[x]])], 1)
+        second = sampler.probs(target.logits(target.features(more, drafter.needs)[1][:, -1]))[0]
+        for y in second.nonzero()[:, 0].tolist():
+            expected[x, y] = float(first[x] * second[y])
+    counts = dict.fromkeys(expected, 0)
+    for seed in range(n):
+        result = generate(
+            target,
+            prompt,
+            max_new_tokens=2,
+            drafter=drafter,
+            gamma=2,
+            sampler=sampler,
+            rule=rule,
+            greedy_draft=greedy_draft,
+            seed=seed,
+        )
+        counts[tuple(result.ids)] += 1  # a token that p forbids is a KeyError
+    distance = sum(abs(counts[k] / n - expected[k]) for k in expected)
+    assert distance < 2 * (2 * len(expected) / (3.1416 * n)) ** 0.5
+
+
+def test_saved_and_loaded_weights_give_the_same_logits(
+    target: Target, drafter: Drafter, tmp_path
+) -> None:
+    checkpoint.save(tmp_path / "draft", drafter, target)
+    loaded = checkpoint.load(tmp_path / "draft", target)
+    ctx, anchors = context(target, drafter, text(10)), torch.tensor([[3, 8]])
+    same = [logits(d, d.hidden(ctx, anchors, None)) for d in (drafter, loaded)]
+    assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("name,layout", list(export.LAYOUTS))
+def test_export_reads_back_and_names_what_is_wrong(
+    target: Target, tmp_path, name: str, layout: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    target = Target(target.model, _Tokenizer(), "tiny")
+    drafter = make_drafter(name, target)
+    export.write(tmp_path / "out", drafter, target, layout)
+    again = export.read(tmp_path / "out", drafter, target)
+    assert export.compare(drafter, again, target) == 0
+    path = tmp_path / "out" / export.WEIGHTS
+    whole = load_file(path)
+    victim = sorted(n for n in whole if n.endswith("weight"))[0]
+    for change, word in (
+        (lambda t: t.pop(victim), "missing"),
+        (lambda t: t.update(extra=torch.zeros(1)), "does not belong"),
+        (lambda t: t.update({victim: t[victim][:1].clone()}), "shape"),
+    ):
+        tensors = dict(whole)
+        change(tensors)
+        save_file(tensors, path)
+        with pytest.raises(UserError, match=word):
+            export.read(tmp_path / "out", drafter, target)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match="no complete export"):
+        export.read(tmp_path / "out", drafter, target)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
+def test_export_refuses_weights_that_are_not_finite(target: Target, tmp_path, name: str) -> None:
+    target = Target(target.model, _Tokenizer(), "tiny")
+    drafter = make_drafter(name, target)
+    weight = next(p for p in drafter.parameters() if p.requires_grad)
+    with torch.no_grad():
+        weight.view(-1)[0] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        export.write(tmp_path / "out", drafter, target)
+    assert not (tmp_path / "out").exists()
+
+
+class _Tokenizer:
+    """Stands in where only saving is asked for."""
+
+    eos_token_id = None
+
+    def save_pretrained(self, folder) -> None:
+        (folder / "tokenizer.json").write_text("{}")

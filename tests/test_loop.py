@@ -1,0 +1,648 @@
+"""The whole job on a tiny target: its curve, its interruptions, its arithmetic.
+
+Run alone: python -m pytest tests/test_loop.py            (-m "not slow": under half a minute)
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from specdec.drafters import DRAFTERS
+from specdec.errors import UserError
+from specdec.target import Target
+from tests.tiny import (
+    REPOSITORY,
+    Tiny,
+    environment,
+    losses,
+    make_tiny,
+    process,
+    records,
+)
+from train import optim, pipeline
+from train.loop import OBJECTIVES, Diverged, LoopConfig, _order, _steps
+from train.optim import OptimConfig
+
+TRAINABLE = [name for name, kind in DRAFTERS.items() if kind.trainable]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in one order, so that runs can be compared bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what follows training: decoding, report and export have tests of their own."""
+    monkeypatch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
+    """The targets that a job loads, to look at afterwards."""
+    found: list[Target] = []
+    load = Target.load
+
+    def keep(cfg: Any) -> Target:
+        found.append(load(cfg))
+        return found[-1]
+
+    monkeypatch.setattr(Target, "load", keep)
+    return found
+
+
+def draft(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "best" / "draft.safetensors")
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimiser state of the newest checkpoint."""
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return load_file(newest / "training.safetensors")
+
+
+def require_same_run(ours: Path, theirs: Path) -> None:
+    """Bit for bit: every training record, every held-out figure, every weight."""
+    assert losses(ours) == losses(theirs)
+    held = [
+        [(r["step"], r["held_out"]) for r in records(f) if "held_out" in r] for f in (ours, theirs)
+    ]
+    assert held[0] == held[1]
+    assert [p.name for p in sorted((ours / "checkpoints").iterdir())] == [
+        p.name for p in sorted((theirs / "checkpoints").iterdir())
+    ]
+    for read in (final_state, draft):
+        a, b = read(ours), read(theirs)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), name
+
+
+# The whole job
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_whole_job(
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], name: str, answers: str
+) -> None:
+    objective = tiny.job(tmp_path / "run", name, f"data.answers={answers}")
+    assert math.isfinite(objective) and objective >= 1  # τ counts the bonus token
+    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
+    assert [at["temperature"] for at in results["temperatures"]] == [0.0, 1.0]
+    greedy = results["temperatures"][0]
+    assert greedy["identical"] == results["prompts"], "greedy speculation changed an answer"
+    (target,) = loaded
+    fresh = Target.load(pipeline.replace(tiny.config().target))
+    for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "the target was trained"
+    if name in TRAINABLE:
+        curve = [record["loss"] for _, record in losses(tmp_path / "run")]
+        assert all(math.isfinite(x) for line in curve for x in line)
+        assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 13))
+        first, last = (sum(line[0] for line in part) for part in (curve[:3], curve[-3:]))
+        assert last < first, "12 steps over 2,900 tokens lower the loss of depth 0"
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_features_from_disk_and_online_give_one_curve(
+    tiny: Tiny, tmp_path: Path, training_alone: None, name: str
+) -> None:
+    """1e-4: rows go through the target one by one for the disk and in batches online, which
+    differs by float32 rounding (about 1e-6), and 12 steps of AdamW carry that on."""
+    for cache in ("disk", "online"):
+        tiny.job(tmp_path / cache, name, f"features.cache={cache}", "loop.rows=2")
+    pairs = list(zip(losses(tmp_path / "disk"), losses(tmp_path / "online"), strict=True))
+    assert pairs
+    for (step, disk), (_, online) in pairs:
+        assert disk["positions"] == online["positions"] if "positions" in disk else True
+        assert disk["loss"] == pytest.approx(online["loss"], rel=1e-4), step
+        assert disk["sampled"] == pytest.approx(online["sampled"], rel=1e-4), step
+
+
+def test_a_second_run_reads_the_cache_and_equals_the_first(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    root = f"features.root={tmp_path / 'cache'}"
+    tiny.job(tmp_path / "a", "eagle3", root)
+    made = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")}
+    tiny.job(tmp_path / "b", "eagle3", root)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")} == made
+    require_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_feature_cache_at_a_path_of_ones_own(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """`features.path` holds both sides: training and held-out rows."""
+    tiny.job(tmp_path / "a", "eagle3", f"features.path={tmp_path / 'cache'}")
+    tiny.job(tmp_path / "b", "eagle3")
+    require_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_the_target_stays_as_it_is_when_the_draft_trains_embeddings_cut_from_it(
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
+) -> None:
+    tiny.job(tmp_path / "run", "lm", "drafter.train_embeddings=true", "optim.lr=0.05")
+    (target,) = loaded
+    fresh = Target.load(tiny.config().target)
+    for name, weight in fresh.model.state_dict().items():
+        assert torch.equal(weight, target.model.state_dict()[name]), name
+    theirs = fresh.embedding.weight
+    assert any(x.shape == theirs.shape and not torch.equal(x, theirs) for x in
+               draft(tmp_path / "run").values()), "the draft's embedding was to be trained"
+
+
+# Interruption
+
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from specdec import checkpoint as drafts
+from tests.tiny import compose
+from train import checkpoint, optim, pipeline
+from train.tracking import Tracker
+pipeline._finish = lambda *_: {"temperatures": []}  # decoding and report are not at stake
+plan = json.loads(sys.argv[1])
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def nth(owner, name, n, after):
+    # Die at the n-th call, before it or after it
+    original, calls = getattr(owner, name), [0]
+    def counted(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == n and not after:
+            die()
+        out = original(*args, **kwargs)
+        if calls[0] == n:
+            die()
+        return out
+    setattr(owner, name, counted)
+
+OWNERS = {"log": (Tracker, "log"), "checkpoint": (checkpoint, "save"), "best": (drafts, "save"),
+          "rewind": (Tracker, "rewind"), "features": (pipeline.Disk, "fill"),
+          "rename": (os, "rename"), "json": (json, "dumps"),
+          "half": (checkpoint, "save_file"), "half_best": (drafts, "save_file"),
+          "lr": (optim, "learning_rate")}
+for where, n, after in plan["kills"] + [(None, 0, 0)]:
+    child = os.fork()
+    if child == 0:
+        sys.stdout = sys.stderr = open(plan["log"], "a")
+        if where:
+            nth(*OWNERS[where], n, after)
+        code = 1
+        try:
+            pipeline.run(compose(plan["overrides"]), plan["folder"])
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    print(where, n, os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
+    sys.stdout.flush()
+"""
+
+
+def killed(
+    tiny: Tiny, folder: Path, drafter: str, kills: list[tuple[str, int, int]], *more: str
+) -> list[int]:
+    """Run a job that dies of SIGKILL at each of these places in turn, and then goes on to its
+    end. Returns the signals. One Python start for all: each life is a fork."""
+    plan = {
+        "overrides": tiny.overrides(drafter, *more),
+        "folder": str(folder),
+        "kills": kills,
+        "log": str(folder.with_suffix(".log")),
+    }
+    done = process(["-c", DRIVER, json.dumps(plan)])
+    assert done.returncode == 0, done.stderr
+    signals = [int(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert signals[-1] == 0, folder.with_suffix(".log").read_text()[-3000:]
+    return signals[:-1]
+
+
+KILLS = {
+    "between_checkpoints": [("log", 2, 1), ("log", 6, 1), ("log", 3, 0)],
+    "around_a_checkpoint": [("checkpoint", 2, 0), ("checkpoint", 1, 1), ("checkpoint", 2, 1)],
+    "in_the_middle_of_writing": [("half", 2, 0), ("half", 1, 1), ("half_best", 1, 1)],
+    "between_two_renames": [("rename", 1, 0), ("rename", 2, 1), ("rename", 3, 1), ("rename", 4, 1)],
+    "before_and_after_resuming": [("features", 1, 1), ("lr", 5, 0), ("rewind", 1, 1)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize("kills", list(KILLS))
+def test_killed_and_resumed_is_bit_identical(
+    tiny: Tiny, tmp_path: Path, name: str, kills: str
+) -> None:
+    """save_every=2, eval_every=3 and log_every=1: no two of the three always fall together, so
+    that records lie after the newest checkpoint, and best drafts that it does not know of."""
+    if name != "eagle3" and kills not in ("between_checkpoints", "in_the_middle_of_writing"):
+        pytest.skip("the places do not depend on the family: one family goes through them all")
+    often = ("loop.save_every=2", "loop.eval_every=3", f"features.root={tmp_path / 'features'}")
+    assert killed(tiny, tmp_path / "whole", name, [], *often) == []
+    signals = killed(tiny, tmp_path / "cut", name, KILLS[kills], *often)
+    assert signals == [signal.SIGKILL] * len(KILLS[kills])
+    require_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert not list(tmp_path.rglob("*.partial")), "half-written folders are left behind"
+
+
+@pytest.mark.slow
+def test_train_py_killed_at_a_length_of_metrics_and_started_again(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """The command itself, as a process, killed from outside whenever metrics.jsonl has grown by
+    a few lines; then the same command to its end."""
+    more = ("loop.save_every=2", "loop.max_tokens=10240", "decode.prompts=1")  # 40 steps
+    folder, whole = tmp_path / "cut", tmp_path / "whole"
+    assert process(tiny.command(whole, "medusa", *more)).returncode == 0
+    seen = 0
+    for lines in (5, 17):
+        running = subprocess.Popen(
+            [sys.executable, *tiny.command(folder, "medusa", *more)],
+            cwd=REPOSITORY,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 60
+        while running.poll() is None and time.monotonic() < deadline:
+            path = folder / "metrics.jsonl"
+            if path.exists() and path.read_bytes().count(b"\n") >= max(lines, seen + 3):
+                break
+            time.sleep(0.002)
+        running.kill()
+        running.wait()
+        seen = (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    assert process(tiny.command(folder, "medusa", *more)).returncode == 0
+    require_same_run(folder, whole)
+
+
+def test_a_finished_run_is_not_trained_again(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    first = tiny.job(tmp_path / "run", "medusa")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    weights = draft(tmp_path / "run")
+    assert tiny.job(tmp_path / "run", "medusa") == first
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+    assert all(torch.equal(w, weights[n]) for n, w in draft(tmp_path / "run").items())
+
+
+def test_a_record_cut_short_by_a_crash_does_not_stop_the_next_start(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    tiny.job(tmp_path / "whole", "medusa")
+    tiny.job(tmp_path / "run", "medusa")
+    for path in (tmp_path / "run" / "checkpoints").glob("step-0000012"):
+        shutil.rmtree(path)  # as if killed after step 8
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "train": {"lo')
+    tiny.job(tmp_path / "run", "medusa")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kept", [0, 100], ids=["empty", "cut short"])
+@pytest.mark.parametrize("file", ["training.safetensors", "training.json"])
+def test_a_damaged_checkpoint_is_named(
+    tiny: Tiny, tmp_path: Path, training_alone: None, file: str, kept: int
+) -> None:
+    tiny.job(tmp_path / "run", "medusa")
+    path = tmp_path / "run" / "checkpoints" / "step-0000012" / file
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(UserError, match=r"step-0000012.*delete that folder"):
+        tiny.job(tmp_path / "run", "medusa")
+    shutil.rmtree(path.parent)
+    tiny.job(tmp_path / "run", "medusa")  # as the message says
+
+
+def test_a_run_config_cut_short_is_an_error_of_one_line(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    tiny.job(tmp_path / "run", "medusa")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(UserError, match="config.json"):
+        tiny.job(tmp_path / "run", "medusa")
+
+
+# Processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_two_processes_are_one_that_accumulates(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """1e-5 relative: the same micro-batches, and the same sum of their gradients but for its
+    order and the all-reduce's two halves (a mean times two): float32 rounding, 6e-8 an
+    operation, grows over 12 steps of AdamW to some 1e-6."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    tail = ["decode.prompts=1", f"features.root={tmp_path / 'features'}"]
+    alone = process(tiny.command(one, name, *tail))
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    port = ["--main_process_port", str(20000 + os.getpid() % 20000)]
+    both = process([*launch, *port, *tiny.command(two, name, *tail, "loop.accumulate=1")])
+    assert both.returncode == 0, both.stderr[-3000:]
+    pairs = list(zip(losses(two), losses(one), strict=True))
+    assert len(pairs) == 12
+    for (step, ours), (_, theirs) in pairs:
+        for key in ("loss", "sampled", "greedy_draft", "greedy"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), (step, key)
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4), step
+        assert ours["lr"] == theirs["lr"]
+    figures = [[r["held_out"] for r in records(f) if "held_out" in r] for f in (two, one)]
+    assert len(figures[0]) == 3
+    for a, b in zip(*figures, strict=True):
+        assert a["positions"] == b["positions"]  # no row is counted twice
+        for key in OBJECTIVES:
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    ours, theirs = draft(two), draft(one)
+    assert ours.keys() == theirs.keys()
+    for weight in ours:
+        torch.testing.assert_close(ours[weight], theirs[weight], rtol=1e-4, atol=1e-5)
+
+
+def test_cutting_a_step_otherwise_changes_rounding_only(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """2 rows in one micro-batch = 2 micro-batches of 1 row: rel 1e-5, for float32 sums in
+    another order."""
+    tiny.job(tmp_path / "a", "eagle3", "loop.rows=2", "loop.accumulate=1")
+    tiny.job(tmp_path / "b", "eagle3", "loop.rows=1", "loop.accumulate=2")
+    for (step, ours), (_, theirs) in zip(
+        losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True
+    ):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5), step
+
+
+# Divergence
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    kept = [*(folder / "checkpoints").rglob("*"), *(folder / "best").rglob("*")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in kept if p.is_file()}
+
+
+def test_a_row_that_is_not_finite_stops_before_the_update(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epoch 1 of 12 steps over 24 rows reads each row once. One row's features are NaN: the run
+    ends at the step that reads it, names it, and leaves the checkpoint before it as it was."""
+    root = tmp_path / "features"
+    more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]
+    tiny.job(tmp_path / "whole", "medusa", *more)
+    count, bad = 0, 0
+    for path in root.rglob("rows-*.safetensors"):
+        tensors = load_file(path)
+        rows = {int(n.split(".")[0]) for n in tensors}
+        if len(rows) > count:
+            count, shard = len(rows), path
+    order = list(_order(0, count, 2, 5))
+    bad, step = order[4][1], 5  # the second row of the fifth step
+    tensors = load_file(shard)
+    tensors[f"{bad}.final"][:] = math.nan
+    save_file(tensors, shard)
+    updates: list[int] = []
+    adamw = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *a: (updates.append(1), adamw(self, *a))[1]
+    )
+    with pytest.raises(Diverged, match=rf"step {step} \(rows [\d, ]*\b{bad}\b") as error:
+        tiny.job(tmp_path / "run", "medusa", *more)
+    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
+    assert len(updates) == step - 1
+    run = tmp_path / "run"
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
+        "step-0000003",
+        "step-0000004",
+    ]
+    assert losses(run) == losses(tmp_path / "whole")[: step - 1]
+    for weight in (*final_state(run).values(), *draft(run).values()):
+        assert weight.isfinite().all()
+    before = snapshot(run)
+    with pytest.raises(Diverged):  # again: it stops in the same place and touches nothing
+        tiny.job(run, "medusa", *more)
+    assert snapshot(run) == before
+    shutil.rmtree(root)  # the cause is gone: the run goes on to the same end
+    tiny.job(run, "medusa", *more)
+    require_same_run(run, tmp_path / "whole")
+
+
+def test_a_learning_rate_that_explodes_is_reported(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    with pytest.raises(Diverged, match=r"(loss|gradient) is not finite at step \d+ \(rows"):
+        tiny.job(tmp_path / "run", "medusa", "optim.lr=1e30", "loop.save_every=1")
+    for path in (tmp_path / "run").rglob("*.safetensors"):
+        assert all(x.isfinite().all() for x in load_file(path).values()), path
+
+
+@pytest.mark.slow
+def test_divergence_of_the_command_is_one_line_and_code_2(tiny: Tiny, tmp_path: Path) -> None:
+    done = process(tiny.command(tmp_path / "run", "medusa", "optim.lr=1e30"))
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: the ") and "not finite at step" in last
+    assert "Traceback" not in done.stderr
+
+
+# When to stop, and what is best
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_patience_ends_a_run_that_does_not_get_better(
+    tiny: Tiny, tmp_path: Path, training_alone: None, patience: int
+) -> None:
+    """With lr = 0 every evaluation is as good as the first, never better: evaluation 1 sets the
+    best, `patience` more follow, and that is the end."""
+    more = ["optim.lr=0", "loop.eval_every=2", f"loop.patience={patience}", "loop.save_every=100"]
+    tiny.job(tmp_path / "run", "medusa", *more)
+    evaluated = [r["step"] for r in records(tmp_path / "run") if "held_out" in r]
+    assert evaluated == [2 * (i + 1) for i in range(1 + patience)]
+    card = json.loads((tmp_path / "run" / "best" / "drafter.json").read_text())
+    assert card["notes"]["step"] == 2  # the first of equals
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    tiny.job(tmp_path / "run", "medusa", *more)  # it stays ended
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_best_is_the_best_by_the_objective(
+    tiny: Tiny, tmp_path: Path, training_alone: None, objective: str
+) -> None:
+    """A learning rate so high that quality goes up and down."""
+    value = tiny.job(
+        tmp_path / "run",
+        "medusa",
+        "optim.lr=0.2",
+        "loop.eval_every=1",
+        f"loop.objective={objective}",
+    )
+    found = [(r["held_out"][objective], r["step"]) for r in records(tmp_path / "run")
+             if "held_out" in r]
+    assert len(found) == 12
+    best = max(v for v, _ in found)
+    assert value == best
+    card = json.loads((tmp_path / "run" / "best" / "drafter.json").read_text())
+    assert card["notes"]["step"] == next(s for v, s in found if v == best)
+    assert card["notes"]["held_out"][objective] == best
+
+
+def test_the_held_out_figures_are_those_of_the_best_draft(
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
+) -> None:
+    """Read back from disk and measured anew, by another path: one row at a time, online."""
+    from specdec import checkpoint
+    from specdec.forcing import TeacherForcing, batch_of
+    from train.data import encode_all, load
+
+    tiny.job(tmp_path / "run", "medusa", "optim.lr=0.05", "loop.eval_every=1")
+    (target,) = loaded
+    drafter = checkpoint.load(tmp_path / "run" / "best", target)
+    cfg = tiny.config("medusa")
+    split = load(cfg.data, target.tokenizer)
+    sums, count = torch.zeros(2), torch.zeros(2)
+    for d in encode_all(split.held_out, target.tokenizer, cfg.data, split.tally):
+        batch = batch_of(target, drafter.needs, cfg.sampler, [d.ids], [d.mask])
+        with torch.no_grad():
+            table = TeacherForcing(drafter, target, cfg.sampler)(batch, measure=True)
+        sums += table.alpha.sampled.sum(0)
+        count += table.anchors.valid_NK.sum(0)
+    notes = json.loads((tmp_path / "run" / "best" / "drafter.json").read_text())["notes"]
+    assert notes["held_out"]["positions"] == count.tolist()
+    # rel 1e-5: the same sums in float32, in another order
+    assert notes["held_out"]["by_depth"]["sampled"] == pytest.approx(
+        (sums / count).tolist(), rel=1e-5
+    )
+
+
+# Arithmetic by hand
+
+
+def test_learning_rate_by_hand() -> None:
+    """10 steps, the first 2 warm: 1/2 and 2/2 of the peak, then a cosine over 8:
+    step 2 cos 0 = 1; step 6 cos π/2 = 0: .02 + .98 · .5 = .51; step 9 cos 7π/8 = -.92388:
+    .02 + .98 · .03806 = .05730."""
+    cfg = OptimConfig(lr=2.0, warmup=0.2, final=0.02)
+    rates = [optim.learning_rate(cfg, step, 10) for step in range(10)]
+    assert rates[:3] == pytest.approx([1.0, 2.0, 2.0])
+    assert rates[6] == pytest.approx(2 * 0.51)
+    assert rates[9] == pytest.approx(2 * 0.0572989, rel=1e-5)
+    assert all(a >= b for a, b in zip(rates[2:], rates[3:]))
+    assert optim.learning_rate(cfg, 0, 1) == 2.0  # one step: the peak
+
+
+def test_records_hold_the_rate_that_was_used(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """12 steps, lr 5e-3, warm-up max(1, round(.05 · 12)) = 1; step index 6: done = 5/11,
+    cos(5π/11) = .142315: 5e-3 · (.02 + .98 · .571157) = 2.898671e-3."""
+    tiny.job(tmp_path / "run", "medusa")
+    rates = [record["lr"] for _, record in losses(tmp_path / "run")]
+    assert rates[:2] == [5e-3, 5e-3]
+    assert rates[6] == pytest.approx(2.898671e-3, rel=1e-5)
+    # the optimiser's own, in the last checkpoint, is the last record's
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-0000012" / "training.json").read_text()
+    )
+    used = [v for k, v in state["optimizer"].items() if k.endswith(".lr")]
+    assert used and all(v == rates[-1] for v in used)
+
+
+def test_adamw_by_hand() -> None:
+    """w = 1, lr .1, β .9 and .95, decay .01 for the matrix alone.
+
+    Step 1, g = .5: m̂ = .5, v̂ = .25: w = 1 · (1 - .001) - .1 · .5/.5 = .899.
+    Step 2, g = -.25: m = .9 · .05 - .025 = .02, m̂ = .02/.19 = .105263;
+    v = .95 · .0125 + .05 · .0625 = .015, v̂ = .015/.0975 = .153846, √v̂ = .392232;
+    w = .899 · .999 - .1 · .105263/.392232 = .871264. The vector, without decay: .9, .873163.
+    """
+    matrix, vector = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
+    model = nn.ParameterList([matrix, vector])
+    adamw = optim.build(model, OptimConfig(lr=0.1, betas=[0.9, 0.95], weight_decay=0.01))
+    for gradient, of_matrix, of_vector in ((0.5, 0.899, 0.9), (-0.25, 0.871264, 0.873163)):
+        for weight in model:
+            weight.grad = torch.full_like(weight, gradient)
+        adamw.step()
+        assert float(matrix) == pytest.approx(of_matrix, abs=1e-6)
+        assert float(vector) == pytest.approx(of_vector, abs=1e-6)
+
+
+def test_an_optimizer_is_what_its_name_says() -> None:
+    """A name that is accepted is another rule of update; one that is not is an error."""
+    updates = {}
+    for name in optim.OPTIMIZERS:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        built = optim.build(model, OptimConfig(name=name, lr=0.1))
+        for _ in range(3):
+            model.zero_grad()
+            (model(torch.eye(4)) ** 2).sum().backward()
+            built.step()
+        updates[name] = model.weight.detach().clone()
+    for name, weight in updates.items():
+        if name != "adamw":
+            assert not torch.allclose(weight, updates["adamw"]), f"{name} is AdamW"
+
+
+def test_the_gradient_is_clipped_to_its_bound(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record has the norm before clipping, the optimiser sees at most `clip`."""
+    seen: list[float] = []
+    adamw = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any) -> Any:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        seen.append(float(torch.stack([g.pow(2).sum() for g in grads]).sum().sqrt()))
+        return adamw(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    tiny.job(tmp_path / "run", "medusa", "optim.clip=1e-3")
+    norms = [record["gradient_norm"] for _, record in losses(tmp_path / "run")]
+    assert len(seen) == 12 and min(norms) > 1e-3
+    assert seen == pytest.approx([1e-3] * 12, rel=1e-3)
+
+
+def test_rows_of_a_run_by_hand() -> None:
+    """7 rows in steps of 2: 3 steps an epoch, each row at most once in it, another order the
+    next; 100 tokens a row and max_tokens=900: 900/200 = 4.5, rounded to 4 steps."""
+    steps = list(_order(0, 7, 2, 9))
+    for epoch in range(3):
+        rows = [i for step in steps[3 * epoch : 3 * epoch + 3] for i in step]
+        assert len(set(rows)) == 6 and set(rows) <= set(range(7))
+    assert steps[:3] != steps[3:6]
+    assert list(_order(0, 7, 2, 9)) == steps and list(_order(1, 7, 2, 9)) != steps
+    assert list(_order(0, 7, 2, 4)) == steps[:4]  # a shorter run is a prefix
+    assert _steps(LoopConfig(epochs=3), [100] * 7, 2) == 9
+    assert _steps(LoopConfig(epochs=3, max_tokens=900), [100] * 7, 2) == 4
+    assert _steps(LoopConfig(epochs=1, max_tokens=900), [100] * 7, 2) == 3
+    assert _steps(LoopConfig(epochs=3, max_tokens=1), [100] * 7, 2) == 1

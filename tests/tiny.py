@@ -1,0 +1,222 @@
+"""A whole job in seconds: a tiny random target, its tokenizer, made-up conversations.
+
+`make_tiny(folder)` writes them; `Tiny.overrides` are the command line that trains on them,
+`compose` and `job` the same in this process, `process` and `Tiny.command` as a real one.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.llama import LlamaForCausalLM
+
+import train
+from train.config import Config, register, resolve
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
+ROLES = ("system", "user", "assistant")
+WORDS = (
+    "a all and any blue boat box by can cat cold come day do dog door each eat far fish for go "
+    "good green hat he hill home hot how in is it jump keep lake let like long look man may moon "
+    "new night no not of old on one or our rain red road run sea she sing sky small star sun the "
+    "they to tree two up wait walk we what why wind wood yes you"
+).split()
+MARKS = ("\n", " ", ".", "?")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LAYERS = 4
+DRAFTER_OVERRIDES = {
+    "eagle3": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
+    "medusa": ["drafter.draft_vocab=48", "drafter.depth=2"],
+    "lm": ["drafter.layers=[0,3]", "drafter.depth=2"],
+    "ngram": ["drafter.depth=3"],
+}
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Words, spaces and marks, one token each, so that every offset is exact."""
+    vocab = [*SPECIAL, *ROLES, *MARKS, *WORDS]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(vocab)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"\w+|\s|[^\w\s]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=template,
+    )
+
+
+def save_target(
+    folder: Path, seed: int = 0, layers: int = LAYERS, template: str | None = TEMPLATE
+) -> Path:
+    """A random Llama with its tokenizer, as a Hugging Face folder."""
+    tokenizer = make_tokenizer(template)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Made-up chats of one or two turns; no prompt is near another."""
+    draw = random.Random(seed)
+
+    def sentence(low: int, high: int, mark: str) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(low, high))) + mark
+
+    found = []
+    for i in range(count):
+        messages = []
+        for _ in range(draw.randint(1, 2)):
+            messages.append({"role": "user", "content": sentence(4, 8, "?")})
+            messages.append({"role": "assistant", "content": sentence(6, 12, ".")})
+        found.append({"id": f"chat{i}", "messages": messages})
+    return found
+
+
+def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+@dataclass
+class Tiny:
+    """Where the tiny target, the data and the caches are."""
+
+    root: Path
+    target: Path
+    data: Path
+
+    def overrides(self, drafter: str = "eagle3", *more: str) -> list[str]:
+        """The command line of a job of 12 steps in float32; `more` comes last, so it wins."""
+        return [
+            "target=model",
+            f"target.path={self.target}",
+            "target.dtype=float32",
+            "target.device=cpu",
+            f"target.cache={self.root / 'targets'}",
+            "data=conversations",
+            f"data.path={self.data}",
+            "data.answers=data",
+            "data.max_length=128",
+            "data.max_prompt=64",
+            "data.held_out=0.2",
+            f"answers.root={self.root / 'answers'}",
+            "answers.max_new_tokens=12",
+            "answers.batch=16",
+            f"features.root={self.root / 'features'}",
+            f"drafter={drafter}",
+            *DRAFTER_OVERRIDES.get(drafter, []),
+            "optim.lr=5e-3",
+            "loop.rows=1",
+            "loop.accumulate=2",
+            "loop.max_tokens=3072",  # 12 steps of 2 rows of 128 tokens
+            "loop.epochs=20",
+            "loop.eval_every=4",
+            "loop.save_every=4",
+            "loop.log_every=1",
+            "decode.prompts=2",
+            "decode.max_new_tokens=8",
+            "track=none",
+            *more,
+        ]
+
+    def config(self, drafter: str = "eagle3", *more: str) -> Config:
+        return compose(self.overrides(drafter, *more))
+
+    def job(self, folder: Path, drafter: str = "eagle3", *more: str) -> float:
+        """The whole job in this process."""
+        return train.run(self.config(drafter, *more), folder)
+
+    def command(self, folder: Path, drafter: str = "eagle3", *more: str) -> list[str]:
+        """The whole job as a command line."""
+        return ["train.py", *self.overrides(drafter, *more), f"hydra.run.dir={folder}"]
+
+
+def make_tiny(root: Path, count: int = 60) -> Tiny:
+    target = save_target(root / "target")
+    return Tiny(root, target, write_jsonl(root / "chats.jsonl", conversations(count)))
+
+
+def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
+    """A `Config` as `train.py` would be given it; with `hydra`, the composition before that."""
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        cfg = hydra_compose("config", list(overrides), return_hydra_config=hydra)
+    return cfg if hydra else resolve(cfg)
+
+
+def environment() -> dict[str, str]:
+    """For processes: one thread, no network, no W&B, this repository first."""
+    given = {k: v for k, v in os.environ.items() if not k.startswith("HYDRA_")}
+    return given | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(REPOSITORY),
+        "COLUMNS": "80",
+    }
+
+
+def process(arguments: Sequence[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in the repository, to its end."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The training records of a run, without what depends on the clock."""
+    return [
+        (r["step"], {k: v for k, v in r["train"].items() if k != "tokens_per_second"})
+        for r in records(folder)
+        if "train" in r
+    ]

@@ -1,0 +1,10 @@
+"""Training: what happens before a draft exists. `train.run(cfg)` is the whole job."""
+
+from typing import Any
+
+
+def run(*args: Any, **kwargs: Any) -> float:
+    """See `train.pipeline.run` (imported when called: it loads torch and transformers)."""
+    from train.pipeline import run as run_pipeline
+
+    return run_pipeline(*args, **kwargs)

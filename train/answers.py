@@ -1,0 +1,102 @@
+"""On-policy data: the target answers the prompts itself, in batches, into a file that resumes."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from specdec.decode import generate_batch
+from specdec.sampler import Sampler
+from specdec.target import Target
+from train.data import Document, Prompt
+
+
+@dataclass
+class AnswersConfig:
+    """How the target answers with `data.answers=target`; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 192
+    batch: int = 96
+    seed: int = 0
+    root: str = "cache/answers"
+
+
+def answered(
+    target: Target, prompts: Sequence[Prompt], cfg: AnswersConfig, progress: Progress
+) -> list[Document]:
+    """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
+
+    Answers are appended to a file as each batch ends, so that an interrupted run goes on where
+    it stopped. Each batch has a seed of its own: the answers do not depend on interruptions.
+    """
+    path = _file(target, prompts, cfg)
+    known = _read(path)
+    # Prompts of like length go together: less padding. Windows keep the order roughly, so that
+    # the batches of a smaller `data.limit` are among those of a larger one.
+    window = 8 * cfg.batch
+    order = [
+        i
+        for start in range(0, len(prompts), window)
+        for i in sorted(
+            range(start, min(start + window, len(prompts))), key=lambda i: len(prompts[i].ids)
+        )
+    ]
+    batches = [order[i : i + cfg.batch] for i in range(0, len(order), cfg.batch)]
+    todo = [(n, b) for n, b in enumerate(batches) if any(prompts[i].id not in known for i in b)]
+    task = progress.add_task(
+        "target's answers", total=sum(len(b) for _, b in todo) * cfg.max_new_tokens
+    )
+    sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for n, batch in todo:
+        answers = generate_batch(
+            target,
+            [prompts[i].ids for i in batch],
+            max_new_tokens=cfg.max_new_tokens,
+            sampler=sampler,
+            generator=torch.Generator(target.device).manual_seed(cfg.seed * 1_000_003 + n),
+            on_step=lambda count: progress.advance(task, count),
+        )
+        with path.open("a") as file:
+            for i, answer in zip(batch, answers, strict=True):
+                known[prompts[i].id] = answer
+                file.write(json.dumps({"id": prompts[i].id, "ids": answer}) + "\n")
+    progress.remove_task(task)
+    return [
+        Document(p.id, p.ids + known[p.id], [False] * len(p.ids) + [True] * len(known[p.id]))
+        for p in prompts
+    ]
+
+
+def _file(target: Target, prompts: Sequence[Prompt], cfg: AnswersConfig) -> Path:
+    """One file for each target, sampler and set of prompts."""
+    how = [target.fingerprint(), str(target.dtype), cfg.temperature, cfg.top_p]
+    how += [cfg.max_new_tokens, cfg.batch, cfg.seed]
+    digest = hashlib.blake2b(json.dumps(how).encode(), digest_size=8)
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, prompt.ids]).encode())
+    return Path(cfg.root) / f"{digest.hexdigest()}.jsonl"
+
+
+def _read(path: Path) -> dict[str, list[int]]:
+    """The answers that are there already; a last line that was cut short is cut off the file."""
+    if not path.exists():
+        return {}
+    known, whole = {}, 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            entry = json.loads(line)
+            known[entry["id"]] = entry["ids"]
+            whole += len(line)
+    if whole < path.stat().st_size:
+        with path.open("rb+") as file:
+            file.truncate(whole)
+    return known

@@ -1,0 +1,96 @@
+"""What a run needs to go on exactly where it stopped: weights, optimiser, generator, position.
+
+A checkpoint is a folder: `training.safetensors` (weights and optimiser state, float32) and
+`training.json` (position, learning rates, what was best so far). It appears whole or not at all.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from specdec.checkpoint import replaced, require_same, untied
+from specdec.errors import UserError
+
+TENSORS, STATE = "training.safetensors", "training.json"
+WHOLE = StateDictOptions(
+    full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True, strict=False
+)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict on the main process, also of a sharded model. A collective call."""
+    return get_model_state_dict(model, options=WHOLE)
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    main: bool,
+) -> None:
+    """Write checkpoint `step-N` of `state["step"]` and drop all but the newest two."""
+    tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
+    flat = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    scalars: dict[str, Any] = {}
+    for name, value in flat.items():
+        if isinstance(value, Tensor):
+            tensors[f"optimizer.{name}"] = value.detach().cpu()
+        else:
+            scalars[name] = value
+    tensors["generator"] = torch.get_rng_state()
+    if not main:
+        return
+    with replaced(folder / f"step-{state['step']:07d}") as partial:
+        contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
+        save_file(contiguous, partial / TENSORS)
+        (partial / STATE).write_text(json.dumps({**state, "optimizer": scalars}, indent=1))
+    for old in steps(folder)[:-2]:
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name))
+
+
+def load(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any] | None:
+    """Restore the newest checkpoint in `folder`; its state, or None where there is none.
+
+    Raises UserError where it is damaged or of another model.
+    """
+    found = steps(folder)
+    if not found:
+        return None
+    newest = found[-1]
+    try:
+        tensors = load_file(newest / TENSORS)
+        state = json.loads((newest / STATE).read_text())
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{newest} cannot be read ({error}): delete that folder to go on from the one before"
+        ) from error
+    ours = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
+    require_same(ours, untied(weights(model)), newest / TENSORS)
+    set_model_state_dict(model, ours, options=WHOLE)
+    flat = {n.split(".", 1)[1]: x for n, x in tensors.items() if n.startswith("optimizer.")}
+    set_optimizer_state_dict(model, optimizer, {**flat, **state["optimizer"]}, options=WHOLE)
+    torch.set_rng_state(tensors["generator"])
+    return state

@@ -1,0 +1,127 @@
+"""The typed configuration: the whole of it in one dataclass, checked before anything runs."""
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+)
+
+from specdec.drafters import DRAFTERS
+from specdec.errors import UserError, nearest
+from specdec.evaluate import DecodeConfig
+from specdec.losses import LOSSES, LossConfig
+from specdec.sampler import Sampler
+from specdec.target import TargetConfig
+from train.answers import AnswersConfig
+from train.data import DataConfig
+from train.features import FeaturesConfig
+from train.loop import LoopConfig
+from train.optim import OptimConfig
+from train.tracking import TrackConfig
+
+
+@dataclass
+class Config:
+    """What `python train.py` runs. `name` is the run: its folder is runs/NAME, and the same
+    command again continues it."""
+
+    name: str = "${drafter.name}"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: Any = None
+    data: DataConfig = field(default_factory=DataConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    sampler: Sampler = field(default_factory=Sampler)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    export: str | None = "hf"  # layout written at the end of a run; null: none
+
+
+def register() -> None:
+    """Make the schema, every drafter and every loss known to Hydra by name."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for name, drafter in DRAFTERS.items():
+        store.store(group="drafter", name=name, node=drafter.Config)
+    for name in LOSSES:
+        store.store(group="loss", name=name, node=LossConfig(name=name))
+
+
+def resolve(cfg: DictConfig) -> Config:
+    """Hydra's composition as a `Config`. Raises UserError for a key that no dataclass has, also
+    one added with `+`, for a value of the wrong type, and for a value that is missing."""
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration: {one_line(error)}") from error
+    assert isinstance(config, Config)
+    if config.drafter is None:
+        raise UserError(f"no drafter is chosen: add drafter=NAME, one of {', '.join(DRAFTERS)}")
+    _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
+    return config
+
+
+def data_of_run(folder: Path) -> DataConfig:
+    """The data that a run was given, so that its held-out side is the same afterwards.
+
+    Raises UserError where the folder holds no run.
+    """
+    try:
+        return DataConfig(**json.loads((folder / "config.json").read_text())["data"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder} has no config.json of a run: its held-out side is unknown; give --prompts"
+        ) from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's own words in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines) or repr(error)
+
+
+def explain(error: Exception) -> int:
+    """Print a user's mistake in one line; returns the exit code, 2."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        cause = cause.__cause__
+    if cause is not None and getattr(cause, "full_key", None):
+        error = key_error(str(cause.full_key))  # type: ignore[attr-defined]
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    return 2
+
+
+def key_error(key: str) -> UserError:
+    """The error for an override of a key that is not there, with the nearest that is."""
+    *path, leaf = key.split(".")
+    node: Any = Config(drafter=next(iter(DRAFTERS.values())).Config())
+    for part in path:
+        node = getattr(node, part, None)
+    if not dataclasses.is_dataclass(node):
+        return UserError(f"configuration: there is no key {key!r}")
+    names = [f.name for f in dataclasses.fields(node)]
+    return UserError(f"configuration: there is no key {key!r}{nearest(leaf, names)}")
+
+
+def _no_unknown_keys(given: Any, typed: Any, path: str) -> None:
+    if not dataclasses.is_dataclass(typed) or not isinstance(given, dict):
+        return
+    names = [f.name for f in dataclasses.fields(typed)]
+    for key, value in given.items():
+        if key not in names:
+            raise UserError(
+                f"configuration: there is no key '{path}{key}'{nearest(str(key), names)}"
+            )
+        _no_unknown_keys(value, getattr(typed, key), f"{path}{key}.")

@@ -1,0 +1,51 @@
+"""The optimiser and its learning rate."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from specdec.errors import UserError, nearest
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, or Muon for the matrices between embedding and head and AdamW for the rest.
+
+    `lr` is the peak of a cosine with linear warm-up over the first `warmup` of all steps, down
+    to `final` of it. `clip` bounds the global gradient norm.
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.01
+    warmup: float = 0.05
+    final: float = 0.02
+    clip: float = 0.5
+
+
+def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser over everything in `model` that is trained; vectors are not decayed."""
+    if cfg.name not in OPTIMIZERS:
+        raise UserError(f"optim.name={cfg.name!r} is unknown{nearest(cfg.name, OPTIMIZERS)}")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    betas = (cfg.betas[0], cfg.betas[1])
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=True)
+
+
+def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of step 0 … steps - 1."""
+    warm = max(1, round(cfg.warmup * steps))
+    if step < warm:
+        return cfg.lr * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return cfg.lr * (cfg.final + (1 - cfg.final) * 0.5 * (1 + math.cos(math.pi * done)))

@@ -1,0 +1,274 @@
+"""The main job: from a target and conversations to a measured, exported draft."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from specdec import checkpoint as drafts
+from specdec import export, report
+from specdec.drafters import Drafter, family, frequent_tokens
+from specdec.errors import UserError
+from specdec.evaluate import evaluate
+from specdec.forcing import TeacherForcing
+from specdec.target import Target
+from train.answers import answered
+from train.config import Config
+from train.data import Document, Prompt, encode_all, load, pack, prompts
+from train.features import Disk, Online
+from train.loop import Diverged, Outcome, train
+from train.tracking import Tracker, read
+
+console = Console(highlight=False, soft_wrap=True)
+DIVERGED = 0.0  # the objective of a diverged trial: finite, since a sweeper dies of NaN
+
+
+@dataclasses.dataclass
+class Texts:
+    """What training and evaluation read."""
+
+    train: list[Document]
+    held_out: list[Document]
+    prompts: list[Prompt]  # held out, for the decoder
+
+
+def run(cfg: Config, folder: Path | str | None = None) -> float:
+    """Run the whole job in `folder` (default runs/NAME); returns the held-out objective.
+
+    A folder that holds an interrupted run of the same configuration is continued; a finished
+    one is not trained again. Raises UserError for what the user can mend; a run that diverged
+    returns a finite worst value, and says so, only under a sweeper (see `train.py`).
+    """
+    folder = Path(folder or Path("runs") / cfg.name)
+    accelerator = Accelerator(mixed_precision=_precision(cfg))
+    main = accelerator.is_main_process
+    console.quiet = not main
+    if accelerator.num_processes == 1:
+        set_seed(cfg.loop.seed)
+    _claim(folder, cfg, main)
+    accelerator.wait_for_everyone()
+    tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
+    try:
+        with _progress(main) as progress:
+            return _run(cfg, folder, accelerator, tracker, progress)
+    finally:
+        tracker.close()
+
+
+def _run(
+    cfg: Config, folder: Path, accelerator: Accelerator, tracker: Tracker, progress: Progress
+) -> float:
+    main = accelerator.is_main_process
+    with accelerator.main_process_first():  # a GGUF target is made dense once
+        target = Target.load(replace(cfg.target, device=_device(cfg, accelerator)))
+    before = target.fingerprint()
+    kind = family(cfg.drafter.name)
+    console.print(
+        f"target {target.name}: {type(target.model).__name__}, {len(target.layers)} layers, "
+        f"vocabulary {target.vocab_size:,}, {str(target.dtype)[6:]} on {target.device}"
+    )
+    with accelerator.main_process_first():
+        texts = _texts(cfg, target, progress)
+
+    drafter = _drafter(cfg, target, texts.train)
+    outcome: Outcome | None = None
+    if kind.trainable:
+        trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+        console.print(f"drafter {cfg.drafter.name}: {trained / 1e6:.1f} M trained parameters")
+        forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss)
+        data, held_out = (
+            _features(cfg, target, drafter, documents, accelerator, progress)
+            for documents in (texts.train, texts.held_out)
+        )
+        outcome = train(
+            cfg.loop,
+            cfg.optim,
+            accelerator,
+            forcing,
+            target,
+            data,
+            held_out,
+            folder,
+            tracker,
+            progress,
+        )
+        console.print(
+            f"trained {outcome.step} of {outcome.steps} steps, {outcome.tokens:,} tokens at "
+            f"{outcome.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "
+            f"{outcome.held_out['tau_greedy']:.3f}"
+        )
+    elif main:
+        drafts.save(folder / "best", drafter, target)
+    if target.fingerprint() != before:
+        raise RuntimeError("the target's weights changed during training: a bug, please report it")
+    accelerator.wait_for_everyone()
+    objective = outcome.objective if outcome else None
+    if main:
+        results = _finish(cfg, folder, target, texts, outcome, tracker, progress)
+        if objective is None:
+            objective = results["temperatures"][0]["tau"]["value"]
+    accelerator.wait_for_everyone()
+    return float(objective if objective is not None else DIVERGED)
+
+
+def _texts(cfg: Config, target: Target, progress: Progress) -> Texts:
+    """Conversations as documents: with the data's answers, or with the target's own."""
+    if cfg.data.answers not in ("data", "target"):
+        raise UserError(f"data.answers={cfg.data.answers!r}: give data or target")
+    split = load(cfg.data, target.tokenizer)
+    held_out_prompts = prompts(split.held_out, target.tokenizer, cfg.data)
+    if cfg.data.answers == "data":
+        made = Texts(
+            encode_all(split.train, target.tokenizer, cfg.data, split.tally),
+            encode_all(split.held_out, target.tokenizer, cfg.data, split.tally),
+            held_out_prompts,
+        )
+    else:
+        asked = prompts(split.train, target.tokenizer, cfg.data, split.tally)
+        made = Texts(
+            answered(target, asked, cfg.answers, progress),
+            answered(target, held_out_prompts, cfg.answers, progress),
+            held_out_prompts,
+        )
+    console.print(f"conversations from {cfg.data.path}\n{split.tally}")
+    for name, documents in (("train", made.train), ("held out", made.held_out)):
+        if not documents:
+            raise UserError(f"no {name} conversation: give more data or change data.held_out")
+        console.print(
+            f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
+            f"{sum(sum(d.mask) for d in documents):,} of them the assistant's"
+        )
+    return made
+
+
+def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Drafter:
+    """A fresh drafter; a pruned draft vocabulary is what the assistant says most often."""
+    torch.manual_seed(cfg.loop.seed)
+    kind = family(cfg.drafter.name)
+    vocab = None
+    if size := kind.plan(cfg.drafter, target).get("draft_vocab"):
+        said = ([t for t, m in zip(d.ids, d.mask, strict=True) if m] for d in documents)
+        vocab = frequent_tokens(said, size).to(target.device)
+    return kind.build(cfg.drafter, target, vocab).float()
+
+
+def _features(
+    cfg: Config,
+    target: Target,
+    drafter: Drafter,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    progress: Progress,
+) -> Online:
+    rows = pack(documents, cfg.data.max_length)
+    if cfg.features.cache == "online":
+        return Online(target, drafter.needs, cfg.sampler, rows)
+    if cfg.features.cache != "disk":
+        raise UserError(f"features.cache={cfg.features.cache!r}: give disk or online")
+    store = Disk(target, drafter.needs, cfg.sampler, rows, cfg.features)
+    missing = store.missing()
+    if missing:
+        console.print(f"feature cache {store.folder}: {store.bytes / 1e6:,.0f} MB to be on disk")
+    world, rank = accelerator.num_processes, accelerator.process_index
+    store.fill(progress, missing[rank::world])
+    accelerator.wait_for_everyone()
+    return store
+
+
+def _finish(
+    cfg: Config,
+    folder: Path,
+    target: Target,
+    texts: Texts,
+    outcome: Outcome | None,
+    tracker: Tracker,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Measure the best draft with the decoder; report, W&B and export."""
+    drafter = drafts.load(folder / "best", target)
+    chosen = texts.prompts[: cfg.decode.prompts]
+    task = progress.add_task("decoding", total=len(chosen) * len(cfg.decode.temperatures))
+    results = evaluate(
+        target,
+        drafter,
+        [p.ids for p in chosen],
+        cfg.decode,
+        lambda line: progress.update(task, advance=1, description=f"decoding  {line}"),
+    )
+    progress.remove_task(task)
+    results |= {
+        "name": cfg.name,
+        "drafter": dataclasses.asdict(cfg.drafter),
+        "target": target.name,
+        "data": cfg.data.path,
+        "training": outcome and dataclasses.asdict(outcome) | {
+            "tokens_per_second": outcome.tokens_per_second
+        },
+    }
+    pictures = report.write(folder / "report", results, read(folder / "metrics.jsonl"))
+    if cfg.export is not None and drafter.trainable:
+        where = folder / "export"
+        checked = export.write(where, drafter, target, cfg.export)
+        console.print(f"exported to {where} ({cfg.export}); {checked}")
+    for at in results["temperatures"]:
+        rows = [(s["prompt"], s["answer"], s["tau"]) for s in at["samples"]]
+        tracker.table(f"samples T={at['temperature']:g}", ("prompt", "answer", "tau"), rows)
+    tracker.images(pictures)
+    tracker.summary(report.headline(results))
+    tracker.artifact(folder / "best", f"{cfg.name}-draft", report.headline(results))
+    console.print(report.summary(results))
+    console.print(f"report: {folder / 'report' / 'report.md'}")
+    return results
+
+
+def _claim(folder: Path, cfg: Config, main: bool) -> None:
+    """Take a run folder: a new one, or one of the same configuration to be continued."""
+    path = folder / "config.json"
+    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    if path.exists():
+        theirs = json.loads(path.read_text())
+        for key in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):
+            if theirs.get(key) != ours[key]:
+                names = [k for k in ours[key] if (theirs.get(key) or {}).get(k) != ours[key][k]]
+                name = f"{key}.{names[0]}" if names else key
+                was = (theirs.get(key) or {}).get(names[0]) if names else theirs.get(key)
+                raise UserError(
+                    f"{folder} holds a run with {name}={was!r}: give another name=, or delete it"
+                )
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ours, indent=1))
+
+
+def _precision(cfg: Config) -> str:
+    if cfg.loop.precision not in ("auto", "no", "bf16"):
+        raise UserError(f"loop.precision={cfg.loop.precision!r}: give auto, bf16 or no")
+    if cfg.loop.precision == "auto":
+        return "bf16" if cfg.target.dtype == "bfloat16" else "no"
+    return cfg.loop.precision
+
+
+def _device(cfg: Config, accelerator: Accelerator) -> str:
+    return str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
+
+
+def _progress(main: bool) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not main)
+
+
+__all__ = ["DIVERGED", "Diverged", "run"]

@@ -1,0 +1,122 @@
+"""Where a run's figures go: metrics.jsonl always, Weights & Biases where it is wanted."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class TrackConfig:
+    """`mode`: offline (no key, no network; `wandb sync` uploads later), online or disabled."""
+
+    mode: str = "${oc.env:WANDB_MODE,offline}"
+    project: str = "draftsmith"
+    entity: str | None = None
+
+
+class Tracker:
+    """Appends each record to metrics.jsonl, and logs it to W&B under the same names.
+
+    On a process that is not the main one it does nothing.
+    """
+
+    def __init__(
+        self, cfg: TrackConfig, folder: Path, name: str, config: Any, main: bool = True
+    ) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.main = main
+        self._wandb: Any = None
+        if not main or cfg.mode == "disabled":
+            return
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        self._wandb = wandb.init(
+            project=cfg.project,
+            entity=cfg.entity,
+            name=name,
+            id=_run_id(folder),
+            resume="allow",
+            dir=folder,
+            mode=cfg.mode,  # type: ignore[arg-type]
+            config=dataclasses.asdict(config),
+        )
+
+    def log(self, step: int, record: dict[str, Any]) -> None:
+        """One record at a step; nested lists become `name/0`, `name/1`, … in W&B."""
+        if not self.main:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **record}) + "\n")
+        if self._wandb:
+            self._wandb.log(_flat(record), step=step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: a resumed run writes them again."""
+        if self.main and self.path.exists():
+            kept = [r for r in read(self.path) if r["step"] <= step]
+            self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        if self._wandb:
+            import wandb
+
+            table = wandb.Table(columns=list(columns), data=[list(r) for r in rows])
+            self._wandb.log({name: table})
+
+    def artifact(self, folder: Path, name: str, metadata: dict[str, Any]) -> None:
+        """The checkpoint as a W&B artifact (it is never loaded back through W&B)."""
+        if self._wandb:
+            import wandb
+
+            artifact = wandb.Artifact(name, type="model", metadata=metadata)
+            artifact.add_dir(str(folder))
+            self._wandb.log_artifact(artifact)
+
+    def images(self, pictures: dict[str, Path]) -> None:
+        if self._wandb:
+            import wandb
+
+            self._wandb.log({k: wandb.Image(str(p)) for k, p in pictures.items()})
+
+    def summary(self, figures: dict[str, Any]) -> None:
+        if self._wandb:
+            self._wandb.summary.update(_flat(figures))
+
+    def close(self) -> None:
+        """End the W&B run, so that the next trial of a sweep begins one of its own."""
+        if self._wandb:
+            self._wandb.finish(quiet=True)
+            self._wandb = None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a metrics.jsonl; a last line that was cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _run_id(folder: Path) -> str:
+    """The W&B id of this folder's run, made once, so that a resumed run goes on as the same."""
+    path = folder / "wandb-id"
+    if not path.exists():
+        path.write_text(os.urandom(4).hex())
+    return path.read_text()
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, list):
+            out |= {f"{prefix}{key}/{i}": x for i, x in enumerate(value)}
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
