@@ -120,7 +120,9 @@ def _at(
             pairs.append(both)
         plain.append(pairs[0][0])
         spec.append(pairs[0][1])
-        plain_seconds.append(statistics.median(p.seconds / max(1, len(p.ids) - 1) for p, _ in pairs))
+        plain_seconds.append(
+            statistics.median(p.seconds / max(1, len(p.ids) - 1) for p, _ in pairs)
+        )
         spec_seconds.append(statistics.median(s.seconds / max(1, len(s.ids) - 1) for _, s in pairs))
         if on_prompt:
             so_far = sum(g.emitted for g in spec) / max(1, sum(len(g.rounds) for g in spec))

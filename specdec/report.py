@@ -96,11 +96,16 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         ("rounds", lambda at: f"{at['rounds']:,}"),
         ("same tokens as plain decoding", lambda at: _identical(at, results)),
         ("repeated 4-grams in the answers", lambda at: f"{at['repetition']:.0%}"),
-        ("speedup predicted, τ/(γc + v)", lambda at: f"{predictions(results, at)['measured τ']:.2f}"),
+        (
+            "speedup predicted, τ/(γc + v)",
+            lambda at: f"{predictions(results, at)['measured τ']:.2f}",
+        ),
         (
             "speedup predicted, Theorem 3.8 from α",
-            lambda at: f"{predictions(results, at)['closed form']:.2f} "
-            f"(τ {predictions(results, at)['closed form τ']:.2f})",
+            lambda at: (
+                f"{predictions(results, at)['closed form']:.2f} "
+                f"(τ {predictions(results, at)['closed form τ']:.2f})"
+            ),
         ),
     ]
     for name, cell in rows:

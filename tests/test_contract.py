@@ -157,7 +157,9 @@ def test_many_anchors_in_one_pass_equal_one_truncated_context_each(
         for name in ("layers_BTF", "final_BTD"):  # as a decoder has them: up to a - 1
             if (features := getattr(ctx, name)) is not None:
                 setattr(ctx, name, features[:, :a])
-        one = logits(drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1]))
+        one = logits(
+            drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1])
+        )
         torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-4, rtol=1e-4)
 
 
@@ -176,9 +178,7 @@ def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter
     packed = torch.cat([one, two], 1)
     position = torch.cat([torch.arange(T), torch.arange(10)])[None]
     document = torch.tensor([[0] * T + [1] * 10])
-    ctx, final = target.features(
-        packed, drafter.needs, position_BT=position, document_BT=document
-    )
+    ctx, final = target.features(packed, drafter.needs, position_BT=position, document_BT=document)
     alone, alone_final = target.features(two, drafter.needs)
     torch.testing.assert_close(final[:, T:], alone_final, atol=1e-4, rtol=1e-4)
     here = drafter.hidden(ctx, torch.tensor([[T + 1, T + 3, T + 6]]), None)
@@ -242,7 +242,9 @@ def test_greedy_speculation_is_greedy_decoding(kind: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule,greedy_draft", [("rejection", False), ("block", False), ("block", True)])
+@pytest.mark.parametrize(
+    "rule,greedy_draft", [("rejection", False), ("block", False), ("block", True)]
+)
 def test_committed_tokens_follow_p(
     target: Target, drafter: Drafter, rule: str, greedy_draft: bool
 ) -> None:

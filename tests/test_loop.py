@@ -171,8 +171,10 @@ def test_the_target_stays_as_it_is_when_the_draft_trains_embeddings_cut_from_it(
     for name, weight in fresh.model.state_dict().items():
         assert torch.equal(weight, target.model.state_dict()[name]), name
     theirs = fresh.embedding.weight
-    assert any(x.shape == theirs.shape and not torch.equal(x, theirs) for x in
-               draft(tmp_path / "run").values()), "the draft's embedding was to be trained"
+    assert any(
+        x.shape == theirs.shape and not torch.equal(x, theirs)
+        for x in draft(tmp_path / "run").values()
+    ), "the draft's embedding was to be trained"
 
 
 # Interruption
@@ -506,8 +508,9 @@ def test_best_is_the_best_by_the_objective(
         "loop.eval_every=1",
         f"loop.objective={objective}",
     )
-    found = [(r["held_out"][objective], r["step"]) for r in records(tmp_path / "run")
-             if "held_out" in r]
+    found = [
+        (r["held_out"][objective], r["step"]) for r in records(tmp_path / "run") if "held_out" in r
+    ]
     assert len(found) == 12
     best = max(v for v, _ in found)
     assert value == best

@@ -69,9 +69,7 @@ def steps(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name))
 
 
-def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any] | None:
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Restore the newest checkpoint in `folder`; its state, or None where there is none.
 
     Raises UserError where it is damaged or of another model.

@@ -22,7 +22,7 @@ from specdec.losses import LOSSES, LossConfig
 from specdec.sampler import Sampler
 from specdec.target import TargetConfig
 from train.answers import AnswersConfig
-from train.data import DataConfig
+from train.conversations import DataConfig
 from train.features import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig

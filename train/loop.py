@@ -269,7 +269,9 @@ def _train_record(
 ) -> dict[str, Any]:
     """Figures over the steps since the last log."""
     count = statistics[:, 0].clamp_min(1)
-    columns = dict(zip(STATISTICS[1:], (statistics[:, 1:] / count[:, None]).T.tolist(), strict=True))
+    columns = dict(
+        zip(STATISTICS[1:], (statistics[:, 1:] / count[:, None]).T.tolist(), strict=True)
+    )
     speed = state["tokens"] / state["seconds"]
     return {
         "train": {**columns, "lr": rate, "gradient_norm": norm, "tokens_per_second": speed},

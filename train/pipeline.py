@@ -209,9 +209,8 @@ def _finish(
         "drafter": dataclasses.asdict(cfg.drafter),
         "target": target.name,
         "data": cfg.data.path,
-        "training": outcome and dataclasses.asdict(outcome) | {
-            "tokens_per_second": outcome.tokens_per_second
-        },
+        "training": outcome
+        and dataclasses.asdict(outcome) | {"tokens_per_second": outcome.tokens_per_second},
     }
     pictures = report.write(folder / "report", results, read(folder / "metrics.jsonl"))
     if cfg.export is not None and drafter.trainable:

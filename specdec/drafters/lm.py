@@ -142,9 +142,7 @@ class LM(Drafter):
         return LMCache(new_cache(self.model.config))
 
     @torch.no_grad()
-    def draft(
-        self, ctx: Context, gamma: int, pick: Pick, cache: LMCache | None = None
-    ) -> Proposal:
+    def draft(self, ctx: Context, gamma: int, pick: Pick, cache: LMCache | None = None) -> Proposal:
         if cache is None:
             return super().draft(ctx, gamma, pick)
         context = ctx.ids_BT[0].tolist()
