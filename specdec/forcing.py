@@ -83,7 +83,7 @@ def anchors_of(batch: Batch, depth: int) -> Anchors:
     """Anchors a >= 1 of a document whose token a + 1 counts; see `Anchors`."""
     mask_BT, document_BT = batch.mask_BT, batch.ctx.document_BT
     assert document_BT is not None and batch.ctx.position_BT is not None
-    B, T = mask_BT.shape
+    T = mask_BT.shape[1]
     pad = (0, depth)
     mask = nn.functional.pad(mask_BT, pad)
     document = nn.functional.pad(document_BT, pad, value=-2)

@@ -59,7 +59,7 @@ class Sampler:
             best = logits.argmax(-1, keepdim=True)
             hit = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, best, 0.0)
             return hit.masked_fill(logits.isneginf(), -torch.inf)
-        scaled = logits.float() / self.temperature
+        scaled = self._scaled(logits)
         if self.top_k or self.top_p < 1:
             scaled = scaled.masked_fill(scaled < self._threshold(scaled), -torch.inf)
         log_z = scaled.logsumexp(-1, keepdim=True)
@@ -71,19 +71,23 @@ class Sampler:
 
     def summarise(self, logits_NV: Tensor) -> Summary:
         """Reduce target logits to what `log_probs_of` needs. Temperature must be above 0."""
-        scaled = logits_NV.float() / self.temperature
+        scaled = self._scaled(logits_NV)
+        argmax = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
         if self.top_k or self.top_p < 1:
             threshold = self._threshold(scaled)
             log_z = scaled.masked_fill(scaled < threshold, -torch.inf).logsumexp(-1)
-            return Summary(log_z, threshold[:, 0], logits_NV.argmax(-1))
+            return Summary(log_z, threshold[:, 0], argmax)
         floor = torch.full_like(scaled[:, 0], -torch.inf)
-        return Summary(scaled.logsumexp(-1), floor, logits_NV.argmax(-1))
+        return Summary(scaled.logsumexp(-1), floor, argmax)
 
     def log_probs_of(self, logits_NS: Tensor, summary: Summary) -> Tensor:
         """log p [N, S] over part of the vocabulary, normalised over all of it."""
-        scaled = logits_NS.float() / self.temperature
+        scaled = self._scaled(logits_NS)
         log_p = scaled - summary.log_z_N[:, None]
         return log_p.masked_fill(scaled < summary.threshold_N[:, None], -torch.inf)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits.float() if self.temperature == 1 else logits.float() / self.temperature
 
     def _threshold(self, scaled: Tensor) -> Tensor:
         """The smallest scaled logit [..., 1] that top-k and top-p keep."""

@@ -272,12 +272,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def process(arguments: Sequence[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in the repository, to its end."""
+def process(
+    arguments: Sequence[str], timeout: float = 120, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in the repository, to its end; `more` are environment variables."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=REPOSITORY,
-        env=environment(),
+        env=environment() | more,
         capture_output=True,
         text=True,
         timeout=timeout,

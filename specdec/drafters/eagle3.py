@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
         `own` holds a key and a value [B, Hkv, A, E] a step; query i sees only entry i of each.
         """
-        B, H, G, A, E = query.shape
+        G, A, E = query.shape[2:]
         if not own:
             rows = query.flatten(2, 3)  # the group as further query rows: K and V are not copied
             mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, G, 1)

@@ -1,0 +1,85 @@
+"""Serve a draft with vLLM on the CPU and count what it accepts. Greedy decoding only.
+
+Run by the serving environment's Python (see scripts/serving-env), so it imports nothing of the
+project:
+
+    .venv-serving/bin/python scripts/engine.py --target DIR --draft DIR --method eagle3 \
+        --gamma 3 --prompts ids.json --max-new-tokens 64 --dtype float32 --out counts.json
+
+`ids.json` is a list of lists of token ids. At T > 0 the engine's CPU kernels read uninitialised
+memory (vLLM issue 55005), so sampled decoding is not offered.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve a draft with vLLM and count acceptance.")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft")
+    parser.add_argument("--method", required=True, help="eagle3, medusa, draft_model, ngram, none")
+    parser.add_argument("--gamma", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    speculative: dict[str, Any] | None = None
+    if args.method != "none":
+        speculative = {"method": args.method, "num_speculative_tokens": args.gamma}
+        if args.draft:
+            speculative["model"] = args.draft
+        if args.method == "ngram":
+            speculative |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    engine = LLM(
+        args.target,
+        dtype=args.dtype,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=2048,
+        max_num_seqs=1,
+        disable_log_stats=False,
+        speculative_config=speculative,
+    )
+    prompts = json.loads(args.prompts.read_text())
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens)
+    started = time.perf_counter()
+    ids = []
+    for prompt in prompts:  # one at a time: in bfloat16 a batch's composition flips near-ties
+        out = engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+        ids.append(list(out[0].outputs[0].token_ids))
+    seconds = time.perf_counter() - started
+    counts: dict[str, Any] = {}
+    for metric in engine.get_metrics():
+        if metric.name.startswith("vllm:spec_decode"):
+            values = getattr(metric, "values", None)
+            counts[metric.name.removeprefix("vllm:spec_decode_")] = (
+                list(values) if values is not None else metric.value
+            )
+    result = {
+        "ids": ids,
+        "drafts": counts.get("num_drafts", 0),
+        "accepted": counts.get("num_accepted_tokens", 0),
+        "accepted_per_pos": counts.get("num_accepted_tokens_per_pos", []),
+        "tokens_per_second": sum(map(len, ids)) / seconds,
+    }
+    args.out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
