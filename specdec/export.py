@@ -98,6 +98,7 @@ def medusa_hf(drafter: Medusa, target: Target) -> Checkpoint:
         "num_heads": drafter.config.depth,
         "num_hidden_layers": drafter.config.num_layers,
         "medusa_fc_bias": False,
+        "original_lm_head": drafter.config.shared_head,
     }
     if (vocab := state.pop("vocab_S", None)) is not None:
         config["truncated_vocab_size"] = len(vocab)

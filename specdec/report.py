@@ -155,8 +155,8 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
             "",
             "## Training",
             "",
-            f"{training['step']:,} of {training['steps']:,} steps, {training['tokens']:,} tokens at "
-            f"{training['tokens_per_second']:,.0f} tokens/s; best held-out τ by walking the "
+            f"{training['step']:,} of {training['steps']:,} steps, {training['tokens']:,} tokens "
+            f"at {training['tokens_per_second']:,.0f} tokens/s; best held-out τ by walking the "
             f"anchors {training['held_out']['tau_greedy']:.3f} (greedy), "
             f"{training['held_out']['tau_sampled']:.3f} (sampled).",
         ]

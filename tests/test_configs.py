@@ -527,7 +527,7 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
             "optim.lr=choice(0.005,1e30)",
             "loss.depth_decay=choice(0.6,1.0)",
             "hydra.sweeper.n_trials=3",
-            "hydra.sweeper.sampler.seed=2",
+            "hydra.sweeper.sampler.seed=4",
             f"hydra.sweep.dir={tmp_path / 'sweep'}",
         ]
     )

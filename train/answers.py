@@ -22,7 +22,7 @@ class AnswersConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     max_new_tokens: int = 192
-    batch: int = 96
+    batch: int = 128
     seed: int = 0
     root: str = "cache/answers"
 

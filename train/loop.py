@@ -48,7 +48,7 @@ class LoopConfig:
 
     epochs: int = 1
     max_tokens: int | None = None
-    rows: int = 4
+    rows: int = 1
     accumulate: int = 1
     eval_every: int = 100
     save_every: int = 100

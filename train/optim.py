@@ -20,7 +20,7 @@ class OptimConfig:
     """
 
     name: str = "adamw"
-    lr: float = 3e-3
+    lr: float = 1e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.01
     warmup: float = 0.05

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs, Pick, Proposal
 from specdec.drafters.base import Drafter
+from specdec.errors import UserError
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -20,12 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class MedusaConfig:
-    """`depth` heads, each with `num_layers` residual blocks; see Eagle3Config on `draft_vocab`."""
+    """`depth` heads, each of `num_layers` residual layers and an LM head.
+
+    `shared_head`: one trained LM head for all of them (what engines load with a pruned
+    vocabulary); false is the paper's own head each, with the whole vocabulary.
+    """
 
     name: str = "medusa"
     depth: int = 3
     num_layers: int = 1
     draft_vocab: int | None = 8192
+    shared_head: bool = True
 
 
 class ResidualBlock(nn.Module):
@@ -53,11 +59,17 @@ class Medusa(Drafter):
             ResidualBlock(width, config.num_layers) for _ in range(config.depth)
         )
         self.lm_heads = nn.ModuleList(
-            nn.Linear(width, size, bias=False) for _ in range(config.depth)
+            nn.Linear(width, size, bias=False)
+            for _ in range(1 if config.shared_head else config.depth)
         )
 
     @classmethod
     def plan(cls, config: MedusaConfig, target: "Target") -> dict[str, Any]:
+        if config.draft_vocab is not None and not config.shared_head:
+            raise UserError(
+                "drafter.shared_head=false: engines load a pruned vocabulary with a shared head "
+                "alone; set drafter.draft_vocab=null or drafter.shared_head=true"
+            )
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
         return {
             "target_vocab": target.vocab_size,
@@ -67,9 +79,10 @@ class Medusa(Drafter):
 
     def start(self, target: "Target") -> None:
         rows = slice(None) if self.vocab_S is None else self.vocab_S
-        for block, head in zip(self.blocks, self.lm_heads, strict=True):
+        for block in self.blocks:
             for layer in block.layers:  # type: ignore[union-attr]
                 layer.weight.zero_()
+        for head in self.lm_heads:
             head.weight.copy_(target.head.weight[rows])  # type: ignore[operator]
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -81,7 +94,7 @@ class Medusa(Drafter):
         return torch.stack([self.blocks[k](last_BAD) for k in range(heads)], 2)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.lm_heads[k](hidden)
+        return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
 
     def unembed_parameters(self) -> list[nn.Parameter]:
         return [head.weight for head in self.lm_heads]  # type: ignore[misc]
