@@ -28,10 +28,12 @@ def main(cfg: DictConfig) -> float:
         return train.run(resolve(cfg), folder)
     except Diverged as error:
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
-            raise
+            sys.exit(explain(error))
         (folder / "diverged").write_text(str(error))
         print(f"diverged: {error}", file=sys.stderr)
         return 0.0  # finite and worst: a sweeper goes on
+    except UserError as error:  # here, or Hydra prints lines of its own first
+        sys.exit(explain(error))
 
 
 if __name__ == "__main__":

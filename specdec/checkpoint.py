@@ -75,7 +75,10 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Draf
             f"{target.name} has: give that target, or train a draft for this one"
         )
     kind = family(card["family"])
-    drafter = kind(kind.Config(**card["config"]), card["shape"])
+    try:
+        drafter = kind(kind.Config(**card["config"]), card["shape"])
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{folder / CARD} is not a draft's card: {error}") from error
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:

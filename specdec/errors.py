@@ -16,6 +16,12 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise UserError with this message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
 def command(main: Callable[[], None]) -> None:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2."""
     try:

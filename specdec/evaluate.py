@@ -15,11 +15,12 @@ import torch
 
 from specdec.decode import Generation, generate
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError
+from specdec.errors import UserError, nearest, require
 from specdec.forcing import Answer, TeacherForcing, answers, batch_of
 from specdec.metrics import Interval, ratio_interval, repetition, visits
 from specdec.sampler import Sampler
 from specdec.target import Target
+from specdec.verify import RULES
 
 VARIANTS = ("sampled", "greedy_draft", "greedy")
 
@@ -44,6 +45,21 @@ class DecodeConfig:
     repeats: int = 1
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("prompts", "max_new_tokens", "repeats"):
+            value = getattr(self, name)
+            require(value >= 1, f"decode.{name}={value}: give 1 or more")
+        require(
+            self.gamma is None or self.gamma >= 1,
+            f"decode.gamma={self.gamma}: give 1 or more, or null for the trained depth",
+        )
+        require(bool(self.temperatures), "decode.temperatures is empty: give at least one")
+        require(
+            self.rule in RULES, f"decode.rule={self.rule!r} is unknown{nearest(self.rule, RULES)}"
+        )
+        for temperature in self.temperatures:
+            Sampler(temperature, self.top_k, self.top_p)  # raises where one is out of range
+
 
 def evaluate(
     target: Target,
@@ -57,29 +73,27 @@ def evaluate(
     `on_prompt` is called with a line of progress after each prompt at each temperature. Raises
     UserError where there is no prompt.
     """
-    prompts = [list(p) for p in prompts[: cfg.prompts]]
-    if not prompts:
+    chosen = [list(p) for p in prompts[: cfg.prompts]]
+    if not chosen:
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-    if gamma < 1:
-        raise UserError(f"decode.gamma={gamma}: give 1 or more, or null for the trained depth")
     if drafter.max_depth is not None and gamma > drafter.max_depth:
         raise UserError(
             f"decode.gamma={gamma}: this drafter has {drafter.max_depth} heads and drafts no more"
         )
-    generate(target, prompts[0], max_new_tokens=8, drafter=drafter, gamma=gamma)  # warm up
+    generate(target, chosen[0], max_new_tokens=8, drafter=drafter, gamma=gamma)  # warm up
     results = []
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        results.append(_at(target, drafter, prompts, cfg, gamma, sampler, on_prompt))
+        results.append(_at(target, drafter, chosen, cfg, gamma, sampler, on_prompt))
     return {
         "gamma": gamma,
         "rule": cfg.rule,
-        "prompts": len(prompts),
+        "prompts": len(chosen),
         "max_new_tokens": cfg.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "costs": costs(target, drafter, prompts[0], gamma),
+        "costs": costs(target, drafter, chosen[0], gamma),
         "temperatures": results,
     }
 

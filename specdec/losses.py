@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.errors import nearest, require
 from specdec.metrics import Pair
 
 LOG_FLOOR = -60.0  # stands for log 0 where a divergence would be infinite
@@ -33,6 +34,12 @@ class LossConfig:
     beta: float = 0.5  # jsd: the weight of p in the mixture
     eta: float = 3.0  # lk_hybrid: how fast KL gives way to TV as α grows
     chunk: int = 256  # anchors whose logits exist at a time
+
+    def __post_init__(self) -> None:
+        require(self.chunk >= 1, f"loss.chunk={self.chunk}: give 1 or more")
+        require(
+            self.name in LOSSES, f"loss.name={self.name!r} is unknown{nearest(self.name, LOSSES)}"
+        )
 
 
 def kl(pair: Pair, cfg: LossConfig) -> Tensor:
@@ -120,7 +127,8 @@ class _Chunked(torch.autograd.Function):
                 )
             for i, grad in enumerate(new):
                 if grad is not None:
-                    grads[i] = grad if grads[i] is None else grads[i].add_(grad)
+                    held = grads[i]
+                    grads[i] = grad if held is None else held.add_(grad)
             total += loss.detach()
             statistics = seen if statistics is None else statistics + seen
         assert statistics is not None

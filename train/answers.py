@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.decode import generate_batch
@@ -28,15 +29,24 @@ class AnswersConfig:
 
 
 def answered(
-    target: Target, prompts: Sequence[Prompt], cfg: AnswersConfig, progress: Progress
+    target: Target,
+    prompts: Sequence[Prompt],
+    cfg: AnswersConfig,
+    accelerator: Accelerator,
+    progress: Progress,
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
     Answers are appended to a file as each batch ends, so that an interrupted run goes on where
-    it stopped. Each batch has a seed of its own: the answers do not depend on interruptions.
+    it stopped. Each batch has a seed of its own: the answers do not depend on interruptions,
+    nor on the number of processes that share the batches, each with a file of its own.
     """
-    path = _file(target, prompts, cfg)
-    known = _read(path)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    folder = Path(cfg.root) / _key(target, prompts, cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    known = _read_all(folder)
+    accelerator.wait_for_everyone()
+    path = folder / f"{rank}.jsonl"
     # Prompts of like length go together: less padding. Windows keep the order roughly, so that
     # the batches of a smaller `data.limit` are among those of a larger one.
     window = 8 * cfg.batch
@@ -49,11 +59,11 @@ def answered(
     ]
     batches = [order[i : i + cfg.batch] for i in range(0, len(order), cfg.batch)]
     todo = [(n, b) for n, b in enumerate(batches) if any(prompts[i].id not in known for i in b)]
+    todo = todo[rank::world]
     task = progress.add_task(
         "target's answers", total=sum(len(b) for _, b in todo) * cfg.max_new_tokens
     )
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
-    path.parent.mkdir(parents=True, exist_ok=True)
     for n, batch in todo:
         answers = generate_batch(
             target,
@@ -65,29 +75,36 @@ def answered(
         )
         with path.open("a") as file:
             for i, answer in zip(batch, answers, strict=True):
-                known[prompts[i].id] = answer
                 file.write(json.dumps({"id": prompts[i].id, "ids": answer}) + "\n")
     progress.remove_task(task)
+    accelerator.wait_for_everyone()
+    known = _read_all(folder)
     return [
         Document(p.id, p.ids + known[p.id], [False] * len(p.ids) + [True] * len(known[p.id]))
         for p in prompts
     ]
 
 
-def _file(target: Target, prompts: Sequence[Prompt], cfg: AnswersConfig) -> Path:
-    """One file for each target, sampler and set of prompts."""
+def _key(target: Target, prompts: Sequence[Prompt], cfg: AnswersConfig) -> str:
+    """One folder for each target, sampler and set of prompts."""
     how = [target.fingerprint(), str(target.dtype), cfg.temperature, cfg.top_p]
     how += [cfg.max_new_tokens, cfg.batch, cfg.seed]
     digest = hashlib.blake2b(json.dumps(how).encode(), digest_size=8)
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.ids]).encode())
-    return Path(cfg.root) / f"{digest.hexdigest()}.jsonl"
+    return digest.hexdigest()
+
+
+def _read_all(folder: Path) -> dict[str, list[int]]:
+    """The answers of all processes, also of an earlier run that had more of them."""
+    known: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        known |= _read(path)
+    return known
 
 
 def _read(path: Path) -> dict[str, list[int]]:
     """The answers that are there already; a last line that was cut short is cut off the file."""
-    if not path.exists():
-        return {}
     known, whole = {}, 0
     with path.open("rb") as file:
         for line in file:

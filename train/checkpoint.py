@@ -25,14 +25,12 @@ from specdec.checkpoint import replaced, require_same, untied
 from specdec.errors import UserError
 
 TENSORS, STATE = "training.safetensors", "training.json"
-WHOLE = StateDictOptions(
-    full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True, strict=False
-)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole state dict on the main process, also of a sharded model. A collective call."""
-    return get_model_state_dict(model, options=WHOLE)
+    return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
 
 
 def save(
@@ -44,20 +42,18 @@ def save(
 ) -> None:
     """Write checkpoint `step-N` of `state["step"]` and drop all but the newest two."""
     tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
-    flat = get_optimizer_state_dict(model, optimizer, options=WHOLE)
-    scalars: dict[str, Any] = {}
-    for name, value in flat.items():
-        if isinstance(value, Tensor):
-            tensors[f"optimizer.{name}"] = value.detach().cpu()
-        else:
-            scalars[name] = value
-    tensors["generator"] = torch.get_rng_state()
-    if not main:
+    whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    if not main:  # the whole state is on the main process alone
         return
+    for name, entry in whole["state"].items():
+        for key, value in entry.items():
+            tensors[f"optimizer.{name}|{key}"] = value.detach().cpu()
+    tensors["generator"] = torch.get_rng_state()
+    described = {**state, "optimizer": whole["param_groups"]}
     with replaced(folder / f"step-{state['step']:07d}") as partial:
         contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
         save_file(contiguous, partial / TENSORS)
-        (partial / STATE).write_text(json.dumps({**state, "optimizer": scalars}, indent=1))
+        (partial / STATE).write_text(json.dumps(described, indent=1))
     for old in steps(folder)[:-2]:
         for file in old.iterdir():
             file.unlink()
@@ -87,8 +83,13 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         ) from error
     ours = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
     require_same(ours, untied(weights(model)), newest / TENSORS)
-    set_model_state_dict(model, ours, options=WHOLE)
-    flat = {n.split(".", 1)[1]: x for n, x in tensors.items() if n.startswith("optimizer.")}
-    set_optimizer_state_dict(model, optimizer, {**flat, **state["optimizer"]}, options=WHOLE)
+    set_model_state_dict(model, ours, options=WHOLE)  # type: ignore[arg-type]
+    entries: dict[str, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        if name.startswith("optimizer."):
+            parameter, key = name.removeprefix("optimizer.").split("|")
+            entries.setdefault(parameter, {})[key] = x
+    whole: dict[str, Any] = {"state": entries, "param_groups": state["optimizer"]}
+    set_optimizer_state_dict(model, optimizer, whole, options=WHOLE)
     torch.set_rng_state(tensors["generator"])
     return state

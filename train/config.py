@@ -18,6 +18,7 @@ from omegaconf.errors import (
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, nearest
 from specdec.evaluate import DecodeConfig
+from specdec.export import LAYOUTS
 from specdec.losses import LOSSES, LossConfig
 from specdec.sampler import Sampler
 from specdec.target import TargetConfig
@@ -70,6 +71,9 @@ def resolve(cfg: DictConfig) -> Config:
     if config.drafter is None:
         raise UserError(f"no drafter is chosen: add drafter=NAME, one of {', '.join(DRAFTERS)}")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
+    if config.export is not None and config.export not in {layout for _, layout in LAYOUTS}:
+        layouts = {layout for _, layout in LAYOUTS}
+        raise UserError(f"export={config.export!r} is unknown{nearest(config.export, layouts)}")
     return config
 
 
@@ -99,6 +103,8 @@ def explain(error: Exception) -> int:
         cause = cause.__cause__
     if cause is not None and getattr(cause, "full_key", None):
         error = key_error(str(cause.full_key))  # type: ignore[attr-defined]
+    elif error.__cause__ is not None and not isinstance(error, UserError):
+        error = Exception(f"{error}\n{error.__cause__}")
     print(f"error: {one_line(error)}", file=sys.stderr)
     return 2
 
@@ -106,7 +112,8 @@ def explain(error: Exception) -> int:
 def key_error(key: str) -> UserError:
     """The error for an override of a key that is not there, with the nearest that is."""
     *path, leaf = key.split(".")
-    node: Any = Config(drafter=next(iter(DRAFTERS.values())).Config())
+    chosen = [a.split("=", 1)[1] for a in sys.argv if a.startswith("drafter=")] or ["eagle3"]
+    node: Any = Config(drafter=DRAFTERS.get(chosen[-1], DRAFTERS["eagle3"]).Config())
     for part in path:
         node = getattr(node, part, None)
     if not dataclasses.is_dataclass(node):

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specdec import checkpoint as drafts
-from specdec.errors import UserError, nearest
+from specdec.errors import UserError, nearest, require
 from specdec.forcing import (
     STATISTICS,
     TeacherForcing,
@@ -57,6 +57,15 @@ class LoopConfig:
     precision: str = "auto"
     log_every: int = 5
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "rows", "accumulate", "log_every"):
+            value = getattr(self, name)
+            require(value >= 1, f"loop.{name}={value}: give 1 or more")
+        require(
+            self.objective in OBJECTIVES,
+            f"loop.objective={self.objective!r} is unknown{nearest(self.objective, OBJECTIVES)}",
+        )
 
 
 @dataclass
@@ -97,10 +106,6 @@ def train(
     Continues the newest checkpoint in `folder`, bit for bit in float32 on one process. Raises
     `Diverged` when the loss or gradient is not finite, before the update; what was saved stays.
     """
-    if cfg.objective not in OBJECTIVES:
-        raise UserError(
-            f"loop.objective={cfg.objective!r} is unknown{nearest(cfg.objective, OBJECTIVES)}"
-        )
     world, rank = accelerator.num_processes, accelerator.process_index
     portions = cfg.accumulate * world
     plan = [len(row.ids) for row in data.rows]
@@ -122,7 +127,9 @@ def train(
     statistics = torch.zeros(forcing.drafter.train_depth, len(STATISTICS))
     stopped = cfg.patience is not None and state["waited"] >= cfg.patience
     for step, chosen in enumerate(_order(cfg.seed, len(plan), cfg.rows * portions, steps)):
-        if step < state["step"] or stopped:
+        if stopped:
+            break
+        if step < state["step"]:
             continue
         started = time.perf_counter()
 

@@ -6,20 +6,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from specdec.errors import UserError, nearest
-
-OPTIMIZERS = ("adamw", "muon")
+from specdec.errors import require
 
 
 @dataclass
 class OptimConfig:
-    """AdamW, or Muon for the matrices between embedding and head and AdamW for the rest.
-
-    `lr` is the peak of a cosine with linear warm-up over the first `warmup` of all steps, down
-    to `final` of it. `clip` bounds the global gradient norm.
+    """AdamW. `lr` is the peak of a cosine with linear warm-up over the first `warmup` of all
+    steps, down to `final` of it. `clip` bounds the global gradient norm.
     """
 
-    name: str = "adamw"
     lr: float = 1e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.01
@@ -27,11 +22,15 @@ class OptimConfig:
     final: float = 0.02
     clip: float = 0.5
 
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr={self.lr}: give a number above 0")
+        require(len(self.betas) == 2, f"optim.betas={self.betas}: give two numbers")
+        require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
+        require(0 <= self.warmup <= 1, f"optim.warmup={self.warmup}: give a share of all steps")
+
 
 def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
     """The optimiser over everything in `model` that is trained; vectors are not decayed."""
-    if cfg.name not in OPTIMIZERS:
-        raise UserError(f"optim.name={cfg.name!r} is unknown{nearest(cfg.name, OPTIMIZERS)}")
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},

@@ -4,14 +4,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from specdec import checkpoint as drafts
 from specdec import export, report
@@ -19,6 +20,7 @@ from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError
 from specdec.evaluate import evaluate
 from specdec.forcing import TeacherForcing
+from specdec.progress import bars
 from specdec.target import Target
 from train.answers import answered
 from train.config import Config
@@ -48,16 +50,22 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     returns a finite worst value, and says so, only under a sweeper (see `train.py`).
     """
     folder = Path(folder or Path("runs") / cfg.name)
-    accelerator = Accelerator(mixed_precision=_precision(cfg))
+    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=_precision(cfg),
+        kwargs_handlers=[patient],
+    )
     main = accelerator.is_main_process
     console.quiet = not main
     if accelerator.num_processes == 1:
         set_seed(cfg.loop.seed)
-    _claim(folder, cfg, main)
+    _require_same_run(folder, cfg)
+    folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
     tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
     try:
-        with _progress(main) as progress:
+        with bars(console, main) as progress:
             return _run(cfg, folder, accelerator, tracker, progress)
     finally:
         tracker.close()
@@ -75,8 +83,9 @@ def _run(
         f"target {target.name}: {type(target.model).__name__}, {len(target.layers)} layers, "
         f"vocabulary {target.vocab_size:,}, {str(target.dtype)[6:]} on {target.device}"
     )
-    with accelerator.main_process_first():
-        texts = _texts(cfg, target, progress)
+    texts = _texts(cfg, target, accelerator, progress)
+    if main:  # the folder is this run's from here on; a mistake before leaves it free
+        _write_config(folder, cfg)
 
     drafter = _drafter(cfg, target, texts.train)
     outcome: Outcome | None = None
@@ -85,8 +94,8 @@ def _run(
         console.print(f"drafter {cfg.drafter.name}: {trained / 1e6:.1f} M trained parameters")
         forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss)
         data, held_out = (
-            _features(cfg, target, drafter, documents, accelerator, progress)
-            for documents in (texts.train, texts.held_out)
+            _features(cfg, target, drafter, documents, side, accelerator, progress)
+            for side, documents in (("train", texts.train), ("held-out", texts.held_out))
         )
         outcome = train(
             cfg.loop,
@@ -119,7 +128,7 @@ def _run(
     return float(objective if objective is not None else DIVERGED)
 
 
-def _texts(cfg: Config, target: Target, progress: Progress) -> Texts:
+def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Progress) -> Texts:
     """Conversations as documents: with the data's answers, or with the target's own."""
     if cfg.data.answers not in ("data", "target"):
         raise UserError(f"data.answers={cfg.data.answers!r}: give data or target")
@@ -134,8 +143,8 @@ def _texts(cfg: Config, target: Target, progress: Progress) -> Texts:
     else:
         asked = prompts(split.train, target.tokenizer, cfg.data, split.tally)
         made = Texts(
-            answered(target, asked, cfg.answers, progress),
-            answered(target, held_out_prompts, cfg.answers, progress),
+            answered(target, asked, cfg.answers, accelerator, progress),
+            answered(target, held_out_prompts, cfg.answers, accelerator, progress),
             held_out_prompts,
         )
     console.print(f"conversations from {cfg.data.path}\n{split.tally}")
@@ -165,6 +174,7 @@ def _features(
     target: Target,
     drafter: Drafter,
     documents: Sequence[Document],
+    side: str,
     accelerator: Accelerator,
     progress: Progress,
 ) -> Online:
@@ -173,7 +183,10 @@ def _features(
         return Online(target, drafter.needs, cfg.sampler, rows)
     if cfg.features.cache != "disk":
         raise UserError(f"features.cache={cfg.features.cache!r}: give disk or online")
-    store = Disk(target, drafter.needs, cfg.sampler, rows, cfg.features)
+    where = cfg.features
+    if where.path is not None:
+        where = replace(where, path=str(Path(where.path) / side))
+    store = Disk(target, drafter.needs, cfg.sampler, rows, where)
     missing = store.missing()
     if missing:
         console.print(f"feature cache {store.folder}: {store.bytes / 1e6:,.0f} MB to be on disk")
@@ -228,23 +241,30 @@ def _finish(
     return results
 
 
-def _claim(folder: Path, cfg: Config, main: bool) -> None:
-    """Take a run folder: a new one, or one of the same configuration to be continued."""
+def _require_same_run(folder: Path, cfg: Config) -> None:
+    """A folder may hold an earlier start of the same run, to be continued, but no other run."""
     path = folder / "config.json"
-    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    if path.exists():
+    if not path.exists():
+        return
+    try:
         theirs = json.loads(path.read_text())
-        for key in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):
-            if theirs.get(key) != ours[key]:
-                names = [k for k in ours[key] if (theirs.get(key) or {}).get(k) != ours[key][k]]
-                name = f"{key}.{names[0]}" if names else key
-                was = (theirs.get(key) or {}).get(names[0]) if names else theirs.get(key)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
+    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    for group in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):
+        was = theirs.get(group) or {}
+        for key, value in ours[group].items():
+            if was.get(key) != value:
                 raise UserError(
-                    f"{folder} holds a run with {name}={was!r}: give another name=, or delete it"
+                    f"{folder} holds a run with {group}.{key}={was.get(key)!r}, not {value!r}: "
+                    "give another name=, or delete that folder"
                 )
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ours, indent=1))
+
+
+def _write_config(folder: Path, cfg: Config) -> None:
+    partial = folder / ".config.json"
+    partial.write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+    partial.rename(folder / "config.json")
 
 
 def _precision(cfg: Config) -> str:
@@ -257,17 +277,6 @@ def _precision(cfg: Config) -> str:
 
 def _device(cfg: Config, accelerator: Accelerator) -> str:
     return str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
-
-
-def _progress(main: bool) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, disable=not main)
 
 
 __all__ = ["DIVERGED", "Diverged", "run"]

@@ -90,7 +90,7 @@ class Tracker:
     def close(self) -> None:
         """End the W&B run, so that the next trial of a sweep begins one of its own."""
         if self._wandb:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
             self._wandb = None
 
 

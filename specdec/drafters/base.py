@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs, Pick, Proposal
+from specdec.errors import require
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -35,6 +36,7 @@ class Drafter(nn.Module):
 
     def __init__(self, config: Any, shape: dict[str, Any]) -> None:
         super().__init__()
+        require(config.depth >= 1, f"drafter.depth={config.depth}: give 1 or more")
         self.config = config
         self.shape = shape
         self.depth = config.depth

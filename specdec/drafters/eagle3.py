@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
 
 from specdec.context import Context, Needs, Pick, Proposal
@@ -55,12 +55,10 @@ class Attention(nn.Module):
 
     def __init__(self, llama: LlamaConfig) -> None:
         super().__init__()
-        D, E = llama.hidden_size, llama.head_dim
-        self.heads, self.kv_heads, self.head_dim = (
-            llama.num_attention_heads,
-            llama.num_key_value_heads,
-            E,
-        )
+        D, E = llama.hidden_size, int(llama.head_dim or 0)
+        self.heads = llama.num_attention_heads
+        self.kv_heads = llama.num_key_value_heads or self.heads
+        self.head_dim = E
         self.q_proj = nn.Linear(2 * D, self.heads * E, bias=False)
         self.k_proj = nn.Linear(2 * D, self.kv_heads * E, bias=False)
         self.v_proj = nn.Linear(2 * D, self.kv_heads * E, bias=False)
@@ -71,14 +69,12 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def keys_values(self, x_BP2D: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        key = self.split(self.k_proj(x_BP2D))
-        return apply_rotary_pos_emb(key, key, *rope)[0], self.split(self.v_proj(x_BP2D))
+        return rotated(self.split(self.k_proj(x_BP2D)), rope), self.split(self.v_proj(x_BP2D))
 
     def query(self, x_BA2D: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """[B, Hkv, G, A, E]"""
-        query = self.split(self.q_proj(x_BA2D))
-        rotated = apply_rotary_pos_emb(query, query, *rope)[0]
-        return rotated.unflatten(1, (self.kv_heads, -1))
+        query = rotated(self.split(self.q_proj(x_BA2D)), rope)
+        return query.unflatten(1, (self.kv_heads, -1))
 
     def attend(
         self,
@@ -153,6 +149,7 @@ class Eagle3(Drafter):
         self.lm_head = nn.Linear(D, size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama)
         self._embedding: tuple[nn.Module, ...] = ()
+        self._rope: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: "Target") -> dict[str, Any]:
@@ -222,8 +219,17 @@ class Eagle3(Drafter):
     def embed(self, ids: Tensor) -> Tensor:
         return self._embedding[0](ids).to(self.fc.weight.dtype)
 
-    def rope(self, like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(like, position)
+    def rope(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., E] at positions below `end`, from a table that grows as needed."""
+        weight = self.fc.weight
+        table = self._rope
+        if table is None or len(table[0]) < end or table[0].device != weight.device:
+            with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
+                steps = torch.arange(max(2 * end, 1024), device=weight.device)[None]
+                like = torch.zeros((), device=weight.device)
+                cos, sin = self.rotary(like, steps)
+            table = self._rope = cos[0], sin[0]
+        return table[0][position], table[1][position]
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
@@ -239,7 +245,8 @@ class Eagle3(Drafter):
         feature_BPD = self.fc(layers_BTF[:, :P].to(self.fc.weight.dtype))
         attention = self.midlayer.self_attn
         read_BP2D, residual_BPD = self.midlayer.read(self.embed(ids_BP), feature_BPD)
-        keys, values = attention.keys_values(read_BP2D, self.rope(read_BP2D, position_BP))
+        end = P + drafted_BAk.shape[-1]
+        keys, values = attention.keys_values(read_BP2D, self.rope(position_BP, end))
 
         pair_BA = (anchors_BA - 1).clamp_min(0)  # anchor a is read by pair a - 1
         mask_BAP = torch.arange(P, device=ids_BP.device) <= pair_BA[..., None]
@@ -257,7 +264,7 @@ class Eagle3(Drafter):
             if k > 0:
                 token_BA = drafted_BAk[..., k - 1]
                 read_BA2D, residual_BAD = self.midlayer.read(self.embed(token_BA), steps[-1])
-            rope = self.rope(read_BA2D, position_BA + k)
+            rope = self.rope(position_BA + k, end)
             if k > 0:
                 own.append(attention.keys_values(read_BA2D, rope))
             query = attention.query(read_BA2D, rope)
@@ -269,7 +276,7 @@ class Eagle3(Drafter):
         return self.lm_head(self.norm(hidden))
 
     def unembed_parameters(self) -> list[nn.Parameter]:
-        return [self.norm.weight, self.lm_head.weight]
+        return [*self.norm.parameters(), *self.lm_head.parameters()]
 
     def new_cache(self) -> BufferedLayer:
         return BufferedLayer()
@@ -295,7 +302,7 @@ class Eagle3(Drafter):
             read, residual = layer.read(embedding, feature)
             first = done if k == 0 else P + k - 1
             position = torch.arange(first, P + k, device=read.device)[None]
-            cos, sin = self.rope(read, position)
+            cos, sin = self.rope(position, P + gamma)
             keys, values = cache.update(*attention.keys_values(read, (cos, sin)))
             query = attention.query(read[:, -1:], (cos[:, -1:], sin[:, -1:]))
             attended = attention.attend(query, keys, values, None, [])
@@ -306,6 +313,12 @@ class Eagle3(Drafter):
             embedding = self.embed(tokens[-1][:, None])
         cache.crop(P - cache.get_seq_length())
         return self.proposal(ctx, tokens, qs)
+
+
+def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of heads, given cos and sin [B, A, E]."""
+    cos, sin = (t[:, None].to(x_BHAE.dtype) for t in rope)
+    return x_BHAE * cos + rotate_half(x_BHAE) * sin
 
 
 def _at(x_BPD: Tensor, index_BA: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Medusa(Drafter):
         assert ctx.final_BTD is not None
         index_BA1 = (anchors_BA - 1).clamp_min(0)[..., None]
         last_BAD = ctx.final_BTD.gather(1, index_BA1.expand(-1, -1, ctx.final_BTD.shape[-1]))
-        last_BAD = last_BAD.to(self.lm_heads[0].weight.dtype)
+        last_BAD = last_BAD.to(next(self.parameters()).dtype)
         return torch.stack([self.blocks[k](last_BAD) for k in range(heads)], 2)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:

@@ -1,0 +1,51 @@
+"""Progress for people: bars in a terminal, a line now and then in a file."""
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+SECONDS = 20.0  # between two lines where the output is no terminal
+
+
+class Lines(Progress):
+    """A progress bar for output that is no terminal: prints a line now and then instead."""
+
+    _last = 0.0
+
+    def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
+        super().update(task_id, **kwargs)
+        self._print(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._print(task_id)
+
+    def _print(self, task_id: TaskID) -> None:
+        now = time.monotonic()
+        if now - self._last >= SECONDS:
+            self._last = now
+            task = self._tasks[task_id]
+            self.console.print(f"  {task.percentage:3.0f}%  {task.description}")
+
+
+def bars(console: Console, shown: bool = True) -> Progress:
+    """Bars in a terminal; `Lines` elsewhere; nothing where not `shown`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    if shown and not console.is_terminal:
+        return Lines(*columns, console=console, disable=True)
+    return Progress(*columns, console=console, disable=not shown)
