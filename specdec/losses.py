@@ -20,7 +20,6 @@ from specdec.errors import nearest, require
 from specdec.metrics import Pair
 
 LOG_FLOOR = -60.0  # stands for log 0 where a divergence would be infinite
-TINY = 1e-12
 
 Loss = Callable[[Pair, "LossConfig"], Tensor]
 
@@ -75,7 +74,9 @@ def tv(pair: Pair, cfg: LossConfig) -> Tensor:
 
 def nla(pair: Pair, cfg: LossConfig) -> Tensor:
     """-log β, the negative log acceptance. ∂/∂z = ∂TV/∂z / β: strong where β is small."""
-    return -pair.beta.clamp_min(TINY).log()
+    log_min = torch.minimum(pair.log_p, pair.log_q)  # from logarithms: β itself may underflow
+    disjoint = log_min.detach().amax(-1, keepdim=True).isneginf()
+    return -log_min.masked_fill(disjoint, LOG_FLOOR).logsumexp(-1)
 
 
 def lk_hybrid(pair: Pair, cfg: LossConfig) -> Tensor:
@@ -96,7 +97,8 @@ LOSSES: dict[str, Loss] = {
 
 
 def _floor(log_x: Tensor) -> Tensor:
-    return log_x.clamp_min(LOG_FLOOR)
+    """log 0 as a number; whatever is finite stays, and keeps its gradient."""
+    return log_x.masked_fill(log_x.isneginf(), LOG_FLOOR)
 
 
 class _Chunked(torch.autograd.Function):
@@ -128,7 +130,7 @@ class _Chunked(torch.autograd.Function):
             for i, grad in enumerate(new):
                 if grad is not None:
                     held = grads[i]
-                    grads[i] = grad if held is None else held.add_(grad)
+                    grads[i] = grad.clone() if held is None else held.add_(grad)
             total += loss.detach()
             statistics = seen if statistics is None else statistics + seen
         assert statistics is not None
@@ -157,7 +159,8 @@ def chunked(
     """
     if len(hidden) == 0:
         raise ValueError("chunked: no rows")
-    if torch.is_grad_enabled() and hidden.requires_grad:
+    trained = hidden.requires_grad or any(p.requires_grad for p in parameters)
+    if torch.is_grad_enabled() and trained:
         return _Chunked.apply(part, chunk, hidden, *parameters)
     pieces = [
         part(hidden[start : start + chunk], slice(start, start + chunk))

@@ -57,12 +57,11 @@ class Pair:
         return overlap(self.p, self.q)
 
 
-@torch.no_grad()
 def acceptance(pair: Pair) -> Acceptance:
     """The three variants of α at each position. A row of q without mass accepts nothing."""
-    log_best_N, best_N = pair.log_q.max(-1)
+    log_best_N, best_N = pair.log_q.detach().max(-1)
     has_mass = ~log_best_N.isneginf()
-    greedy_draft = pair.p.gather(-1, best_N[:, None])[:, 0] * has_mass
+    greedy_draft = pair.p.detach().gather(-1, best_N[:, None])[:, 0] * has_mass
     greedy = (best_N == pair.target_argmax) & has_mass
     return Acceptance(pair.beta.detach(), greedy_draft, greedy.float())
 
@@ -106,12 +105,12 @@ def ratio_interval(
     Prompts whose denominator is 0 count for nothing. `n` is Σ denominators, rounded.
     """
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
-    if den.sum() == 0:
+    num, den = num[den > 0], den[den > 0]
+    if len(den) == 0:
         return Interval(0.0, 0.0, 0.0, 0)
     rng = np.random.default_rng(seed)
     index = rng.integers(0, len(num), (resamples, len(num)))
-    sums = den[index].sum(1)
-    draws = num[index].sum(1)[sums > 0] / sums[sums > 0]
+    draws = num[index].sum(1) / den[index].sum(1)
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(num.sum() / den.sum()), float(low), float(high), round(den.sum()))
 

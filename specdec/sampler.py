@@ -38,7 +38,7 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < float("inf"):
             raise UserError(f"sampler.temperature={self.temperature}: give a number >= 0")
         if self.top_k < 0:
             raise UserError(f"sampler.top_k={self.top_k}: give a number >= 0 (0 keeps all)")
@@ -60,10 +60,13 @@ class Sampler:
             hit = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, best, 0.0)
             return hit.masked_fill(logits.isneginf(), -torch.inf)
         scaled = self._scaled(logits)
+        empty = scaled.detach().amax(-1, keepdim=True).isneginf()
+        if empty.any():  # log_softmax of such a row, and its gradient, would be NaN
+            whole = scaled.masked_fill(empty, 0.0)
+            return self.log_probs(whole * self.temperature).masked_fill(empty, -torch.inf)
         if self.top_k or self.top_p < 1:
             scaled = scaled.masked_fill(scaled < self._threshold(scaled), -torch.inf)
-        log_z = scaled.logsumexp(-1, keepdim=True)
-        return scaled - log_z.masked_fill(log_z.isneginf(), 0.0)
+        return scaled - scaled.logsumexp(-1, keepdim=True)
 
     def probs(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V] in float32; see `log_probs`."""
@@ -93,7 +96,10 @@ class Sampler:
         """The smallest scaled logit [..., 1] that top-k and top-p keep."""
         ordered = scaled.sort(-1, descending=True).values
         if self.top_k:
-            ordered = ordered[..., : self.top_k]
+            least = ordered[..., min(self.top_k, ordered.shape[-1]) - 1, None]
+            ordered = ordered.masked_fill(ordered < least, -torch.inf)
+            if self.top_p == 1:
+                return least
         if self.top_p < 1:
             probs = ordered.softmax(-1)
             kept = (probs.cumsum(-1) - probs < self.top_p).sum(-1, keepdim=True).clamp_min(1)

@@ -117,7 +117,7 @@ class Target:
         if cfg.dtype not in DTYPES:
             raise UserError(f"target.dtype={cfg.dtype!r} is unknown{nearest(cfg.dtype, DTYPES)}")
         if not cfg.path:
-            raise UserError("target.path is not given: a hub name, a folder or a .gguf file")
+            raise UserError("target.path is missing: a hub name, a folder or a .gguf file")
         path, name = cfg.path, cfg.path
         if path.startswith("package:"):
             path = str(find_package_file(path.removeprefix("package:"), ".gguf"))

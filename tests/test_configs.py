@@ -183,7 +183,6 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("loop.log_every=0", ["loop.log_every"]),
         ("loop.epochs=0", ["loop.epochs"]),
         ("loop.rows=1000", ["loop.rows", "fewer than one step"]),
-        ("optim.name=adam", ["optim.name", "did you mean 'adamw'"]),
         ("optim.betas=[0.9]", ["optim.betas"]),
         ("loss.name=k", ["loss.name", "kl"]),
         ("loss.chunk=0", ["loss.chunk"]),

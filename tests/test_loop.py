@@ -630,23 +630,6 @@ def test_adamw_by_hand() -> None:
         assert float(vector) == pytest.approx(of_vector, abs=1e-6)
 
 
-def test_an_optimizer_is_what_its_name_says() -> None:
-    """A name that is accepted is another rule of update; one that is not is an error."""
-    updates = {}
-    for name in optim.OPTIMIZERS:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4, bias=False)
-        built = optim.build(model, OptimConfig(name=name, lr=0.1))
-        for _ in range(3):
-            model.zero_grad()
-            (model(torch.eye(4)) ** 2).sum().backward()
-            built.step()
-        updates[name] = model.weight.detach().clone()
-    for name, weight in updates.items():
-        if name != "adamw":
-            assert not torch.allclose(weight, updates["adamw"]), f"{name} is AdamW"
-
-
 def test_the_gradient_is_clipped_to_its_bound(
     tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

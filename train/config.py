@@ -70,6 +70,9 @@ def resolve(cfg: DictConfig) -> Config:
     assert isinstance(config, Config)
     if config.drafter is None:
         raise UserError(f"no drafter is chosen: add drafter=NAME, one of {', '.join(DRAFTERS)}")
+    for name, path in (("target", config.target.path), ("data", config.data.path)):
+        if not path:
+            raise UserError(f"{name}.path is missing: add {name}.path=…, see the README")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
     if config.export is not None and config.export not in {layout for _, layout in LAYOUTS}:
         layouts = {layout for _, layout in LAYOUTS}
@@ -102,24 +105,22 @@ def explain(error: Exception) -> int:
     while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
         cause = cause.__cause__
     if cause is not None and getattr(cause, "full_key", None):
-        error = key_error(str(cause.full_key))  # type: ignore[attr-defined]
+        owner = getattr(cause, "object_type", None)
+        error = key_error(str(cause.full_key), owner)  # type: ignore[attr-defined]
     elif error.__cause__ is not None and not isinstance(error, UserError):
         error = Exception(f"{error}\n{error.__cause__}")
     print(f"error: {one_line(error)}", file=sys.stderr)
     return 2
 
 
-def key_error(key: str) -> UserError:
-    """The error for an override of a key that is not there, with the nearest that is."""
-    *path, leaf = key.split(".")
-    chosen = [a.split("=", 1)[1] for a in sys.argv if a.startswith("drafter=")] or ["eagle3"]
-    node: Any = Config(drafter=DRAFTERS.get(chosen[-1], DRAFTERS["eagle3"]).Config())
-    for part in path:
-        node = getattr(node, part, None)
-    if not dataclasses.is_dataclass(node):
+def key_error(key: str, owner: Any = None) -> UserError:
+    """The error for a key that is not there, with the nearest that its `owner` dataclass has."""
+    if not dataclasses.is_dataclass(owner):
         return UserError(f"configuration: there is no key {key!r}")
-    names = [f.name for f in dataclasses.fields(node)]
-    return UserError(f"configuration: there is no key {key!r}{nearest(leaf, names)}")
+    names = [f.name for f in dataclasses.fields(owner)]
+    return UserError(
+        f"configuration: there is no key {key!r}{nearest(key.rsplit('.', 1)[-1], names)}"
+    )
 
 
 def _no_unknown_keys(given: Any, typed: Any, path: str) -> None:

@@ -132,7 +132,7 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
 def check(cfg: DataConfig) -> None:
     """Raise UserError for a value that no other message would explain."""
     if not cfg.path:
-        raise UserError("data.path is not given: a file, a folder, a hub dataset or package:NAME")
+        raise UserError("data.path is missing: a file, a folder, a hub dataset or package:NAME")
     for name, known in (
         ("format", ("auto", *SHAPES)),
         ("too_long", ("drop", "truncate")),

@@ -23,7 +23,7 @@ class OptimConfig:
     clip: float = 0.5
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optim.lr={self.lr}: give a number above 0")
+        require(self.lr >= 0, f"optim.lr={self.lr}: give 0 or more")
         require(len(self.betas) == 2, f"optim.betas={self.betas}: give two numbers")
         require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
         require(0 <= self.warmup <= 1, f"optim.warmup={self.warmup}: give a share of all steps")
