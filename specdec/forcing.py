@@ -18,7 +18,7 @@ from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.losses import LOSSES, LossConfig, chunked
-from specdec.metrics import Acceptance, Pair, acceptance, visits
+from specdec.metrics import Acceptance, Pair, acceptance, expected_tokens, visits
 from specdec.sampler import Sampler, Summary
 from specdec.target import Target
 
@@ -231,5 +231,5 @@ def answers(table: Table, batch: Batch) -> list[Answer]:
 def predicted_rounds(alpha_TK: Tensor) -> tuple[float, float]:
     """Tokens and rounds that a decoder is expected to need for one answer: τ is their ratio."""
     visit_T = visits(alpha_TK)
-    tokens_T = 1 + alpha_TK.double().cumprod(-1).sum(-1)
+    tokens_T = expected_tokens(alpha_TK.double())
     return float((visit_T * tokens_T).sum()), float(visit_T.sum())
