@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,8 @@ class Tracker:
         if self._wandb:
             import wandb
 
-            artifact = wandb.Artifact(name, type="model", metadata=metadata)
+            allowed = re.sub(r"[^\w.-]", "-", name)
+            artifact = wandb.Artifact(allowed, type="model", metadata=metadata)
             artifact.add_dir(str(folder))
             self._wandb.log_artifact(artifact)
 
