@@ -88,8 +88,18 @@ def eagle3_speculators(drafter: Eagle3, target: Target) -> Checkpoint:
 
 
 def medusa_hf(drafter: Medusa, target: Target) -> Checkpoint:
-    """Medusa as vLLM names it; a pruned vocabulary goes with a token map."""
-    state = drafter.state_dict()
+    """Medusa as vLLM names it, always with the whole vocabulary.
+
+    vLLM 0.32 refuses its own `token_map`, so the tokens outside a pruned vocabulary get rows of
+    zeros: their logit is 0, and the engine, which drafts greedily, never takes one while the
+    best logit is above 0 (which `write` checks on a probe, as any trained head's is).
+    """
+    state = {name: x.detach() for name, x in drafter.state_dict().items()}
+    if (vocab_S := state.pop("vocab_S", None)) is not None:
+        for name in [n for n in state if n.startswith("lm_heads.")]:
+            whole = state[name].new_zeros(target.vocab_size, target.width)
+            whole[vocab_S] = state[name]
+            state[name] = whole
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -100,10 +110,7 @@ def medusa_hf(drafter: Medusa, target: Target) -> Checkpoint:
         "medusa_fc_bias": False,
         "original_lm_head": drafter.config.shared_head,
     }
-    if (vocab := state.pop("vocab_S", None)) is not None:
-        config["truncated_vocab_size"] = len(vocab)
-        state["token_map"] = vocab
-    return {name: x.detach() for name, x in state.items()}, config
+    return state, config
 
 
 def lm_hf(drafter: LM, target: Target) -> Checkpoint:
@@ -144,7 +151,9 @@ def write(folder: Path, drafter: Drafter, target: Target, layout: str = "hf") ->
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
         if name == "lm":
             target.tokenizer.save_pretrained(partial)
-        gap = compare(drafter, read(partial, drafter, target), target)
+        gap, best = compare(drafter, read(partial, drafter, target), target)
+        if name == "medusa" and drafter.vocab_S is not None and best <= 0:
+            raise UserError(f"{folder}: not written, its best logit is {best:.2g}: train it")
         if gap > 0:
             raise UserError(f"{folder}: not written, logits read back differ by {gap:.2g}")
     return f"{len(tensors)} tensors read back, logits identical"
@@ -170,8 +179,10 @@ def read(folder: Path, like: Drafter, target: Target) -> Drafter:
         inside = tensors.pop("t2d").nonzero()[:, 0]
         if not torch.equal(inside, tensors["vocab_S"]):
             raise UserError(f"{folder}: d2t and t2d disagree")
-    if (token_map := tensors.pop("token_map", None)) is not None:
-        tensors["vocab_S"] = token_map
+    if isinstance(like, Medusa) and like.vocab_S is not None and "lm_heads.0.weight" in tensors:
+        rows = tensors["lm_heads.0.weight"].any(-1).nonzero()[:, 0]
+        heads = [n for n in tensors if n.startswith("lm_heads.")]
+        tensors |= {"vocab_S": rows, **{n: tensors[n][rows] for n in heads}}
     require_same(tensors, untied(drafter.state_dict()), folder / WEIGHTS)
     drafter.load_state_dict(tensors, strict=False)
     drafter.to(target.device, next(like.parameters()).dtype)
@@ -180,18 +191,20 @@ def read(folder: Path, like: Drafter, target: Target) -> Drafter:
 
 
 @torch.no_grad()
-def compare(one: Drafter, other: Drafter, target: Target) -> float:
-    """Largest difference of the two drafters' logits over a few anchors of a short text."""
+def compare(one: Drafter, other: Drafter, target: Target) -> tuple[float, float]:
+    """Largest difference of the two drafters' logits over a few anchors of a short text, and the
+    least of the best logits there."""
     ids = torch.arange(3, 35, device=target.device)[None] % target.vocab_size
     ctx, _ = target.features(ids, one.needs)
     ctx = Context(ids, ctx.layers_BTF, ctx.final_BTD)
     anchors = torch.tensor([[4, 17, 30]], device=target.device)
-    gap = 0.0
+    gap, best = 0.0, torch.inf
     states = [d.hidden(ctx, anchors, None) for d in (one, other)]
     for k in range(states[0].shape[2]):
         a, b = (d.unembed(s[:, :, k], k) for d, s in zip((one, other), states, strict=True))
         gap = max(gap, float((a - b).abs().max()))
-    return gap
+        best = min(best, float(a.amax(-1).min()))
+    return gap, best
 
 
 def _eagle3_tensors(drafter: Eagle3, layer: str) -> dict[str, Tensor]:

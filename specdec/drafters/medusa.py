@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs, Pick, Proposal
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 class MedusaConfig:
     """`depth` heads, each of `num_layers` residual layers and an LM head.
 
-    `shared_head`: one trained LM head for all of them (what engines load with a pruned
-    vocabulary); false is the paper's own head each, with the whole vocabulary.
+    `shared_head`: one trained LM head for all of them; false is the paper's own head each.
     """
 
     name: str = "medusa"
@@ -65,11 +63,6 @@ class Medusa(Drafter):
 
     @classmethod
     def plan(cls, config: MedusaConfig, target: "Target") -> dict[str, Any]:
-        if config.draft_vocab is not None and not config.shared_head:
-            raise UserError(
-                "drafter.shared_head=false: engines load a pruned vocabulary with a shared head "
-                "alone; set drafter.draft_vocab=null or drafter.shared_head=true"
-            )
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
         return {
             "target_vocab": target.vocab_size,
