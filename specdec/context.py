@@ -4,9 +4,12 @@ Letters: B batch, T time, F target features (layers · width), D width, V vocabu
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdec.cache import SlotCache
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class Needs:
 class Context:
     """Tokens and the target's features of them. A reader at anchor a uses features < a only.
 
-    While decoding, `ids_BT` ends with the anchor, and the features end one position earlier.
-    In training both have every position of a packed row.
+    While decoding, a row's `lengths[b]` tokens end with its anchor, and its features end one
+    position earlier; what lies behind is padding. In training (`lengths` None) both have every
+    position of a packed row.
     """
 
     ids_BT: Tensor
@@ -35,21 +39,31 @@ class Context:
     final_BTD: Tensor | None = None
     document_BT: Tensor | None = None  # which document a token is of, -1 = padding; None = one
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …
+    lengths: list[int] | None = None
+    texts: list[list[int]] | None = None  # the tokens of each row, where a caller has them
+    cache: "SlotCache | None" = None  # the target's own, for drafters that are part of it
+
+    def counts(self) -> list[int]:
+        """How many tokens each row has."""
+        return self.lengths or [self.ids_BT.shape[1]] * len(self.ids_BT)
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row as lists."""
+        if self.texts is not None:
+            return self.texts
+        return [ids[:n] for ids, n in zip(self.ids_BT.tolist(), self.counts(), strict=True)]
 
 
 @dataclass
 class Proposal:
-    """A chain of drafted tokens.
+    """Drafted tokens: a chain, or a tree where there are `parents_BN`.
 
-    `q_BNV` is the distribution each token was drawn from, over the target's vocabulary; None
+    A token of -1 stands for nothing drafted: rows may draft less than their neighbours. A parent
+    has a lower index than its children, -1 is the anchor. `q_BNV` is the distribution that each
+    token was drawn from, before any sibling was taken out, over the target's vocabulary; None
     means that each token was certain (a copied or a greedily drafted token: q is one-hot).
     """
 
     tokens_BN: Tensor
     q_BNV: Tensor | None = None
-
-
-class Pick(Protocol):
-    """Turns draft logits [B, S] into tokens [B] and the q [B, S] they came from (None: one-hot)."""
-
-    def __call__(self, logits_BS: Tensor) -> tuple[Tensor, Tensor | None]: ...
+    parents_BN: Tensor | None = None

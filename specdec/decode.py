@@ -1,33 +1,41 @@
-"""Decoding: plain and speculative, one loop. Plain decoding is speculation with γ = 0.
+"""Decoding: plain and speculative, one prompt or many, chain or tree: one loop.
 
-Prefill emits the first token; then each round drafts a chain, runs the target once over the
-anchor and the chain, and commits what the verification rule keeps and one token more. A round
-is counted whole, as serving engines count it, also where the end of the answer cuts its
-tokens short. Letters: B batch (1 here), T time, N drafted, V vocabulary.
+Prefill emits the first token of each row; then a round drafts, runs the target once over the
+anchors and what was drafted, and commits what the verification rule keeps and one token more.
+Plain decoding is a round that drafts nothing, and a chain the tree with one branch. A round is
+counted whole, as serving engines count it, also where the end of an answer cuts its tokens
+short. Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1, V vocabulary.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from specdec.context import Context, Needs, Pick
-from specdec.drafters.base import Drafter
-from specdec.errors import UserError, nearest
-from specdec.sampler import Sampler, sample
+from specdec.cache import SlotCache
+from specdec.choose import Choose, Processor
+from specdec.context import Context, Needs, Proposal
+from specdec.drafters.base import Drafter, last_of
+from specdec.errors import UserError, nearest, require
+from specdec.length import Length
+from specdec.sampler import Sampler
 from specdec.target import Target
-from specdec.verify import RULES, Verdict, draw, greedy
+from specdec.trees import Chain, Shape, line
+from specdec.verify import RULES, Rule, Verdict, greedy, verify
 
 
 @dataclass
 class Round:
-    """One pass of the target: where it started, what was drafted, how much was kept."""
+    """One pass of the target over one row: where it started, what was drafted, what was kept."""
 
     anchor: int  # position in the text of the last committed token
-    drafted: int
+    drafted: int  # tokens on the longest drafted path
     accepted: int
+    nodes: int  # tokens drafted in all: more than `drafted` in a tree
 
 
 @dataclass
@@ -35,12 +43,12 @@ class Generation:
     """What one prompt's decoding produced, and what it cost."""
 
     prompt: list[int]
-    ids: list[int]  # the new tokens, cut at eos or max_new_tokens
+    ids: list[int]  # the new tokens, cut at eos, a stop string or max_new_tokens
     overrun: list[int]  # what the last round committed beyond that cut
     rounds: list[Round]
     prefill_seconds: float
-    seconds: float  # of the rounds, prefill apart
-    spent: dict[str, float] = field(default_factory=dict)  # draft, verify, judge
+    seconds: float  # of the rounds until this row ended, prefill apart
+    spent: dict[str, float] = field(default_factory=dict)  # draft, verify, judge, commit
 
     @property
     def emitted(self) -> int:
@@ -48,215 +56,401 @@ class Generation:
         return sum(r.accepted + 1 for r in self.rounds)
 
 
-class History:
-    """The growing context: committed tokens, and target features of all but the anchor."""
+class Rows:
+    """The growing texts of a batch, and the target's features of all but their anchors."""
 
-    def __init__(self, ids_1T: Tensor, needs: Needs) -> None:
-        self.needs = needs
-        self.ids = ids_1T
+    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.texts = [list(p) for p in prompts]
+        self.seen = [0] * len(self.texts)  # positions whose features are here
+        self.device = device
+        self._ids = torch.zeros(len(self.texts), 0, dtype=torch.long, device=device)
         self._layers: Tensor | None = None
         self._final: Tensor | None = None
-        self.seen = 0  # positions whose features are here
+        self._write_ids([(b, 0, ids) for b, ids in enumerate(self.texts)])
 
-    def extend(self, tokens_1N: Tensor, features: Context, count: int) -> None:
-        """Commit tokens, and the features of the first `count` positions of a target pass."""
-        self.ids = torch.cat([self.ids, tokens_1N], 1)
-        self._layers = self._append(self._layers, features.layers_BTF, count)
-        self._final = self._append(self._final, features.final_BTD, count)
-        self.seen += count
+    def ids(self) -> Tensor:
+        """[B, T], padded on the right."""
+        return self._ids[:, : max(map(len, self.texts))]
+
+    def anchors(self) -> Tensor:
+        """The last token of each row [B, 1]."""
+        return torch.tensor([[ids[-1]] for ids in self.texts], device=self.device)
+
+    def extend(
+        self, new: list[list[int]], features: Context, counts: list[int], path_BK: Tensor | None
+    ) -> None:
+        """Commit tokens to each row, and the features of `counts[b]` positions of a pass: the
+        first ones, or those that `path_BK` names."""
+        starts = [len(ids) for ids in self.texts]
+        for ids, more in zip(self.texts, new, strict=True):
+            ids += more
+        self._write_ids([(b, s, n) for b, (s, n) in enumerate(zip(starts, new, strict=True))])
+        self._layers = self._written(self._layers, features.layers_BTF, counts, path_BK)
+        self._final = self._written(self._final, features.final_BTD, counts, path_BK)
+        self.seen = [s + c for s, c in zip(self.seen, counts, strict=True)]
 
     def context(self) -> Context:
-        layers = None if self._layers is None else self._layers[:, : self.seen]
-        final = None if self._final is None else self._final[:, : self.seen]
-        return Context(self.ids, layers, final)
+        known = max(self.seen)
+        return Context(
+            self.ids(),
+            None if self._layers is None else self._layers[:, :known],
+            None if self._final is None else self._final[:, :known],
+            lengths=[len(ids) for ids in self.texts],
+            texts=self.texts,
+        )
 
-    def _append(self, buffer: Tensor | None, new: Tensor | None, count: int) -> Tensor | None:
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows of the batch only."""
+        index = torch.tensor(rows, device=self.device)
+        self.texts = [self.texts[b] for b in rows]
+        self.seen = [self.seen[b] for b in rows]
+        self._ids = self._ids[index]
+        self._layers = None if self._layers is None else self._layers[index]
+        self._final = None if self._final is None else self._final[index]
+
+    def _write_ids(self, pieces: list[tuple[int, int, list[int]]]) -> None:
+        end = max(start + len(new) for _, start, new in pieces)
+        self._ids = _roomy(self._ids, end)
+        for b, start, new in pieces:
+            self._ids[b, start : start + len(new)] = torch.tensor(new, device=self.device)
+
+    def _written(
+        self, buffer: Tensor | None, new: Tensor | None, counts: list[int], path_BK: Tensor | None
+    ) -> Tensor | None:
         if new is None:
             return None
-        end = self.seen + count
-        if buffer is None or end > buffer.shape[1]:
-            grown = new.new_empty(new.shape[0], max(256, 2 * end), new.shape[2])
-            if buffer is not None:
-                grown[:, : self.seen] = buffer[:, : self.seen]
-            buffer = grown
-        buffer[:, self.seen : end] = new[:, :count]
+        if path_BK is not None:
+            rows = torch.arange(len(new), device=new.device)[:, None]
+            new = new[rows, path_BK]
+        if buffer is None:
+            buffer = new.new_empty(len(new), 0, new.shape[2])
+        buffer = _roomy(buffer, max(s + c for s, c in zip(self.seen, counts, strict=True)))
+        for b, (start, count) in enumerate(zip(self.seen, counts, strict=True)):
+            buffer[b, start : start + count] = new[b, :count]
         return buffer
 
 
-def picker(sampler: Sampler, generator: torch.Generator | None, greedy_draft: bool = False) -> Pick:
-    """How a drafter chooses tokens: drawn from q, or the likeliest (then q is one-hot)."""
-    if sampler.greedy or greedy_draft:
-        return lambda logits_BS: (logits_BS.argmax(-1), None)
-
-    def draw_token(logits_BS: Tensor) -> tuple[Tensor, Tensor]:
-        q_BS = sampler.probs(logits_BS)
-        return sample(q_BS, generator), q_BS
-
-    return draw_token
-
-
 @torch.inference_mode()
+def decode(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    drafter: Drafter | None = None,
+    shape: Shape | None = None,
+    sampler: Sampler | None = None,
+    rule: str = "auto",
+    greedy_draft: bool = False,
+    length: Length | None = None,
+    eos: tuple[int, ...] | None = None,
+    stop: Sequence[str] = (),
+    processors: Sequence[Processor] = (),
+    seeds: Sequence[int] | None = None,
+    on_tokens: Callable[[int, list[int], Round | None], None] | None = None,
+) -> list[Generation]:
+    """Continue every prompt, speculatively where there is a drafter.
+
+    Prompts may be of any lengths; rows that end leave the batch, and no row's output depends on
+    its neighbours. `shape` is what a round drafts (None: a chain of the trained depth), `length`
+    a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts; "auto"
+    takes block for chains, recursive for static trees, point_mass for trees picked by
+    likelihood. `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
+    `eos` None takes the target's own; () never stops early. `stop` strings end an answer with
+    the token that completes one. `processors` are transformers' logits processors, applied to p
+    and q alike. `seeds`: one a row. `on_tokens(row, ids, round)` gets what each round committed,
+    cut to the answer (for the first token, which prefill emits, with round None).
+
+    Raises UserError for no or an empty prompt, an unknown rule, one that does not fit the shape,
+    and more tokens than the target has positions.
+    """
+    _require(target, prompts, max_new_tokens)
+    eos, B, device = target.eos if eos is None else eos, len(prompts), target.device
+    sampler = sampler or Sampler(temperature=0.0)
+    if drafter is not None:
+        shape = shape or Chain(drafter.depth)
+        if shape.depth > (drafter.max_depth or shape.depth):
+            raise UserError(
+                f"a draft of depth {shape.depth} was asked of one that drafts {drafter.max_depth} "
+                "tokens and no more: give a smaller gamma or tree"
+            )
+    judge = fitting_rule(rule, shape, sampler, greedy_draft)
+    choose = Choose(
+        sampler,
+        "fixed" if greedy_draft else judge.siblings,
+        [torch.Generator(device).manual_seed(s) for s in seeds or range(B)],
+        None if drafter is None else drafter.vocab_S,
+        target.vocab_size,
+        processors,
+    )
+    needs = Needs() if drafter is None else drafter.needs
+    cache, draft_cache = target.new_cache(), drafter.new_cache() if drafter else None
+    spent = dict.fromkeys(("draft", "verify", "judge", "commit"), 0.0)
+    done: dict[int, Generation] = {}
+    answers: list[list[int]] = [[] for _ in prompts]
+    rounds: list[list[Round]] = [[] for _ in prompts]
+
+    started = time.perf_counter()
+    rows, alive = Rows(prompts, device), list(range(B))
+    features, final_BTD = target.features(rows.ids(), needs, cache=cache)
+    counts = [len(p) for p in prompts]
+    cache.keep(counts)
+    choose.texts = rows.texts
+    first_BV = target.logits(last_of(final_BTD, counts))
+    first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * B)[:, 0])
+    new = [[t] for t in first_B.tolist()]
+    rows.extend(new, features, counts, None)
+    del features, final_BTD, first_BV
+    prefill_done = time.perf_counter()
+    last: list[Round | None] = [None] * B
+
+    while True:
+        ended = []
+        for b, row in enumerate(alive):
+            before = len(answers[row])
+            answers[row] += new[b]
+            end = _end(answers[row], before, eos, max_new_tokens, stop, target)
+            if row in done:  # it ended, but has not left the batch
+                continue
+            if on_tokens:
+                on_tokens(row, answers[row][before:end], last[b])
+            if end is not None:
+                ended.append(b)
+                done[row] = Generation(
+                    prompt=list(prompts[row]),
+                    ids=answers[row][:end],
+                    overrun=answers[row][end:],
+                    rounds=rounds[row],
+                    prefill_seconds=prefill_done - started,
+                    seconds=time.perf_counter() - prefill_done,
+                    spent=dict(spent),
+                )
+        if len(done) == B:
+            return [done[row] for row in range(B)]
+        going = [b for b, row in enumerate(alive) if row not in done]
+        if ended and (drafter is not None or len(going) < 0.9 * len(alive)):
+            alive = [alive[b] for b in going]  # leaving copies the caches: not at every end
+            for part in (rows, cache, choose, draft_cache):
+                if part is not None:
+                    part.select(going)
+            choose.texts = rows.texts
+
+        t0 = time.perf_counter()
+        proposal = _drafted(drafter, rows, shape, length, choose, draft_cache, cache)
+        t1 = time.perf_counter()
+        tokens_BN, parents_BN = proposal.tokens_BN, proposal.parents_BN
+        block_BM = torch.cat([rows.anchors(), tokens_BN.clamp_min(0)], 1)
+        parents_BM = None
+        if parents_BN is not None:
+            parents_BM = torch.cat([parents_BN[:, :1] * 0 - 1, parents_BN + 1], 1)
+        features, final_BMD = target.features(block_BM, needs, cache=cache, parents_BT=parents_BM)
+        logits_BMV = target.logits(final_BMD)
+        t2 = time.perf_counter()
+        if processors:
+            logits_BMV = choose.processed(logits_BMV, partial(_paths, proposal))
+        verdict = _judged(judge, proposal, logits_BMV, choose)
+        t3 = time.perf_counter()
+        accepted = verdict.accepted_B.tolist()
+        path_BK = None
+        if parents_BN is not None:
+            path_BK = verdict.path_BN[:, : max(accepted)].clamp_min(0)
+            path_BK = torch.cat([path_BK.new_zeros(len(accepted), 1), path_BK + 1], 1)
+        new = _committed(tokens_BN, path_BK, accepted, verdict.next_B.tolist())
+        last = _rounds(proposal, accepted, rows.texts)
+        for b, row in enumerate(alive):
+            if row not in done:
+                rounds[row].append(last[b])  # type: ignore[arg-type]
+        counts = [n + 1 for n in accepted]
+        cache.keep(counts, path_BK)
+        rows.extend(new, features, counts, path_BK)
+        if length is not None:
+            length.observe([r.drafted for r in last if r], accepted)
+        t4 = time.perf_counter()
+        for name, seconds in zip(spent, (t1 - t0, t2 - t1, t3 - t2, t4 - t3), strict=True):
+            spent[name] += seconds
+
+
+def fitting_rule(
+    name: str, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
+) -> Rule:
+    """The verification rule of this name, if it fits what is drafted; "auto" is the best that
+    does. Raises UserError where it does not."""
+    tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
+    if name == "auto":
+        name = "block" if not tree else "point_mass" if picked or greedy_draft else "recursive"
+    if name not in RULES:
+        raise UserError(f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
+    rule = RULES[name]
+    if tree and not rule.trees and not sampler.greedy:
+        raise UserError(f"decode.rule={name} judges chains only: give recursive for a tree")
+    if tree and picked and rule.siblings != "fixed" and not sampler.greedy:
+        raise UserError(
+            f"decode.rule={name} wants siblings drawn from q, and this tree picks the likeliest: "
+            "give decode.rule=point_mass, or a static tree"
+        )
+    return rule
+
+
+def _require(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
+    require(
+        all(len(p) > 0 for p in prompts), "the prompt has no tokens: there is nothing to continue"
+    )
+    require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
+    longest, room = max(map(len, prompts)), target.config.max_position_embeddings
+    require(
+        longest + max_new_tokens <= room,
+        f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the {room} "
+        "positions of the target: give fewer",
+    )
+
+
+def _drafted(
+    drafter: Drafter | None,
+    rows: Rows,
+    shape: Shape | None,
+    length: Length | None,
+    choose: Choose,
+    draft_cache: object,
+    cache: SlotCache,
+) -> Proposal:
+    """What this round drafts; nothing where there is no drafter or the policy says so."""
+    if drafter is None or shape is None:
+        return Proposal(rows.anchors()[:, :0])
+    stop = None
+    if length is not None:
+        gamma = length.gamma(len(rows.texts))
+        if gamma < 1:
+            return Proposal(rows.anchors()[:, :0])
+        if isinstance(shape, Chain):
+            shape = replace(shape, depth=min(gamma, shape.depth))
+        stop = length.stop if length.reads_q else None
+    ctx = rows.context()
+    ctx.cache = cache
+    return drafter.draft(ctx, shape, choose, draft_cache, stop)
+
+
+def _judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
+    """The verdict on each row, drawn with its own generator."""
+    tokens_BN, parents_BN, q_BNV = proposal.tokens_BN, proposal.parents_BN, proposal.q_BNV
+    if choose.sampler.greedy:
+        return greedy(tokens_BN, parents_BN, logits_BMV.float().argmax(-1))
+    verdicts = []
+    for b, generator in enumerate(choose.generators):
+        one = slice(b, b + 1)
+
+        def p_of(index_B: Tensor, b: int = b) -> Tensor:
+            return choose.sampler.probs(logits_BMV[b, index_B])
+
+        verdicts.append(
+            verify(
+                rule,
+                tokens_BN[one],
+                None if parents_BN is None else parents_BN[one],
+                None if q_BNV is None else q_BNV[one],
+                p_of,
+                generator,
+            )
+        )
+    widest = max(v.path_BN.shape[1] for v in verdicts)
+    paths = [pad(v.path_BN, (0, widest - v.path_BN.shape[1]), value=-1) for v in verdicts]
+    accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
+    return Verdict(accepted_B, next_B, torch.cat(paths))
+
+
+def _committed(
+    tokens_BN: Tensor, path_BK: Tensor | None, accepted: list[int], following: list[int]
+) -> list[list[int]]:
+    """The tokens that each row's round commits."""
+    drafted = tokens_BN.tolist()
+    if path_BK is not None:
+        drafted = [[ids[i - 1] for i in path[1:]] for ids, path in zip(drafted, path_BK.tolist())]
+    return [
+        ids[:count] + [token]
+        for ids, count, token in zip(drafted, accepted, following, strict=True)
+    ]
+
+
+def _rounds(proposal: Proposal, accepted: list[int], texts: list[list[int]]) -> list[Round | None]:
+    tokens = proposal.tokens_BN.tolist()
+    found: list[Round | None] = []
+    for b, ids in enumerate(tokens):
+        nodes = sum(t >= 0 for t in ids)
+        depth = nodes
+        if proposal.parents_BN is not None:
+            depths = [0]
+            for t, parent in zip(ids, proposal.parents_BN[b].tolist(), strict=True):
+                depths.append(1 + depths[parent + 1] if t >= 0 else 0)
+            depth = max(depths)
+        found.append(Round(len(texts[b]) - 1, depth, accepted[b], nodes))
+    return found
+
+
+def _paths(proposal: Proposal) -> list[list[list[int]]]:
+    """For each row, the drafted tokens up to the anchor (none) and to every node."""
+    tokens = proposal.tokens_BN.clamp_min(0).tolist()
+    N = proposal.tokens_BN.shape[1]
+    if proposal.parents_BN is None:
+        return [[ids[:n] for n in range(N + 1)] for ids in tokens]
+    parents = proposal.parents_BN.tolist()
+    return [[line(tokens, parents, b, i) for i in range(-1, N)] for b in range(len(tokens))]
+
+
+def _end(
+    ids: list[int],
+    start: int,
+    eos: tuple[int, ...],
+    limit: int,
+    stop: Sequence[str],
+    target: Target,
+) -> int | None:
+    """How many of `ids` remain when the answer ends among those from `start`; None: goes on."""
+    window = max(map(len, stop), default=0) + 8  # a token is at least a part of a character
+    for i in range(start, min(len(ids), limit)):
+        if ids[i] in eos:
+            return i + 1
+        if stop:
+            tail = target.tokenizer.decode(ids[max(0, i + 1 - window) : i + 1])
+            if any(s in tail for s in stop):
+                return i + 1
+    return limit if len(ids) >= limit else None
+
+
+def _roomy(buffer: Tensor, length: int) -> Tensor:
+    """A buffer [B, T, …] with room for `length` entries a row, grown by doubling."""
+    if length <= buffer.shape[1]:
+        return buffer
+    grown = buffer.new_zeros(buffer.shape[0], max(256, 2 * length), *buffer.shape[2:])
+    grown[:, : buffer.shape[1]] = buffer
+    return grown
+
+
 def generate(
     target: Target,
-    prompt: list[int],
+    prompt: Sequence[int],
     *,
     max_new_tokens: int,
     drafter: Drafter | None = None,
     gamma: int = 0,
-    sampler: Sampler | None = None,
-    rule: str = "block",
-    greedy_draft: bool = False,
-    eos: tuple[int, ...] | None = None,
     seed: int = 0,
     on_tokens: Callable[[list[int], Round | None], None] | None = None,
+    **options: object,
 ) -> Generation:
-    """Decode one prompt, speculatively where there is a drafter and γ > 0.
+    """`decode` of one prompt, by a chain of γ = `gamma` tokens (0: plain)."""
+    show = None
+    if on_tokens is not None:
 
-    `sampler` None is greedy. `rule` verifies sampled chains (greedy ones need none).
-    `greedy_draft` drafts the likeliest token at T > 0, as engines do by default. `eos` None
-    takes the target's own; () never stops early. `on_tokens` gets the committed tokens of
-    each round as they come (for the first token, which prefill emits, with round None).
-    Raises UserError for an empty prompt or an unknown rule.
-    """
-    if not prompt:
-        raise UserError("the prompt has no tokens: there is nothing to continue")
-    if rule not in RULES:
-        raise UserError(f"decode.rule={rule!r} is unknown{nearest(rule, RULES)}")
-    sampler = sampler or Sampler(temperature=0.0)
-    eos = target.eos if eos is None else eos
-    generator = torch.Generator(target.device).manual_seed(seed)
-    pick = picker(sampler, generator, greedy_draft)
-    needs = drafter.needs if drafter is not None and gamma else Needs()
-    cache, draft_cache = target.new_cache(), drafter.new_cache() if drafter else None
-    spent = dict.fromkeys(("draft", "verify", "judge"), 0.0)
+        def show(_row: int, ids: list[int], last: Round | None) -> None:
+            on_tokens(ids, last)
 
-    started = time.perf_counter()
-    history = History(torch.tensor([prompt], device=target.device), needs)
-    features, final_BTD = target.features(history.ids, needs, cache=cache)
-    first_B = _plain_pick(target.logits(final_BTD[:, -1]), sampler, generator)
-    history.extend(first_B[:, None], features, len(prompt))
-    committed = [int(first_B)]
-    if on_tokens:
-        on_tokens(committed, None)
-    prefill_done = time.perf_counter()
-
-    rounds: list[Round] = []
-    ended = _end(committed, eos, max_new_tokens)
-    while ended is None:
-        t0 = time.perf_counter()
-        anchor_11 = history.ids[:, -1:]
-        tokens_BN, q_BNV = anchor_11[:, :0], None
-        if drafter is not None and gamma:
-            proposal = drafter.draft(history.context(), gamma, pick, draft_cache)
-            tokens_BN, q_BNV = proposal.tokens_BN, proposal.q_BNV
-        t1 = time.perf_counter()
-        block_BM = torch.cat([anchor_11, tokens_BN], 1)
-        features, final_BMD = target.features(block_BM, needs, cache=cache)
-        logits_BMV = target.logits(final_BMD)
-        t2 = time.perf_counter()
-        verdict = _judge(tokens_BN, q_BNV, logits_BMV, sampler, rule, generator)
-        accepted, drafted = int(verdict.accepted_B), tokens_BN.shape[1]
-        if accepted < drafted:
-            cache.crop(accepted - drafted)
-        new_1N = torch.cat([tokens_BN[:, :accepted], verdict.next_B[:, None]], 1)
-        rounds.append(Round(history.ids.shape[1] - 1, drafted, accepted))
-        history.extend(new_1N, features, accepted + 1)
-        new = new_1N[0].tolist()
-        before = len(committed)
-        committed += new
-        ended = _end(committed, eos, max_new_tokens, start=before)
-        if on_tokens:
-            on_tokens(new if ended is None else committed[before:ended], rounds[-1])
-        t3 = time.perf_counter()
-        spent["draft"] += t1 - t0
-        spent["verify"] += t2 - t1
-        spent["judge"] += t3 - t2
-    return Generation(
-        prompt=prompt,
-        ids=committed[:ended],
-        overrun=committed[ended:],
-        rounds=rounds,
-        prefill_seconds=prefill_done - started,
-        seconds=time.perf_counter() - prefill_done,
-        spent=spent,
-    )
-
-
-def _judge(
-    tokens_BN: Tensor,
-    q_BNV: Tensor | None,
-    logits_BMV: Tensor,
-    sampler: Sampler,
-    rule: str,
-    generator: torch.Generator,
-) -> Verdict:
-    if sampler.greedy:
-        return greedy(tokens_BN, logits_BMV.float().argmax(-1))
-    p_BMV = sampler.probs(logits_BMV)
-    if tokens_BN.shape[1] == 0:
-        return Verdict(torch.zeros(1, dtype=torch.long), sample(p_BMV[:, 0], generator))
-    return draw(RULES[rule](tokens_BN, q_BNV, p_BMV), generator)
-
-
-def _plain_pick(logits_BV: Tensor, sampler: Sampler, generator: torch.Generator) -> Tensor:
-    if sampler.greedy:
-        return logits_BV.float().argmax(-1)  # bfloat16 argmax is slow on a CPU
-    return sample(sampler.probs(logits_BV), generator)
-
-
-def _end(ids: list[int], eos: tuple[int, ...], limit: int, start: int = 0) -> int | None:
-    """How many of `ids` remain when the answer ends among those from `start`; None: goes on."""
-    for i in range(start, min(len(ids), limit)):
-        if ids[i] in eos:
-            return i + 1
-    return limit if len(ids) >= limit else None
-
-
-@torch.inference_mode()
-def generate_batch(
-    target: Target,
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    sampler: Sampler,
-    generator: torch.Generator,
-    on_step: Callable[[int], None] | None = None,
-) -> list[list[int]]:
-    """Plain answers to many prompts at once; rows that end leave the batch.
-
-    Prompts are padded on the left, so a batch of like lengths wastes least. `on_step` gets the
-    number of tokens that each step added. Returns the new ids of each prompt, eos included.
-    """
-    B, T = len(prompts), max(map(len, prompts))
-    ids = torch.zeros(B, T, dtype=torch.long)
-    mask = torch.zeros(B, T, dtype=torch.long)
-    for b, prompt in enumerate(prompts):
-        ids[b, T - len(prompt) :] = torch.tensor(prompt)
-        mask[b, T - len(prompt) :] = 1
-    ids, mask = ids.to(target.device), mask.to(target.device)
-    eos = torch.tensor(target.eos, device=target.device)
-    position = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache = target.new_cache()
-    answers: list[list[int]] = [[] for _ in prompts]
-    rows, alive = list(range(B)), torch.ones(B, dtype=torch.bool, device=target.device)
-    for step in range(max_new_tokens):
-        _, final_BTD = target.features(
-            ids, Needs(), cache=cache, position_BT=position, attention_mask=mask
-        )
-        token_B = _plain_pick(target.logits(final_BTD[:, -1]), sampler, generator)
-        for row, token, going in zip(rows, token_B.tolist(), alive.tolist(), strict=True):
-            if going:
-                answers[row].append(token)
-        if on_step:
-            on_step(int(alive.sum()))
-        alive &= ~torch.isin(token_B, eos)
-        if not alive.any() or step + 1 == max_new_tokens:
-            break
-        if alive.float().mean() < 0.9:  # dropping rows copies the cache: not at every end
-            keep = alive.nonzero()[:, 0]
-            cache.batch_select_indices(keep)
-            rows = [rows[i] for i in keep.tolist()]
-            token_B, mask, position, alive = (x[keep] for x in (token_B, mask, position, alive))
-        ids, position = token_B[:, None], position[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-    return answers
+    if "shape" not in options:
+        options["shape"] = Chain(gamma) if gamma else None
+        drafter = drafter if gamma else None
+    return decode(
+        target,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        drafter=drafter,
+        seeds=[seed],
+        on_tokens=show,
+        **options,  # type: ignore[arg-type]
+    )[0]

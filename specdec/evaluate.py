@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
-from specdec.decode import Generation, generate
+from specdec.choose import Choose
+from specdec.context import Needs
+from specdec.decode import Generation, Rows, generate
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, nearest, require
 from specdec.forcing import Answer, TeacherForcing, answers, batch_of
 from specdec.metrics import Interval, ratio_interval, repetition, visits
 from specdec.sampler import Sampler
 from specdec.target import Target
+from specdec.trees import Chain
 from specdec.verify import RULES
 
 VARIANTS = ("sampled", "greedy_draft", "greedy")
@@ -227,14 +230,14 @@ def costs(
     """Medians in seconds after a prompt: one plain step, one verification of γ + 1 tokens, one
     drafting of γ. From them c = draft / (γ · step), the cost of one draft step over one target
     step, and v = verify / step."""
-    from specdec.context import Needs
-    from specdec.decode import History, picker
-
-    history = History(torch.tensor([prompt], device=target.device), drafter.needs)
+    rows = Rows([prompt], target.device)
     cache, draft_cache = target.new_cache(), drafter.new_cache()
-    features, final = target.features(history.ids, drafter.needs, cache=cache)
-    history.extend(target.logits(final[:, -1]).argmax(-1)[:, None], features, len(prompt))
-    pick = picker(Sampler(0.0), None)
+    features, final = target.features(rows.ids(), drafter.needs, cache=cache)
+    cache.keep([len(prompt)])
+    first = int(target.logits(final[:, -1]).argmax(-1))
+    rows.extend([[first]], features, [len(prompt)], None)
+    choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
+    shape = Chain(gamma)
 
     def clock(run: Callable[[], Any]) -> float:
         times = []
@@ -249,14 +252,13 @@ def costs(
         return statistics.median(times[2:])
 
     def step(count: int, needs: Needs) -> None:
-        ids = history.ids[:, -1:].expand(1, count)
-        _, hidden = target.features(ids, needs, cache=cache)
+        _, hidden = target.features(rows.anchors().expand(1, count), needs, cache=cache)
         target.logits(hidden).float().argmax(-1)
-        cache.crop(-count)
+        cache.drop()
 
     plain = clock(lambda: step(1, Needs()))
     verify = clock(lambda: step(gamma + 1, drafter.needs))
-    draft = clock(lambda: drafter.draft(history.context(), gamma, pick, draft_cache))
+    draft = clock(lambda: drafter.draft(rows.context(), shape, choose, draft_cache))
     return {
         "step_seconds": plain,
         "verify_seconds": verify,

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from specdec.cache import SlotCache, model_inputs, new_cache, size
 from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
@@ -35,65 +42,44 @@ class TargetConfig:
     dtype: str = "bfloat16"
     device: str = "auto"  # auto: a GPU where there is one, else the CPU
     revision: str | None = None
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = "grouped"  # sdpa without copies of K and V; sdpa, eager, …
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
 
 
-class BufferedLayer(DynamicLayer):
-    """A KV cache layer that grows by doubling and drops tokens without copying.
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa`, but the query heads of a KV head are further rows of its query.
 
-    transformers' own layer concatenates the whole cache at every step.
+    For the few tokens of a decoding step, over keys that would else be copied for every head.
+    query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E].
     """
-
-    length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.buffers = [s.new_empty(0) for s in (key_states, value_states)]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
-        for i, states in enumerate((key_states, value_states)):
-            buffer = self.buffers[i]
-            if buffer.dim() < 4 or end > buffer.shape[-2]:
-                shape = (*states.shape[:-2], max(256, 2 * end), states.shape[-1])
-                self.buffers[i] = states.new_empty(shape)
-                if self.length:
-                    self.buffers[i][..., : self.length, :] = buffer[..., : self.length, :]
-            self.buffers[i][..., self.length : end, :] = states
-        keys, values = self._show(end)
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove and self.is_initialized:
-            self._show(self.length - abs(tokens_to_remove))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.buffers = [b[indices] for b in self.buffers]
-        self._show(self.length)
-
-    def _show(self, length: int) -> tuple[Tensor, Tensor]:
-        self.length = length
-        keys, values = (b[..., :length, :] for b in self.buffers)
-        self.keys, self.values = keys, values
-        return keys, values
+    B, H, T, E = query.shape
+    groups = H // key.shape[1]
+    few = T == 1 or (attention_mask is not None and groups * T <= 256)
+    if groups == 1 or not few or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:
+        wide = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1)
+        attention_mask = wide.flatten(2, 3)
+    out = nn.functional.scaled_dot_product_attention(
+        query.reshape(B, -1, groups * T, E),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=kwargs.get("scaling"),
+    )
+    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous(), None
 
 
-def new_cache(config: Any) -> DynamicCache:
-    """An empty KV cache for a model with this config, whose rejected tokens can be dropped."""
-    cache = DynamicCache(config=config)
-    cache.layers = [BufferedLayer() if type(x) is DynamicLayer else x for x in cache.layers]
-    if any(getattr(x, "is_sliding", False) for x in cache.layers):
-        cache.activate_past_recording()
-    return cache
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 class Target:
@@ -175,8 +161,8 @@ class Target:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def new_cache(self) -> DynamicCache:
-        return new_cache(self.model.config)
+    def new_cache(self, capacity: int | None = None) -> SlotCache:
+        return new_cache(self.config, capacity)
 
     @torch.no_grad()
     def features(
@@ -184,28 +170,29 @@ class Target:
         ids_BT: Tensor,
         needs: Needs,
         *,
-        cache: DynamicCache | None = None,
+        cache: SlotCache | None = None,
+        parents_BT: Tensor | None = None,
         position_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
-        attention_mask: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
         """Run the target over `ids_BT`; returns the context and the final hidden [B, T, D].
 
         The one way in: online training, the feature cache, evaluation and decoding use it.
         Logits are `logits(final)`, apart, so that a caller can take them in chunks. With
         `position_BT` restarting at 0 and no cache, documents of a packed row do not see each
-        other. With `cache`, `ids_BT` continues what the cache holds.
+        other. With `cache`, `ids_BT` continues what it holds, as a tree where `parents_BT` says
+        so (see `SlotCache.place`); what it then keeps is the caller's to say.
         """
+        inputs: dict[str, Any] = {"position_ids": position_BT}
+        if cache is not None:
+            place = cache.place(*size(ids_BT), parents_BT)
+            inputs = model_inputs(self.config, place, self.dtype)
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for k in needs.layers:
                 stack.enter_context(self._hook(k, seen))
             out = self.model.base_model(
-                input_ids=ids_BT,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                position_ids=position_BT,
-                attention_mask=attention_mask,
+                input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None, **inputs
             )
         final_BTD = out.last_hidden_state
         layers = torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None

@@ -18,8 +18,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec import checkpoint, export
-from specdec.context import Context
-from specdec.decode import generate, picker
+from specdec.choose import Choose
+from specdec.context import Context, Proposal
+from specdec.decode import decode, generate
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
@@ -29,6 +30,7 @@ from specdec.errors import UserError
 from specdec.forcing import TeacherForcing, batch_of
 from specdec.sampler import Sampler
 from specdec.target import Target
+from specdec.trees import Chain, Dynamic, Shape, Static
 
 V, L, T = 61, 6, 14
 SHAPE = dict(
@@ -58,6 +60,11 @@ CONFIGS = {
     "lm": LMConfig(depth=3, layers=[0, 3]),
     "ngram": NgramConfig(depth=3),
 }
+SHAPES: list[Shape] = [
+    Chain(3),
+    Static([[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0]]),
+    Dynamic(3, 10, 4),
+]
 VOCAB = torch.arange(0, V)[torch.arange(V) % 3 != 1][:40]
 
 
@@ -186,23 +193,39 @@ def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter
     torch.testing.assert_close(logits(drafter, here), logits(drafter, there), atol=1e-4, rtol=1e-4)
 
 
+def drafted(
+    drafter: Drafter, ctx: Context, shape: Shape, sampler: Sampler, seed: int, cache: object = None
+) -> Proposal:
+    generators = [torch.Generator().manual_seed(seed + b) for b in range(len(ctx.ids_BT))]
+    choose = Choose(sampler, "without", generators, drafter.vocab_S, V)
+    return drafter.draft(ctx, shape, choose, cache)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cached_draft_equals_the_uncached_default(
-    target: Target, drafter: Drafter, temperature: float
+    target: Target, drafter: Drafter, temperature: float, shape: Shape
 ) -> None:
     sampler = Sampler(temperature)
-    ids, cache = text(7, 24), drafter.new_cache()
+    ids, cache = torch.cat([text(7, 24), text(8, 24)]), drafter.new_cache()
     # a decoder's history: contexts that grow by unequal steps, each drafted from once
-    for n, end in enumerate((6, 7, 9, 13, 14, 20)):
-        ctx = context(target, drafter, ids[:, :end])
-        for name in ("layers_BTF", "final_BTD"):
-            if (features := getattr(ctx, name)) is not None:
-                setattr(ctx, name, features[:, : end - 1])
-        cached = drafter.draft(ctx, 3, picker(sampler, torch.Generator().manual_seed(n)), cache)
-        plain = Drafter.draft(drafter, ctx, 3, picker(sampler, torch.Generator().manual_seed(n)))
-        assert cached.tokens_BN.tolist() == plain.tokens_BN.tolist()
-        if cached.q_BNV is not None and plain.q_BNV is not None:
-            torch.testing.assert_close(cached.q_BNV, plain.q_BNV, atol=1e-4, rtol=1e-4)
+    for n, ends in enumerate([(6, 9), (7, 12), (9, 13), (13, 14), (14, 18), (20, 19)]):
+        ctx = context(target, drafter, ids[:, : max(ends)])
+        ctx.lengths = list(ends)
+        cached = drafted(drafter, ctx, shape, sampler, 9 * n, cache)
+        for b, end in enumerate(ends):  # a row alone, cut where a decoder would
+            alone = context(target, drafter, ids[b : b + 1, :end])
+            for name in ("layers_BTF", "final_BTD"):
+                if (features := getattr(alone, name)) is not None:
+                    setattr(alone, name, features[:, : end - 1])
+            plain = drafted(drafter, alone, shape, sampler, 9 * n + b)
+            tokens = cached.tokens_BN[b, : plain.tokens_BN.shape[1]].tolist()
+            assert tokens == plain.tokens_BN[0].tolist()
+            assert (cached.tokens_BN[b, plain.tokens_BN.shape[1] :] == -1).all()
+            if cached.parents_BN is not None and plain.parents_BN is not None:
+                assert cached.parents_BN[b].tolist() == plain.parents_BN[0].tolist()
+            if cached.q_BNV is not None and plain.q_BNV is not None:
+                torch.testing.assert_close(cached.q_BNV[b], plain.q_BNV[0], atol=1e-4, rtol=1e-4)
 
 
 def test_oracle_draft_has_alpha_one_at_every_depth(target: Target) -> None:
@@ -241,12 +264,44 @@ def test_greedy_speculation_is_greedy_decoding(kind: str, name: str) -> None:
         assert kept > 0  # random targets loop: something is copied
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", list(DRAFTERS))
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
+def test_trees_and_batches_are_greedy_decoding(kind: str, name: str, shape: Shape) -> None:
+    """Rows of unequal length that end at different times, each as if it were alone: the same
+    tokens, and the same rounds."""
+    target = make_target(kind)
+    drafter = make_drafter(name, target, noise=0.05)
+    prompts = [text(seed, length)[0].tolist() for seed, length in ((0, 4), (1, 14), (2, 8))]
+    options = {"max_new_tokens": 20, "drafter": drafter, "shape": shape, "eos": (5, 17)}
+    plain = [generate(target, p, max_new_tokens=20, eos=(5, 17)).ids for p in prompts]
+    alone = [decode(target, [p], **options)[0] for p in prompts]  # type: ignore[arg-type]
+    together = decode(target, prompts, **options)  # type: ignore[arg-type]
+    assert [g.ids for g in alone] == plain
+    assert [g.ids for g in together] == plain
+    assert [g.rounds for g in together] == [g.rounds for g in alone]
+
+
+TREE = Static([[0], [1], [0, 0], [0, 1], [1, 0]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rule,greedy_draft", [("rejection", False), ("block", False), ("block", True)]
+    "rule,greedy_draft,shape",
+    [
+        ("rejection", False, Chain(2)),
+        ("block", False, Chain(2)),
+        ("block", True, Chain(2)),
+        ("recursive", False, TREE),
+        ("specinfer", False, TREE),
+        ("kseq", False, TREE),
+        ("traversal", False, TREE),
+        ("point_mass", True, TREE),
+        ("point_mass", False, Dynamic(2, 6, 3)),
+    ],
 )
 def test_committed_tokens_follow_p(
-    target: Target, drafter: Drafter, rule: str, greedy_draft: bool
+    target: Target, drafter: Drafter, rule: str, greedy_draft: bool, shape: Shape
 ) -> None:
     """Enumerated exactly for the rules in test_verify.py; here end to end, by counting.
 
@@ -254,7 +309,7 @@ def test_committed_tokens_follow_p(
     L1 distance of an empirical distribution over its c cells is about sqrt(2 c / (π n)); twice
     that is the bound, which a rule that keeps every draft exceeds many times over.
     """
-    sampler, prompt, n = Sampler(0.7, top_k=4), text(9, 8)[0].tolist(), 500
+    sampler, prompt, n = Sampler(0.7, top_k=4), text(9, 8)[0].tolist(), 1500
     ids = torch.tensor([prompt])
     first = sampler.probs(target.logits(target.features(ids, drafter.needs)[1][:, -1]))[0]
     expected = {}
@@ -264,19 +319,20 @@ def test_committed_tokens_follow_p(
         for y in second.nonzero()[:, 0].tolist():
             expected[x, y] = float(first[x] * second[y])
     counts = dict.fromkeys(expected, 0)
-    for seed in range(n):
-        result = generate(
+    for start in range(0, n, 100):
+        results = decode(
             target,
-            prompt,
+            [prompt] * 100,
             max_new_tokens=2,
             drafter=drafter,
-            gamma=2,
+            shape=shape,
             sampler=sampler,
             rule=rule,
             greedy_draft=greedy_draft,
-            seed=seed,
+            seeds=range(start, start + 100),
         )
-        counts[tuple(result.ids)] += 1  # a token that p forbids is a KeyError
+        for result in results:
+            counts[tuple(result.ids)] += 1  # a token that p forbids is a KeyError
     distance = sum(abs(counts[k] / n - expected[k]) for k in expected)
     assert distance < 2 * (2 * len(expected) / (3.1416 * n)) ** 0.5
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.decode import generate_batch
+from specdec.decode import decode
 from specdec.sampler import Sampler
 from specdec.target import Target
 from train.data import Document, Prompt
@@ -65,17 +64,17 @@ def answered(
     )
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
     for n, batch in todo:
-        answers = generate_batch(
+        answers = decode(
             target,
             [prompts[i].ids for i in batch],
             max_new_tokens=cfg.max_new_tokens,
             sampler=sampler,
-            generator=torch.Generator(target.device).manual_seed(cfg.seed * 1_000_003 + n),
-            on_step=lambda count: progress.advance(task, count),
+            seeds=[(cfg.seed * 1_000_003 + n) * 1_009 + b for b in range(len(batch))],
+            on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
         )
         with path.open("a") as file:
             for i, answer in zip(batch, answers, strict=True):
-                file.write(json.dumps({"id": prompts[i].id, "ids": answer}) + "\n")
+                file.write(json.dumps({"id": prompts[i].id, "ids": answer.ids}) + "\n")
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     known = _read_all(folder)

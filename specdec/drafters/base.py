@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs, Pick, Proposal
+from specdec.cache import SlotCache
+from specdec.choose import Choose
+from specdec.context import Context, Needs, Proposal
 from specdec.errors import require
+from specdec.trees import Growth, Shape, Stop
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -100,49 +103,67 @@ class Drafter(nn.Module):
         return []
 
     def new_cache(self) -> Any:
-        """What `draft` may keep between the rounds of one generation; None: nothing."""
+        """What drafting may keep between the rounds of one generation, with a `select(rows)`;
+        None: nothing."""
         return None
 
     @torch.no_grad()
-    def draft(self, ctx: Context, gamma: int, pick: Pick, cache: Any = None) -> Proposal:
-        """Draft up to `gamma` tokens after the last token of `ctx`, the anchor.
+    def draft(
+        self,
+        ctx: Context,
+        shape: Shape,
+        choose: Choose,
+        cache: Any = None,
+        stop: Stop | None = None,
+    ) -> Proposal:
+        """Draft after the last token of each row of `ctx`, the anchor, in the given shape.
 
         `ctx` is always the whole context; a cache only saves work, and never changes what is
-        drafted. This default recomputes everything: it is what cached versions must equal.
+        drafted. `stop` ends chains early. Families that copy tokens replace this method.
         """
-        B, T = ctx.ids_BT.shape
-        anchor_BA = torch.full((B, 1), T - 1, device=ctx.ids_BT.device)
-        tokens: list[Tensor] = []
-        qs: list[Tensor | None] = []
-        for k in range(gamma if self.max_depth is None else min(gamma, self.max_depth)):
-            drafted = torch.stack(tokens, -1)[:, None] if tokens else anchor_BA[..., None][..., :0]
-            hidden_BD = self.hidden(ctx, anchor_BA, drafted)[:, 0, k]
-            logits_BS = self.unembed(hidden_BD, k)
-            if logits_BS.isneginf().all():  # nothing to propose
-                break
-            token_B, q_BS = pick(logits_BS)
-            tokens.append(self.target_ids(token_B))
-            qs.append(q_BS)
-        return self.proposal(ctx, tokens, qs)
+        proposal = shape.draft(self.begin(ctx, cache), choose, stop)
+        q_BNS = proposal.q_BNV
+        if q_BNS is not None and q_BNS.shape[-1] < self.target_vocab:
+            assert self.vocab_S is not None
+            q_BNV = q_BNS.new_zeros(*q_BNS.shape[:2], self.target_vocab)
+            proposal.q_BNV = q_BNV.index_copy_(-1, self.vocab_S, q_BNS)
+        return proposal
 
-    def target_ids(self, token: Tensor) -> Tensor:
-        """Target ids of ids in the draft vocabulary."""
-        return token if self.vocab_S is None else self.vocab_S[token]
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        """The state of one round at its anchors. This default recomputes everything from
+        `hidden`: it is what cached versions must equal."""
+        return Recomputed(self, ctx)
 
-    def proposal(self, ctx: Context, tokens: list[Tensor], qs: list[Tensor | None]) -> Proposal:
-        """Bring picked tokens (target ids) and their q (draft vocabulary) into a `Proposal`."""
-        if not tokens:
-            return Proposal(ctx.ids_BT[:, :0])
-        tokens_BN = torch.stack(tokens, 1)
-        drawn = [q for q in qs if q is not None]
-        if not drawn:
-            return Proposal(tokens_BN)
-        q_BNS = torch.stack(drawn, 1)
-        if self.vocab_S is None:
-            return Proposal(tokens_BN, q_BNS)
-        q_BNV = q_BNS.new_zeros(*q_BNS.shape[:2], self.target_vocab)
-        q_BNV[..., self.vocab_S] = q_BNS
-        return Proposal(tokens_BN, q_BNV)
+
+class Recomputed:
+    """Growth without a cache: every node's path is read again from the start."""
+
+    def __init__(self, drafter: Drafter, ctx: Context) -> None:
+        self.drafter, self.ctx = drafter, ctx
+        device = ctx.ids_BT.device
+        self.anchor_B1 = torch.tensor(ctx.counts(), device=device)[:, None] - 1
+        self.paths: list[list[list[int]]] = [[] for _ in ctx.counts()]
+        self.logits_BS = self._logits([[[]] for _ in self.paths])[:, 0]
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        new: list[list[list[int]]] = []
+        for b, known in enumerate(self.paths):
+            parents = [len(known) - 1] if parents_BW is None else parents_BW[b].tolist()
+            before = [known[p] if p >= 0 else [] for p in parents]
+            new.append([x + [t] for x, t in zip(before, tokens_BW[b].tolist(), strict=True)])
+            known += new[-1]
+        return self._logits(new)
+
+    def marginals(self, depth: int) -> Tensor | None:
+        return None
+
+    def _logits(self, paths: list[list[list[int]]]) -> Tensor:
+        drafted_BWk = torch.tensor(paths, dtype=torch.long, device=self.anchor_B1.device)
+        B, W, k = len(paths), len(paths[0]), len(paths[0][0])
+        hidden = self.drafter.hidden(
+            self.ctx, self.anchor_B1.expand(-1, W), drafted_BWk.view(B, W, k)
+        )
+        return self.drafter.unembed(hidden[:, :, k], k)
 
 
 def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
@@ -150,3 +171,41 @@ def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
     steps = torch.arange(1, count + 1, device=ids_BT.device)
     index = (anchors_BA[..., None] + steps).clamp_max(ids_BT.shape[1] - 1)
     return ids_BT.gather(1, index.flatten(1)).view(index.shape)
+
+
+def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:
+    """A proposal of given tokens for each row, as long as the longest."""
+    longest = max(map(len, found))
+    padded = [ids + [-1] * (longest - len(ids)) for ids in found]
+    return Proposal(torch.tensor(padded, dtype=torch.long, device=ctx.ids_BT.device))
+
+
+def unread(cache: SlotCache, counts: list[int]) -> list[int]:
+    """How many entries of each row, of `counts[b]` in all, a draft's cache has not read yet.
+
+    At least one a row: drafting again from the same anchor reads its last one anew. What was
+    drafted in the round before is forgotten.
+    """
+    cache.drop()
+    if len(cache.lengths) != len(counts):
+        cache.lengths = [0] * len(counts)
+    cache.lengths = [min(n, count - 1) for n, count in zip(cache.lengths, counts, strict=True)]
+    return [count - n for n, count in zip(cache.lengths, counts, strict=True)]
+
+
+def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
+    """`count` entries of each row [B, count, …] from its own start (padded by its last one)."""
+    if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
+        return x_BT[:, starts[0] : starts[0] + count]
+    index = torch.tensor(starts, device=x_BT.device)[:, None]
+    index = index + torch.arange(count, device=x_BT.device)
+    rows = torch.arange(len(starts), device=x_BT.device)[:, None]
+    return x_BT[rows, index.clamp_max(x_BT.shape[1] - 1)]
+
+
+def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
+    """The last real entry [B, D] of each row, which has `counts[b]` of them."""
+    if len(counts) == 1:
+        return x_BTD[:, counts[0] - 1]
+    rows = torch.arange(len(counts), device=x_BTD.device)
+    return x_BTD[rows, torch.tensor(counts, device=x_BTD.device) - 1]

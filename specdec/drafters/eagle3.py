@@ -22,10 +22,11 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from specdec.context import Context, Needs, Pick, Proposal
-from specdec.drafters.base import Drafter, text_after
+from specdec.cache import SlotCache, size
+from specdec.context import Context, Needs
+from specdec.drafters.base import Drafter, last_of, pieces, text_after, unread
 from specdec.errors import UserError, nearest
-from specdec.target import BufferedLayer
+from specdec.trees import Growth
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -278,41 +279,66 @@ class Eagle3(Drafter):
     def unembed_parameters(self) -> list[nn.Parameter]:
         return [*self.norm.parameters(), *self.lm_head.parameters()]
 
-    def new_cache(self) -> BufferedLayer:
-        return BufferedLayer()
+    def new_cache(self) -> SlotCache:
+        return SlotCache(1)
 
-    @torch.no_grad()
-    def draft(
-        self, ctx: Context, gamma: int, pick: Pick, cache: BufferedLayer | None = None
-    ) -> Proposal:
-        if cache is None:
-            return super().draft(ctx, gamma, pick)
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        P = ctx.ids_BT.shape[1] - 1
-        if (known := cache.get_seq_length()) >= P:  # drafting again from the same anchor
-            cache.crop(P - 1 - known)
-        done = cache.get_seq_length()
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+
+
+class Cached:
+    """The draft layer at its anchors, over a cache of its own: pairs with the target's features
+    are committed to it, pairs with its own output are scratch."""
+
+    def __init__(self, drafter: Eagle3, ctx: Context, cache: SlotCache) -> None:
+        self.drafter, self.cache = drafter, cache
+        pairs = [n - 1 for n in ctx.counts()]
+        new = unread(cache, pairs)
         assert ctx.layers_BTF is not None
-        dtype = self.fc.weight.dtype
-        feature = self.fc(ctx.layers_BTF[:, done:P].to(dtype))
-        embedding = self.embed(ctx.ids_BT[:, done + 1 :])
-        tokens: list[Tensor] = []
-        qs: list[Tensor | None] = []
-        for k in range(gamma):
-            read, residual = layer.read(embedding, feature)
-            first = done if k == 0 else P + k - 1
-            position = torch.arange(first, P + k, device=read.device)[None]
-            cos, sin = self.rope(position, P + gamma)
-            keys, values = cache.update(*attention.keys_values(read, (cos, sin)))
-            query = attention.query(read[:, -1:], (cos[:, -1:], sin[:, -1:]))
-            attended = attention.attend(query, keys, values, None, [])
-            feature = layer.finish(residual[:, -1:], attended)
-            token_B, q_BS = pick(self.unembed(feature[:, 0], k))
-            tokens.append(self.target_ids(token_B))
-            qs.append(q_BS)
-            embedding = self.embed(tokens[-1][:, None])
-        cache.crop(P - cache.get_seq_length())
-        return self.proposal(ctx, tokens, qs)
+        layers = pieces(ctx.layers_BTF, cache.lengths, max(new))
+        feature = drafter.fc(layers.to(drafter.fc.weight.dtype))
+        tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
+        hidden_BD = self._read(feature, tokens, None, new)
+        cache.keep(new)
+        self.nodes_BWD = hidden_BD[:, None]  # of the anchor, then of every node
+        self.logits_BS = drafter.unembed(hidden_BD, 0)
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        if parents_BW is None:
+            feature = self.nodes_BWD[:, -1:]
+        else:
+            feature = _at(self.nodes_BWD, parents_BW + 1)
+        hidden_BWD = self._read(feature, tokens_BW, parents_BW, None)
+        self.nodes_BWD = torch.cat([self.nodes_BWD, hidden_BWD], 1)
+        return self.drafter.unembed(hidden_BWD, 1)
+
+    def marginals(self, depth: int) -> Tensor | None:
+        return None
+
+    def _read(
+        self, feature: Tensor, tokens: Tensor, parents: Tensor | None, counts: list[int] | None
+    ) -> Tensor:
+        """The layer's output for new pairs [B, W, D]; with `counts`, at each row's last [B, D]."""
+        drafter, layer = self.drafter, self.drafter.midlayer
+        place = self.cache.place(*size(tokens), parents)
+        read, residual = layer.read(drafter.embed(tokens), feature)
+        cos, sin = drafter.rope(place.position_BT, self.cache.shown + 1)
+        new = layer.self_attn.keys_values(read, (cos, sin))
+        keys, values = self.cache.update(*new, 0)
+        mask = place.mask_BTP
+        if counts is not None:
+            read, residual = last_of(read, counts)[:, None], last_of(residual, counts)[:, None]
+            cos, sin = last_of(cos, counts)[:, None], last_of(sin, counts)[:, None]
+            if mask is not None:
+                mask = last_of(mask, counts)[:, None]
+            elif len(set(counts)) > 1:  # rows of a prefill: each sees its own pairs
+                ends_B1 = torch.tensor(counts, device=tokens.device)[:, None]
+                slots = torch.arange(keys.shape[2], device=tokens.device)
+                mask = (slots < ends_B1)[:, None]
+        query = layer.self_attn.query(read, (cos, sin))
+        attended = layer.self_attn.attend(query, keys, values, mask, [])
+        hidden = layer.finish(residual, attended)
+        return hidden[:, 0] if counts is not None else hidden
 
 
 def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

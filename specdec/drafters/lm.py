@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec.context import Context, Pick, Proposal
-from specdec.drafters.base import Drafter
+from specdec.cache import SlotCache, model_inputs, new_cache, size
+from specdec.context import Context
+from specdec.drafters.base import Drafter, last_of, pieces, unread
 from specdec.errors import UserError
+from specdec.trees import Growth
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -36,14 +38,6 @@ class LMConfig:
     layers: list[int] | None = None
     overrides: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     train_embeddings: bool = False
-
-
-@dataclass
-class LMCache:
-    """The draft's own KV cache and the tokens it holds."""
-
-    kv: DynamicCache
-    ids: list[int] = field(default_factory=list)
 
 
 class LM(Drafter):
@@ -136,34 +130,39 @@ class LM(Drafter):
         head = self.model.get_output_embeddings()
         return [p for p in head.parameters() if p.requires_grad]
 
-    def new_cache(self) -> LMCache:
-        from specdec.target import new_cache
+    def new_cache(self) -> SlotCache:
+        return new_cache(self.model.config)
 
-        return LMCache(new_cache(self.model.config))
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
 
-    @torch.no_grad()
-    def draft(self, ctx: Context, gamma: int, pick: Pick, cache: LMCache | None = None) -> Proposal:
-        if cache is None:
-            return super().draft(ctx, gamma, pick)
-        context = ctx.ids_BT[0].tolist()
-        same = 0
-        for ours, theirs in zip(cache.ids, context[:-1], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        if rejected := len(cache.ids) - same:
-            cache.kv.crop(-rejected)
-        new = ctx.ids_BT[:, same:]
-        tokens: list[Tensor] = []
-        qs: list[Tensor | None] = []
-        for k in range(gamma):
-            out = self.model.base_model(input_ids=new, past_key_values=cache.kv, use_cache=True)
-            token_B, q_BS = pick(self.unembed(out.last_hidden_state[:, -1], k))
-            tokens.append(token_B)
-            qs.append(q_BS)
-            new = token_B[:, None]
-        cache.ids = context + [int(t) for t in tokens[:-1]]
-        return self.proposal(ctx, tokens, qs)
+
+class Cached:
+    """The draft LM at its anchors, over its own KV cache: it first reads what was committed."""
+
+    def __init__(self, drafter: LM, ctx: Context, cache: SlotCache) -> None:
+        self.drafter, self.cache = drafter, cache
+        new = unread(cache, ctx.counts())
+        ids = pieces(ctx.ids_BT, cache.lengths, max(new))
+        hidden_BTD = self._read(ids, None)
+        cache.keep(new)
+        self.logits_BS = drafter.unembed(last_of(hidden_BTD, new), 0)
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        return self.drafter.unembed(self._read(tokens_BW, parents_BW), 1)
+
+    def marginals(self, depth: int) -> Tensor | None:
+        return None
+
+    def _read(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+        model = self.drafter.model
+        place = self.cache.place(*size(ids_BT), parents_BT)
+        return model.base_model(
+            input_ids=ids_BT,
+            past_key_values=self.cache,
+            use_cache=True,
+            **model_inputs(model.config, place, model.dtype),
+        ).last_hidden_state
 
 
 def _cut(config: LMConfig, target: "Target") -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs, Pick, Proposal
+from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter
 
 if TYPE_CHECKING:
@@ -92,12 +92,28 @@ class Medusa(Drafter):
     def unembed_parameters(self) -> list[nn.Parameter]:
         return [head.weight for head in self.lm_heads]  # type: ignore[misc]
 
-    @torch.no_grad()
-    def draft(self, ctx: Context, gamma: int, pick: Pick, cache: Any = None) -> Proposal:
-        """All heads in one pass: nothing to cache, nothing to unroll."""
-        gamma = min(gamma, self.config.depth)
-        anchor = torch.full((len(ctx.ids_BT), 1), ctx.ids_BT.shape[1] - 1, device=ctx.ids_BT.device)
-        fake = anchor[..., None].expand(-1, -1, gamma - 1)  # heads do not read drafted tokens
-        hidden_BKD = self.hidden(ctx, anchor, fake)[:, 0]
-        picks = [pick(self.unembed(hidden_BKD[:, k], k)) for k in range(gamma)]
-        return self.proposal(ctx, [self.target_ids(t) for t, _ in picks], [q for _, q in picks])
+    def begin(self, ctx: Context, cache: Any = None) -> "Parallel":
+        return Parallel(self, ctx)
+
+
+class Parallel:
+    """Heads that read no drafted token: the logits of a node are those of its depth."""
+
+    def __init__(self, drafter: Medusa, ctx: Context) -> None:
+        self.drafter = drafter
+        self.anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+        none = ctx.ids_BT.new_zeros(*self.anchor_B1.shape, drafter.depth - 1)
+        self.hidden_BKD = drafter.hidden(ctx, self.anchor_B1, none)[:, 0]
+        self.logits_BS = drafter.unembed(self.hidden_BKD[:, 0], 0)
+        self.depths: list[int] = []
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        parent = len(self.depths) - 1 if parents_BW is None else int(parents_BW[0, 0])
+        depth = 1 + (self.depths[parent] if parent >= 0 else 0)
+        self.depths += [depth] * tokens_BW.shape[1]
+        logits_BS = self.drafter.unembed(self.hidden_BKD[:, depth], depth)
+        return logits_BS[:, None].expand(-1, tokens_BW.shape[1], -1)
+
+    def marginals(self, depth: int) -> Tensor:
+        heads = range(min(depth, self.hidden_BKD.shape[1]))
+        return torch.stack([self.drafter.unembed(self.hidden_BKD[:, k], k) for k in heads], 1)

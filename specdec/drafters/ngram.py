@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Pick, Proposal
-from specdec.drafters.base import Drafter
+from specdec.choose import Choose
+from specdec.context import Context, Proposal
+from specdec.drafters.base import Drafter, copied_chains
+from specdec.trees import Shape, Stop
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -66,6 +68,12 @@ class Ngram(Drafter):
         return logits.scatter(-1, token.clamp_min(0), value)
 
     @torch.no_grad()
-    def draft(self, ctx: Context, gamma: int, pick: Pick, cache: Any = None) -> Proposal:
-        found = self.copied(ctx.ids_BT[0].tolist(), gamma)
-        return Proposal(torch.tensor([found], dtype=torch.long, device=ctx.ids_BT.device))
+    def draft(
+        self,
+        ctx: Context,
+        shape: Shape,
+        choose: Choose,
+        cache: Any = None,
+        stop: Stop | None = None,
+    ) -> Proposal:
+        return copied_chains([self.copied(ids, shape.depth) for ids in ctx.rows()], ctx)

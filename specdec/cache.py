@@ -1,0 +1,252 @@
+"""A KV cache in slots, which keeps what was accepted: chains, trees and ragged batches alike.
+
+Each row holds its committed tokens in its first slots. A pass writes behind them, into scratch
+slots that `keep` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
+copied but an accepted path that did not lie in a line.
+
+Letters: B batch, T tokens of a pass, S scratch slots, P slots in all, H heads, E head width.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specdec.errors import UserError
+
+
+class Place(NamedTuple):
+    """Where a pass stands: the positions of its tokens, and which slots each may see."""
+
+    position_BT: Tensor
+    mask_BTP: Tensor | None = None  # None: plain causal attention is right as it is
+    slot_position_BP: Tensor | None = None  # positions of the slots; None: their numbers
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values [B, H, P, E] of one layer, written where the cache says."""
+
+    is_sliding = False
+    is_compileable = False  # transformers would then make masks of its own
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cache: "SlotCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.keys.shape[2] < self.cache.capacity:
+            self.keys = _grown(self.keys, self.cache.capacity)
+            self.values = _grown(self.values, self.cache.capacity)
+        where, shown = self.cache.slots, self.cache.shown
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if isinstance(where, slice):
+                buffer[:, :, where] = states
+            elif where.dim() == 1:
+                buffer.index_copy_(2, where, states)
+            else:
+                buffer.scatter_(2, where[:, None, :, None].expand_as(states), states)
+        return self.keys[:, :, :shown], self.values[:, :, :shown]
+
+    def get_seq_length(self) -> int:
+        return max(self.cache.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.shown, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """See the module. `capacity` fixes the number of slots, for compiled passes."""
+
+    def __init__(self, layers: int, capacity: int | None = None) -> None:
+        self.slot_layers = [SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self.slot_layers))
+        self.fixed = capacity is not None
+        self.capacity = capacity or 0
+        self.lengths: list[int] = [0]  # committed slots of each row
+        self.scratch = 0  # slots written behind them, the same in every row
+        self.slots: slice | Tensor = slice(0, 0)  # that the pass at hand writes
+        self.shown = 0  # slots that it sees
+        self.offset = 0  # where it starts, in the longest row
+        self._sees_BSS: Tensor | None = None  # of scratch slots, their ancestors; None: a chain
+        self._depth_BS: Tensor | None = None
+
+    def place(
+        self, B: int, T: int, device: torch.device, parents_BT: Tensor | None = None
+    ) -> Place:
+        """Make room for a pass of T tokens a row, and say where it stands.
+
+        `parents_BT` are scratch slots that each token follows, -1 the last committed one; None
+        continues the last scratch slot in a chain. Room is made once for all layers.
+        """
+        if len(self.lengths) != B:
+            assert not any(self.lengths), "a cache keeps its rows"
+            self.lengths = [0] * B
+        start, self.scratch = self.scratch, self.scratch + T
+        longest, alike = max(self.lengths), len(set(self.lengths)) == 1
+        self.offset = longest + start
+        end = longest + self.scratch
+        if end > self.capacity:
+            assert not self.fixed, f"a cache of {self.capacity} slots was asked for {end}"
+            self.capacity = max(256, 2 * end)
+        self.shown = self.capacity if self.fixed else end
+        chain = parents_BT is None and self._sees_BSS is None
+        if alike and chain:
+            position_1T = torch.arange(self.offset, self.offset + T, device=device)[None]
+            self.slots = position_1T[0] if self.fixed else slice(self.offset, self.offset + T)
+            mask = None
+            if self.fixed or (self.offset and T > 1):
+                seen_P = torch.arange(self.shown, device=device)
+                mask = (seen_P <= position_1T[0][:, None]).expand(B, -1, -1)
+            return Place(position_1T.expand(B, -1), mask)
+        length_B = torch.tensor(self.lengths, device=device)
+        fresh_T = torch.arange(start, self.scratch, device=device)
+        self.slots = length_B[:, None] + fresh_T
+        if chain and longest == 0:  # rows of a prefill, padded on the right
+            return Place(self.slots)
+        depth_BT, sees_BTS = self._follow(B, start, fresh_T, parents_BT)
+        slot_P = torch.arange(self.shown, device=device)
+        inner_BP = slot_P - length_B[:, None]
+        index_BTP = inner_BP.clamp(0, self.scratch - 1)[:, None].expand(-1, T, -1)
+        mask_BTP = sees_BTS.gather(2, index_BTP) & (inner_BP < self.scratch)[:, None]
+        mask_BTP = mask_BTP | (inner_BP < 0)[:, None]
+        assert self._depth_BS is not None
+        ahead_BP = self._depth_BS.gather(1, inner_BP.clamp(0, self.scratch - 1))
+        slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B[:, None] + ahead_BP)
+        return Place(length_B[:, None] + depth_BT, mask_BTP, slot_position_BP)
+
+    def _follow(
+        self, B: int, start: int, fresh_T: Tensor, parents_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Depths [B, T] of new scratch tokens, and what they see of the scratch [B, T, S]."""
+        device, S, T = fresh_T.device, self.scratch, len(fresh_T)
+        if self._sees_BSS is None:
+            before = torch.arange(start, device=device)
+            self._sees_BSS = (before <= before[:, None]).expand(B, -1, -1)
+            self._depth_BS = before.expand(B, -1)
+        assert self._depth_BS is not None
+        if parents_BT is None:
+            parents_BT = (fresh_T - 1).expand(B, -1)
+        sees = torch.zeros(B, S, S, dtype=torch.bool, device=device)
+        sees[:, :start, :start] = self._sees_BSS
+        depth = torch.zeros(B, S, dtype=torch.long, device=device)
+        depth[:, :start] = self._depth_BS
+        inside = bool((parents_BT >= start).any())
+        for t in range(T) if inside else [slice(None)]:  # a parent of the same pass comes first
+            parent = parents_BT[:, t].reshape(B, -1)
+            known, slot = parent >= 0, fresh_T[t].reshape(-1)
+            index = parent.clamp_min(0)
+            sees[:, slot] = sees.gather(1, index[..., None].expand(-1, -1, S)) & known[..., None]
+            sees[:, slot, slot] = True
+            depth[:, slot] = torch.where(known, depth.gather(1, index) + 1, 0)
+        self._sees_BSS, self._depth_BS = sees, depth
+        return depth[:, start:], sees[:, start:]
+
+    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+        """Commit the first `counts[b]` scratch slots of each row, or of `path_BK`, which names
+        them in order; forget the rest."""
+        if path_BK is not None:
+            ordered = torch.arange(path_BK.shape[1], device=path_BK.device)
+            if not torch.equal(path_BK, ordered.expand_as(path_BK)):
+                length_B1 = torch.tensor(self.lengths, device=path_BK.device)[:, None]
+                source, goal = length_B1 + path_BK.clamp_min(0), length_B1 + ordered
+                for layer in self.slot_layers:
+                    for buffer in (layer.keys, layer.values):
+                        wide = (-1, buffer.shape[1], -1, buffer.shape[3])
+                        moved = buffer.gather(2, source[:, None, :, None].expand(wide))
+                        buffer.scatter_(2, goal[:, None, :, None].expand(wide), moved)
+        self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was not committed."""
+        self.scratch, self._sees_BSS, self._depth_BS = 0, None, None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self.lengths = [self.lengths[b] for b in rows]
+        for layer in self.slot_layers:
+            if layer.is_initialized:
+                index = torch.tensor(rows, device=layer.keys.device)
+                layer.keys, layer.values = layer.keys[index], layer.values[index]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.offset
+
+
+def size(ids_BT: Tensor) -> tuple[int, int, torch.device]:
+    """Rows, tokens a row and device: what `SlotCache.place` asks for."""
+    return ids_BT.shape[0], ids_BT.shape[1], ids_BT.device
+
+
+def _grown(buffer: Tensor, capacity: int) -> Tensor:
+    """The same slots in a larger buffer; what is not written stays 0, so that it can be masked."""
+    B, H, P, E = buffer.shape
+    grown = buffer.new_zeros(B, H, capacity, E)
+    grown[:, :, :P] = buffer
+    return grown
+
+
+def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
+    """A place as transformers' decoder models take it: position_ids and a ready 4-D mask.
+
+    `config` tells which layers see a sliding window only. Their older keys stay in the cache,
+    where a rejected token can then be dropped without a loss.
+    """
+    position_BT, mask_BTP, slot_position_BP = place
+    if mask_BTP is None:  # the model's own masks are right, and cheaper
+        return {"position_ids": position_BT, "attention_mask": None}
+
+    def ready(mask_BTP: Tensor) -> Tensor:
+        if config._attn_implementation == "eager":
+            closed = torch.full_like(mask_BTP, torch.finfo(dtype).min, dtype=dtype)
+            return closed.masked_fill(mask_BTP, 0)[:, None]
+        return mask_BTP[:, None]
+
+    window, kinds = getattr(config, "sliding_window", None), layer_kinds(config)
+    if window is None or (kinds and "sliding_attention" not in kinds):
+        return {"position_ids": position_BT, "attention_mask": ready(mask_BTP)}
+    if slot_position_BP is None:
+        slot_position_BP = torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
+    near_BTP = position_BT[..., None] - slot_position_BP[:, None] < window
+    sliding = ready(mask_BTP & near_BTP)
+    if not kinds:
+        return {"position_ids": position_BT, "attention_mask": sliding}
+    masks = {"full_attention": ready(mask_BTP), "sliding_attention": sliding}
+    return {"position_ids": position_BT, "attention_mask": masks}
+
+
+def layer_kinds(config: Any) -> set[str]:
+    """The kinds of attention that a model's layers have; empty: one kind for all."""
+    return set(getattr(config, "layer_types", None) or ())
+
+
+def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
+    """An empty cache for a decoder model with this config.
+
+    Raises UserError for a model that keeps a state instead of keys and values: a rejected
+    token cannot be dropped from it.
+    """
+    if strange := layer_kinds(config) - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"target: {config.model_type} has layers of {sorted(strange)[0]}, from whose state a "
+            "rejected token cannot be dropped: give a target with attention layers only"
+        )
+    return SlotCache(config.num_hidden_layers, capacity)
