@@ -58,27 +58,38 @@ def main() -> None:
     )
     prompts = json.loads(args.prompts.read_text())
     params = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens)
+    warm_up = SamplingParams(temperature=0.0, max_tokens=8)
+    engine.generate(TokensPrompt(prompt_token_ids=prompts[0]), warm_up, use_tqdm=False)
+    before = _counts(engine)
     started = time.perf_counter()
     ids = []
     for prompt in prompts:  # one at a time: in bfloat16 a batch's composition flips near-ties
         out = engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
         ids.append(list(out[0].outputs[0].token_ids))
     seconds = time.perf_counter() - started
-    counts: dict[str, Any] = {}
-    for metric in engine.get_metrics():
-        if metric.name.startswith("vllm:spec_decode"):
-            values = getattr(metric, "values", None)
-            counts[metric.name.removeprefix("vllm:spec_decode_")] = (
-                list(values) if values is not None else metric.value
-            )
+    counts = {
+        name: [n - b for n, b in zip(values, before[name], strict=True)]
+        for name, values in _counts(engine).items()
+    }
     result = {
         "ids": ids,
-        "drafts": counts.get("num_drafts", 0),
-        "accepted": counts.get("num_accepted_tokens", 0),
+        "drafts": sum(counts.get("num_drafts", [])),
+        "accepted": sum(counts.get("num_accepted_tokens", [])),
         "accepted_per_pos": counts.get("num_accepted_tokens_per_pos", []),
         "tokens_per_second": sum(map(len, ids)) / seconds,
     }
     args.out.write_text(json.dumps(result))
+
+
+def _counts(engine: Any) -> dict[str, list[int]]:
+    """The engine's speculative counters, each as a list."""
+    found = {}
+    for metric in engine.get_metrics():
+        if metric.name.startswith("vllm:spec_decode"):
+            values = getattr(metric, "values", None)
+            name = metric.name.removeprefix("vllm:spec_decode_")
+            found[name] = [metric.value] if values is None else list(values)
+    return found
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Round:
     drafted: int  # tokens on the longest drafted path
     accepted: int
     nodes: int  # tokens drafted in all: more than `drafted` in a tree
+    path: tuple[int, ...] = ()  # the nodes that were kept
 
 
 @dataclass
@@ -139,13 +140,14 @@ def decode(
     drafter: Drafter | None = None,
     shape: Shape | None = None,
     sampler: Sampler | None = None,
-    rule: str = "auto",
+    rule: str | Rule = "auto",
     greedy_draft: bool = False,
     length: Length | None = None,
     eos: tuple[int, ...] | None = None,
     stop: Sequence[str] = (),
     processors: Sequence[Processor] = (),
     seeds: Sequence[int] | None = None,
+    compiled: bool = False,
     on_tokens: Callable[[int, list[int], Round | None], None] | None = None,
 ) -> list[Generation]:
     """Continue every prompt, speculatively where there is a drafter.
@@ -157,8 +159,10 @@ def decode(
     likelihood. `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
     `eos` None takes the target's own; () never stops early. `stop` strings end an answer with
     the token that completes one. `processors` are transformers' logits processors, applied to p
-    and q alike. `seeds`: one a row. `on_tokens(row, ids, round)` gets what each round committed,
-    cut to the answer (for the first token, which prefill emits, with round None).
+    and q alike. `seeds`: one a row. `compiled` runs the target's passes through `torch.compile`,
+    over a cache of fixed size (256 tokens, or the next power of two). `on_tokens(row, ids,
+    round)` gets what each round committed, cut to the answer (for the first token, which prefill
+    emits, with round None).
 
     Raises UserError for no or an empty prompt, an unknown rule, one that does not fit the shape,
     and more tokens than the target has positions.
@@ -183,7 +187,9 @@ def decode(
         processors,
     )
     needs = Needs() if drafter is None else drafter.needs
-    cache, draft_cache = target.new_cache(), drafter.new_cache() if drafter else None
+    draft_cache = drafter.new_cache() if drafter else None
+    room = max(map(len, prompts)) + max_new_tokens + 2 * (shape.nodes + 1 if shape else 1)
+    cache = target.new_cache(_rounded(room) if compiled else None)
     spent = dict.fromkeys(("draft", "verify", "judge", "commit"), 0.0)
     done: dict[int, Generation] = {}
     answers: list[list[int]] = [[] for _ in prompts]
@@ -242,8 +248,7 @@ def decode(
         parents_BM = None
         if parents_BN is not None:
             parents_BM = torch.cat([parents_BN[:, :1] * 0 - 1, parents_BN + 1], 1)
-        features, final_BMD = target.features(block_BM, needs, cache=cache, parents_BT=parents_BM)
-        logits_BMV = target.logits(final_BMD)
+        features, logits_BMV = target.step(block_BM, needs, cache, parents_BM)
         t2 = time.perf_counter()
         if processors:
             logits_BMV = choose.processed(logits_BMV, partial(_paths, proposal))
@@ -255,7 +260,7 @@ def decode(
             path_BK = verdict.path_BN[:, : max(accepted)].clamp_min(0)
             path_BK = torch.cat([path_BK.new_zeros(len(accepted), 1), path_BK + 1], 1)
         new = _committed(tokens_BN, path_BK, accepted, verdict.next_B.tolist())
-        last = _rounds(proposal, accepted, rows.texts)
+        last = _rounds(proposal, verdict, rows.texts)
         for b, row in enumerate(alive):
             if row not in done:
                 rounds[row].append(last[b])  # type: ignore[arg-type]
@@ -270,10 +275,12 @@ def decode(
 
 
 def fitting_rule(
-    name: str, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
+    name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
 ) -> Rule:
     """The verification rule of this name, if it fits what is drafted; "auto" is the best that
     does. Raises UserError where it does not."""
+    if isinstance(name, Rule):
+        return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
     if name == "auto":
         name = "block" if not tree else "point_mass" if picked or greedy_draft else "recursive"
@@ -370,8 +377,9 @@ def _committed(
     ]
 
 
-def _rounds(proposal: Proposal, accepted: list[int], texts: list[list[int]]) -> list[Round | None]:
-    tokens = proposal.tokens_BN.tolist()
+def _rounds(proposal: Proposal, verdict: Verdict, texts: list[list[int]]) -> list[Round | None]:
+    """What became of each row's draft."""
+    tokens, paths = proposal.tokens_BN.tolist(), verdict.path_BN.tolist()
     found: list[Round | None] = []
     for b, ids in enumerate(tokens):
         nodes = sum(t >= 0 for t in ids)
@@ -381,7 +389,8 @@ def _rounds(proposal: Proposal, accepted: list[int], texts: list[list[int]]) -> 
             for t, parent in zip(ids, proposal.parents_BN[b].tolist(), strict=True):
                 depths.append(1 + depths[parent + 1] if t >= 0 else 0)
             depth = max(depths)
-        found.append(Round(len(texts[b]) - 1, depth, accepted[b], nodes))
+        path = tuple(i for i in paths[b] if i >= 0)
+        found.append(Round(len(texts[b]) - 1, depth, len(path), nodes, path))
     return found
 
 
@@ -413,6 +422,11 @@ def _end(
             if any(s in tail for s in stop):
                 return i + 1
     return limit if len(ids) >= limit else None
+
+
+def _rounded(room: int) -> int:
+    """The capacity of a fixed cache: few sizes, since each is compiled anew."""
+    return max(256, 1 << (room - 1).bit_length())
 
 
 def _roomy(buffer: Tensor, length: int) -> Tensor:

@@ -6,62 +6,23 @@ anchors that the decoder visited. All intervals are bootstraps over prompts.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from specdec.choose import Choose
-from specdec.context import Needs
-from specdec.decode import Generation, Rows, generate
+from specdec.decode import Generation, fitting_rule, generate
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError
 from specdec.forcing import Answer, TeacherForcing, answers, batch_of
+from specdec.length import oracle
 from specdec.metrics import Interval, ratio_interval, repetition, visits
 from specdec.sampler import Sampler
+from specdec.strategy import DecodeConfig, Strategy, costs, strategy
 from specdec.target import Target
-from specdec.trees import Chain
-from specdec.verify import RULES
+from specdec.verify import rule_name
 
 VARIANTS = ("sampled", "greedy_draft", "greedy")
-
-
-@dataclass
-class DecodeConfig:
-    """How drafts are decoded and measured.
-
-    `gamma` null drafts as deep as was trained. `temperatures` are each measured apart, with
-    `top_p` and `top_k`. `repeats` times every prompt is decoded, for steadier seconds; counts
-    come from the first.
-    """
-
-    gamma: int | None = None
-    prompts: int = 40
-    max_new_tokens: int = 96
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    top_p: float = 1.0
-    top_k: int = 0
-    rule: str = "block"
-    greedy_draft: bool = False
-    repeats: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "max_new_tokens", "repeats"):
-            value = getattr(self, name)
-            require(value >= 1, f"decode.{name}={value}: give 1 or more")
-        require(
-            self.gamma is None or self.gamma >= 1,
-            f"decode.gamma={self.gamma}: give 1 or more, or null for the trained depth",
-        )
-        require(bool(self.temperatures), "decode.temperatures is empty: give at least one")
-        require(
-            self.rule in RULES, f"decode.rule={self.rule!r} is unknown{nearest(self.rule, RULES)}"
-        )
-        for temperature in self.temperatures:
-            Sampler(temperature, self.top_k, self.top_p)  # raises where one is out of range
 
 
 def evaluate(
@@ -79,26 +40,40 @@ def evaluate(
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
-    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-    if drafter.max_depth is not None and gamma > drafter.max_depth:
-        raise UserError(
-            f"decode.gamma={gamma}: this drafter has {drafter.max_depth} heads and drafts no more"
-        )
-    generate(target, chosen[0], max_new_tokens=8, drafter=drafter, gamma=gamma)  # warm up
+    how = strategy(cfg, target, drafter, chosen)
+    compiled = {"compiled": cfg.compile}
+    warm = [chosen[0], max(chosen, key=len)] if cfg.compile else chosen[:1]
+    for prompt in warm:
+        for options in (compiled, compiled | {"drafter": drafter, "shape": how.shape}):
+            generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
     results = []
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        results.append(_at(target, drafter, chosen, cfg, gamma, sampler, on_prompt))
+        results.append(_at(target, drafter, chosen, cfg, how, sampler, on_prompt))
+    cost = costs(target, drafter, chosen[0], how.shape, compiled=cfg.compile)
+    for at in results:
+        at["oracle"] = _oracle(at.pop("pairs"), cost)
     return {
-        "gamma": gamma,
-        "rule": cfg.rule,
+        "gamma": how.shape.depth,
+        "nodes": how.shape.nodes,
+        "tree": cfg.tree,
+        "length": cfg.length,
+        "notes": how.notes,
         "prompts": len(chosen),
         "max_new_tokens": cfg.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "costs": costs(target, drafter, chosen[0], gamma),
+        "compiled": cfg.compile,
+        "costs": cost,
         "temperatures": results,
     }
+
+
+def _oracle(rounds: list[tuple[int, int]], cost: dict[str, float]) -> dict[str, Any] | None:
+    """The bound of `specdec.length.oracle` for the rounds that were decoded."""
+    if not any(drafted for drafted, _ in rounds):
+        return None
+    return oracle(rounds, cost["c"], None)._asdict()
 
 
 def _at(
@@ -106,7 +81,7 @@ def _at(
     drafter: Drafter,
     prompts: list[list[int]],
     cfg: DecodeConfig,
-    gamma: int,
+    how: Strategy,
     sampler: Sampler,
     on_prompt: Callable[[str], None] | None,
 ) -> dict[str, Any]:
@@ -114,6 +89,8 @@ def _at(
     plain: list[Generation] = []
     spec: list[Generation] = []
     plain_seconds, spec_seconds = [], []
+    rule = fitting_rule(cfg.rule, how.shape, sampler, cfg.greedy_draft)
+    policy = how.length and how.length()
     for i, prompt in enumerate(prompts):
         pairs = []
         for repeat in range(cfg.repeats):
@@ -121,6 +98,7 @@ def _at(
                 "max_new_tokens": cfg.max_new_tokens,
                 "sampler": sampler,
                 "seed": cfg.seed + i * 1009 + repeat,
+                "compiled": cfg.compile,
             }
             both = [
                 generate(target, prompt, **options),
@@ -128,7 +106,8 @@ def _at(
                     target,
                     prompt,
                     drafter=drafter,
-                    gamma=gamma,
+                    shape=how.shape,
+                    length=policy,
                     rule=cfg.rule,
                     greedy_draft=cfg.greedy_draft,
                     **options,
@@ -145,6 +124,7 @@ def _at(
             so_far = sum(g.emitted for g in spec) / max(1, sum(len(g.rounds) for g in spec))
             on_prompt(f"T={sampler.temperature:g}  τ {so_far:.2f}")
 
+    gamma = how.shape.depth
     rounds = [r for g in spec for r in g.rounds]
     tested = [sum(r.drafted > k and r.accepted >= k for r in rounds) for k in range(gamma)]
     accepted = [sum(r.accepted > k for r in rounds) for k in range(gamma)]
@@ -155,6 +135,10 @@ def _at(
     forced = _forced(target, drafter, plain, sampler)
     return {
         "temperature": sampler.temperature,
+        "rule": "greedy" if sampler.greedy else rule_name(rule),
+        "lossless": sampler.greedy or rule.lossless,
+        "pairs": [(r.drafted, r.accepted) for r in rounds],
+        "drafted_per_round": sum(r.nodes for r in rounds) / max(1, len(rounds)),
         "tau": _interval([g.emitted for g in spec], [len(g.rounds) for g in spec]),
         "speedup": _interval(plain_time, spec_time),
         "plain_tokens_per_second": _interval(weight, plain_time),
@@ -164,7 +148,7 @@ def _at(
         "drafted": [sum(r.drafted > k for r in rounds) for k in range(gamma)],
         "accepted": accepted,
         "conditional_acceptance": [a / t if t else 0.0 for a, t in zip(accepted, tested)],
-        "seconds_spent": {k: sum(g.spent[k] for g in spec) for k in ("draft", "verify", "judge")},
+        "seconds_spent": {k: sum(g.spent[k] for g in spec) for k in spec[0].spent},
         "identical": sum(p.ids == s.ids for p, s in zip(plain, spec)) if sampler.greedy else None,
         "repetition": statistics.mean(repetition(p.ids) for p in plain),
         "alpha": forced,
@@ -221,51 +205,6 @@ def forced_answers(
     batch = batch_of(target, forcing.drafter.needs, sampler, [prompt + ids], [mask])
     table = forcing(batch, measure=True)
     return answers(table, batch)
-
-
-@torch.inference_mode()
-def costs(
-    target: Target, drafter: Drafter, prompt: list[int], gamma: int, repeats: int = 15
-) -> dict[str, float]:
-    """Medians in seconds after a prompt: one plain step, one verification of γ + 1 tokens, one
-    drafting of γ. From them c = draft / (γ · step), the cost of one draft step over one target
-    step, and v = verify / step."""
-    rows = Rows([prompt], target.device)
-    cache, draft_cache = target.new_cache(), drafter.new_cache()
-    features, final = target.features(rows.ids(), drafter.needs, cache=cache)
-    cache.keep([len(prompt)])
-    first = int(target.logits(final[:, -1]).argmax(-1))
-    rows.extend([[first]], features, [len(prompt)], None)
-    choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
-    shape = Chain(gamma)
-
-    def clock(run: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(repeats + 2):
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])
-
-    def step(count: int, needs: Needs) -> None:
-        _, hidden = target.features(rows.anchors().expand(1, count), needs, cache=cache)
-        target.logits(hidden).float().argmax(-1)
-        cache.drop()
-
-    plain = clock(lambda: step(1, Needs()))
-    verify = clock(lambda: step(gamma + 1, drafter.needs))
-    draft = clock(lambda: drafter.draft(rows.context(), shape, choose, draft_cache))
-    return {
-        "step_seconds": plain,
-        "verify_seconds": verify,
-        "draft_seconds": draft,
-        "c": draft / gamma / plain,
-        "v": verify / plain,
-    }
 
 
 def _interval(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:

@@ -71,12 +71,6 @@ def expected_tokens(alpha_NK: Tensor) -> Tensor:
     return 1 + alpha_NK.cumprod(-1).sum(-1)
 
 
-def iid_tokens(alpha: float, gamma: int) -> float:
-    """E[tokens per target pass] if every position accepts with the same α, independently:
-    (1 - α^{γ+1}) / (1 - α) (Leviathan et al. 2023, Equation 1)."""
-    return float(gamma + 1) if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
 @dataclass(frozen=True)
 class Interval:
     """A figure with its bootstrap interval and the number of things it was taken over."""

@@ -9,7 +9,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from specdec.metrics import iid_tokens
+from specdec.theory import expected_tokens as tokens
+from specdec.theory import walltime_factor
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
 VARIANTS = {
@@ -46,6 +47,14 @@ def headline(results: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def drafted(results: dict[str, Any]) -> str:
+    """What a round drafts, in words."""
+    shape = f"γ = {results['gamma']}"
+    if results["tree"]:
+        shape = f"{results['tree']} tree of {results['nodes']} nodes, depth {results['gamma']}"
+    return shape if results["length"] == "fixed" else f"{shape} at most, length {results['length']}"
+
+
 def predictions(results: dict[str, Any], at: dict[str, Any]) -> dict[str, float]:
     """Predicted speedups. `measured τ`: τ / (γ c + v), which leaves only what the decoder adds.
     `closed form`: Leviathan et al. 2023, Theorem 3.8, from α at depth 0 over all positions."""
@@ -55,8 +64,8 @@ def predictions(results: dict[str, Any], at: dict[str, Any]) -> dict[str, float]
     cost = gamma * costs["c"]
     return {
         "measured τ": at["tau"]["value"] / (cost + costs["v"]),
-        "closed form": iid_tokens(alpha, gamma) / (cost + 1),
-        "closed form τ": iid_tokens(alpha, gamma),
+        "closed form": walltime_factor(alpha, gamma, costs["c"]),
+        "closed form τ": tokens(alpha, gamma),
     }
 
 
@@ -81,7 +90,8 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         f"# {results['name']}: {results['drafter']['name']} for {results['target']}",
         "",
         f"{results['prompts']} held-out prompts, up to {results['max_new_tokens']} new tokens, "
-        f"batch 1, γ = {gamma}, {results['dtype']}, {results['threads']} threads. Intervals are "
+        f"batch 1, {drafted(results)}, {results['dtype']}, {results['threads']} threads"
+        f"{', compiled' if results['compiled'] else ''}. Intervals are "
         "95 % bootstraps over prompts; plain and speculative decoding take turns in one process.",
         "",
         "| | " + " | ".join(f"T = {at['temperature']:g}" for at in results["temperatures"]) + " |",
@@ -107,15 +117,22 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
             ),
         ),
     ]
+    if any(at["oracle"] for at in results["temperatures"]):
+        rows.append(("speedup of an oracle length, at most", _bound))
     for name, cell in rows:
         lines.append(f"| {name} | " + " | ".join(cell(at) for at in results["temperatures"]) + " |")
-    rule = f"greedy at T = 0, {results['rule']} above; both lossless"
+    rules = ", ".join(
+        f"{at['rule']} at T = {at['temperature']:g} "
+        f"({'lossless' if at['lossless'] else '**LOSSY**'})"
+        for at in results["temperatures"]
+    )
     lines += [
         "",
-        f"Costs: a plain step {costs['step_seconds'] * 1e3:.1f} ms, a verification of {gamma + 1} "
-        f"tokens {costs['verify_seconds'] * 1e3:.1f} ms (v = {costs['v']:.2f}), drafting {gamma} "
-        f"tokens {costs['draft_seconds'] * 1e3:.1f} ms (c = {costs['c']:.3f}). "
-        f"Verification: {rule}.",
+        "Costs: a plain step "
+        f"{costs['step_seconds'] * 1e3:.1f} ms, a verification of {results['nodes'] + 1} "
+        f"tokens {costs['verify_seconds'] * 1e3:.1f} ms (v = {costs['v']:.2f}), "
+        f"drafting {results['nodes']} tokens {costs['draft_seconds'] * 1e3:.1f} ms (c = {costs['c']:.3f}). "
+        f"Verification: {rules}.",
         "",
         "The two predictions differ because Theorem 3.8 takes every position to accept with the "
         "same α, independently; in truth acceptance falls with depth, and rounds start where the "
@@ -174,6 +191,12 @@ def _identical(at: dict[str, Any], results: dict[str, Any]) -> str:
         return "by distribution"
     near_ties = "" if results["dtype"] == "float32" else " (near-ties flip outside float32)"
     return f"{at['identical']} of {results['prompts']}{near_ties}"
+
+
+def _bound(at: dict[str, Any]) -> str:
+    """What knowing each first rejection would give, and how many rounds ended too early to say."""
+    found = at["oracle"]
+    return f"{found['speedup']:.2f} ({found['censored']:.0%} of rounds cut)" if found else "—"
 
 
 def _axes(width: float = 6.4, count: int = 1) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -95,6 +96,7 @@ class Target:
         self.head: nn.Linear = model.get_output_embeddings()
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self._scale = _head_scaling(self.config)
+        self._compiled: dict[Needs, Callable[..., tuple[Tensor, Tensor | None, Tensor]]] = {}
         self._check_head()
 
     @classmethod
@@ -198,6 +200,52 @@ class Target:
         layers = torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None
         final = final_BTD if needs.final_hidden else None
         return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
+
+    def step(
+        self,
+        ids_BT: Tensor,
+        needs: Needs,
+        cache: SlotCache,
+        parents_BT: Tensor | None = None,
+    ) -> tuple[Context, Tensor]:
+        """A pass of decoding: the context and the logits [B, T, V]. Compiled where `cache` has a
+        fixed capacity (see `compiled`)."""
+        if not cache.fixed:
+            ctx, final_BTD = self.features(ids_BT, needs, cache=cache, parents_BT=parents_BT)
+            return ctx, self.logits(final_BTD)
+        place = cache.place(*size(ids_BT), parents_BT)
+        inputs = model_inputs(self.config, place, self.dtype)
+        final_BTD, layers, logits_BTV = self.compiled(needs)(ids_BT, cache, **inputs)
+        final = final_BTD if needs.final_hidden else None
+        return Context(ids_BT, layers, final), logits_BTV
+
+    def compiled(self, needs: Needs) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
+        """A pass as `torch.compile` makes it: weights packed for the CPU, a CUDA graph on a GPU.
+
+        One graph for each number of tokens and cache capacity, half a minute each on 2 cores.
+        """
+        if needs in self._compiled:
+            return self._compiled[needs]
+        seen: dict[int, Tensor] = {}
+        for k in needs.layers:
+            self._hook(k, seen)  # for good: a graph cannot add hooks
+
+        def run(
+            ids_BT: Tensor, cache: SlotCache, **inputs: Any
+        ) -> tuple[Tensor, Tensor | None, Tensor]:
+            out = self.model.base_model(
+                input_ids=ids_BT, past_key_values=cache, use_cache=True, **inputs
+            )
+            layers = torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None
+            return out.last_hidden_state, layers, self.logits(out.last_hidden_state)
+
+        if self.device.type == "cuda":
+            built = torch.compile(run, dynamic=False, mode="reduce-overhead")
+        else:
+            inductor_config.freezing = True  # packs the weights; dynamo reads it as well
+            built = torch.compile(run, dynamic=False)
+        self._compiled[needs] = built
+        return built
 
     def logits(self, final: Tensor) -> Tensor:
         """Logits [..., V] of the final hidden state [..., D]."""

@@ -267,6 +267,11 @@ RULES: dict[str, Rule] = {
 # --- what the decoder and the tests call ---------------------------------------------------
 
 
+def rule_name(rule: Rule) -> str:
+    """The name of a rule of `RULES`."""
+    return next((name for name, known in RULES.items() if known == rule), "of the caller's")
+
+
 def greedy(tokens_BN: Tensor, parents_BN: Tensor | None, argmax_BM: Tensor) -> Verdict:
     """T = 0: keep the longest path whose every token is the target's argmax."""
     parents_BN = _parents(tokens_BN, parents_BN)

@@ -16,12 +16,12 @@ from specdec.metrics import (
     Pair,
     acceptance,
     expected_tokens,
-    iid_tokens,
     overlap,
     ratio_interval,
     repetition,
     visits,
 )
+from specdec.theory import expected_tokens as tokens
 
 
 def pair_of(p: Tensor, q: Tensor, target_argmax: list[int]) -> Pair:
@@ -161,7 +161,7 @@ def test_a_draft_that_is_the_target() -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.75, 0.999, 1.0])
 @pytest.mark.parametrize("gamma", [0, 1, 2, 7, 16])
 def test_iid_tokens_is_the_geometric_sum(alpha: float, gamma: int) -> None:
-    assert iid_tokens(alpha, gamma) == pytest.approx(sum(alpha**k for k in range(gamma + 1)))
+    assert tokens(alpha, gamma) == pytest.approx(sum(alpha**k for k in range(gamma + 1)))
 
 
 def test_expected_tokens_on_paper() -> None:
@@ -170,10 +170,10 @@ def test_expected_tokens_on_paper() -> None:
     assert expected_tokens(torch.zeros(2, 0)).tolist() == [1, 1]  # nothing drafted
 
 
-def test_expected_tokens_at_one_alpha_is_iid_tokens() -> None:
+def test_expected_tokens_at_one_alpha_is_tokens() -> None:
     for alpha in (0.0, 0.3, 1.0):
         got = expected_tokens(torch.full((1, 5), alpha, dtype=torch.float64)).item()
-        assert got == pytest.approx(iid_tokens(alpha, 5))
+        assert got == pytest.approx(tokens(alpha, 5))
 
 
 def test_expected_tokens_is_the_mean_of_simulated_rounds() -> None:
@@ -315,7 +315,7 @@ def test_visits_are_the_mean_of_simulated_walks() -> None:
 def test_visits_at_one_alpha_come_once_in_expected_tokens() -> None:
     """Renewal theorem: far from the start an anchor is visited once in E[tokens] anchors."""
     alpha = torch.full((400, 4), 0.6, dtype=torch.float64)
-    assert visits(alpha)[-1].item() == pytest.approx(1 / iid_tokens(0.6, 4), abs=1e-9)
+    assert visits(alpha)[-1].item() == pytest.approx(1 / tokens(0.6, 4), abs=1e-9)
 
 
 def test_visits_without_anchors_or_depths() -> None:

@@ -46,7 +46,6 @@ def capped_geometric(alpha: float, gamma: int) -> float:
 @pytest.mark.parametrize("gamma", [0, 1, 2, 7, 30])
 def test_expected_tokens_is_the_mean_of_a_capped_geometric(alpha: float, gamma: int) -> None:
     assert expected_tokens(alpha, gamma) == pytest.approx(capped_geometric(alpha, gamma), rel=1e-12)
-    assert expected_tokens(alpha, gamma) == pytest.approx(metrics.iid_tokens(alpha, gamma))
     assert memory_factor(alpha, gamma) == expected_tokens(alpha, gamma)
 
 

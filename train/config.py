@@ -17,10 +17,10 @@ from omegaconf.errors import (
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, nearest
-from specdec.evaluate import DecodeConfig
 from specdec.export import LAYOUTS
 from specdec.losses import LOSSES, LossConfig
 from specdec.sampler import Sampler
+from specdec.strategy import DecodeConfig
 from specdec.target import TargetConfig
 from train.answers import AnswersConfig
 from train.conversations import DataConfig

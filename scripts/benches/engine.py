@@ -1,0 +1,96 @@
+"""The same exported head in vLLM on the CPU and in our decoder, on the same greedy prompts."""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benches.subject import console, drafts_of, held_out, target_of
+from rich.table import Table
+
+from specdec import export
+from specdec.decode import Generation, generate
+from specdec.errors import UserError
+from specdec.progress import bars
+
+METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
+HERE = Path(__file__).parent.parent
+
+
+def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ours: bool) -> None:
+    """τ, accepted counts and tokens/s of both; `ours` compiled as well as eager."""
+    venv = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
+    if not (venv / "bin" / "python").exists():
+        raise UserError(f"{venv} holds no serving environment: run scripts/serving-env first")
+    target = target_of(folder, dtype)
+    drafter = next(iter(drafts_of([folder], target).values()))
+    gamma = gamma or drafter.depth
+    asked = held_out(folder, target, count)
+    with tempfile.TemporaryDirectory() as where:
+        root = Path(where)
+        export.write(root / "draft", drafter, target)
+        target.save(root / "target")
+        (root / "prompts.json").write_text(json.dumps(asked))
+        theirs = {
+            "speculative": _serve(venv, root, METHODS[drafter.config.name], gamma, new, dtype),
+            "plain": _serve(venv, root, "none", gamma, new, dtype),
+        }
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "speculative": {"drafter": drafter, "gamma": gamma},
+    }
+    if ours:
+        variants |= {f"{k}, compiled": v | {"compiled": True} for k, v in variants.items()}
+    made: dict[str, list[Generation]] = {k: [] for k in variants}
+    for options in variants.values():  # compiles, and warms up
+        for prompt in (asked[0], max(asked, key=len)):
+            decode_one(target, prompt, new, options)
+    with bars(console) as progress:
+        task = progress.add_task("our decoder", total=len(asked))
+        for prompt in asked:
+            for name, options in variants.items():  # they take turns
+                made[name].append(decode_one(target, prompt, new, options))
+            progress.advance(task)
+    table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
+    for name, counts in theirs.items():
+        drafts = counts["drafts"]
+        by_position = " ".join(f"{a / drafts:.3f}" for a in counts["accepted_per_pos"])
+        tau = f"{1 + counts['accepted'] / drafts:.3f}" if drafts else ""
+        speed = f"{counts['tokens_per_second']:.1f}"
+        table.add_row(f"vLLM, {name}", tau, by_position if drafts else "", str(drafts), "", speed)
+    for name, results in made.items():
+        rounds = [r for g in results for r in g.rounds]
+        by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(gamma)]
+        engines = theirs["speculative" if "spec" in name else "plain"]["ids"]
+        same = sum(g.ids == ids for g, ids in zip(results, engines, strict=True))
+        seconds = sum(g.seconds + g.prefill_seconds for g in results)
+        table.add_row(
+            f"ours, {name}",
+            f"{sum(g.emitted for g in results) / len(rounds):.3f}" if "spec" in name else "",
+            " ".join(f"{a:.3f}" for a in by_position) if "spec" in name else "",
+            str(len(rounds)),
+            f"{same} of {len(asked)}",
+            f"{sum(len(g.ids) for g in results) / seconds:.1f}",
+        )
+    console.print(
+        f"{len(asked)} held-out prompts, up to {new} new tokens, greedy, γ = {gamma}, {dtype}, one "
+        "stream; tokens/s with prefill"
+    )
+    console.print(table)
+
+
+def decode_one(target, prompt, new: int, options: dict[str, Any]) -> Generation:
+    return generate(target, prompt, max_new_tokens=new, **options)
+
+
+def _serve(venv: Path, root: Path, method: str, gamma: int, new: int, dtype: str) -> dict[str, Any]:
+    arguments = ["--target", root / "target", "--draft", root / "draft", "--method", method]
+    arguments += ["--gamma", gamma, "--dtype", dtype, "--prompts", root / "prompts.json"]
+    arguments += ["--max-new-tokens", new, "--out", root / "counts.json"]
+    command = [venv / "bin" / "python", HERE / "engine.py", *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"vLLM ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    return json.loads((root / "counts.json").read_text())

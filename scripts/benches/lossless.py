@@ -1,0 +1,157 @@
+"""Losslessness on real prompts: greedy identity in float32, and a two-sample test at T = 1."""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from benches.subject import console, drafts_of, held_out, target_of
+from rich.table import Table
+
+from specdec.decode import decode
+from specdec.drafters import Drafter
+from specdec.progress import bars
+from specdec.sampler import Sampler
+from specdec.target import Target
+from specdec.trees import Chain, Dynamic, Shape
+from specdec.verify import RULES, Law, Rule
+
+
+def lossless(folders: list[Path], count: int, new: int, trees: bool, batches: list[int]) -> None:
+    """Every draft × chain and tree × batch: the same ids as plain greedy decoding, in float32."""
+    target = target_of(folders[0], "float32")
+    asked = held_out(folders[0], target, count)
+    table = Table("draft", "shape", "batch", "identical", "τ")
+    with bars(console) as progress:
+        task = progress.add_task("plain", total=len(asked))
+        plain = []
+        for start in range(0, len(asked), 8):
+            part = asked[start : start + 8]
+            plain += [g.ids for g in decode(target, part, max_new_tokens=new)]
+            progress.advance(task, len(part))
+        for name, drafter in drafts_of(folders, target).items():
+            shapes: list[Shape] = [Chain(min(drafter.depth, 5))]
+            if trees and type(drafter).draft is Drafter.draft:
+                shapes.append(Dynamic(min(drafter.depth, 4), 12, 4))
+            for shape in shapes:
+                for batch in batches:
+                    same = rounds = emitted = 0
+                    label = f"{name} {type(shape).__name__} batch {batch}"
+                    task = progress.add_task(label, total=len(asked))
+                    for start in range(0, len(asked), batch):
+                        part = asked[start : start + batch]
+                        made = decode(
+                            target, part, max_new_tokens=new, drafter=drafter, shape=shape
+                        )
+                        same += sum(
+                            g.ids == ids for g, ids in zip(made, plain[start:], strict=False)
+                        )
+                        rounds += sum(len(g.rounds) for g in made)
+                        emitted += sum(g.emitted for g in made)
+                        progress.update(
+                            task, advance=len(part), description=f"{label}: {same} the same"
+                        )
+                    table.add_row(
+                        name,
+                        type(shape).__name__,
+                        str(batch),
+                        f"{same} of {len(asked)}",
+                        f"{emitted / rounds:.3f}",
+                    )
+    console.print(f"{len(asked)} held-out prompts, {new} new tokens, greedy, float32")
+    console.print(table)
+
+
+def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
+    """At T = 1, are the first tokens of speculative continuations those of plain ones?
+
+    For each prompt, `samples` continuations of 3 tokens plainly and speculatively; a chi-square
+    test of homogeneity over the joint cells (rare ones pooled), summed over prompts. The same
+    test is then made of a rule broken on purpose: every draft is kept that p allows at all.
+    """
+    target = target_of(folder, "float32")
+    drafter = next(iter(drafts_of([folder], target).values()))
+    asked = held_out(folder, target, count)
+    sampler = Sampler(1.0)
+    broken = Rule(whole=_keeps_all, siblings="none", lossless=False)
+    table = Table("rule", "χ²", "degrees of freedom", "p-value", "verdict")
+    with bars(console) as progress:
+        for name, judged in ((rule, RULES[rule]), ("broken on purpose", broken)):
+            task = progress.add_task(name, total=2 * samples * count)
+            statistic = freedom = 0.0
+            for i, prompt in enumerate(asked):
+                drawn = []
+                for speculative in (False, True):
+                    cells: Counter[tuple[int, ...]] = Counter()
+                    for start in range(0, samples, 50):
+                        seeds = [
+                            10**6 * (2 * i + speculative) + start + b
+                            for b in range(min(50, samples - start))
+                        ]
+                        made = _continued(
+                            target, prompt, seeds, drafter if speculative else None, judged, sampler
+                        )
+                        cells.update(tuple(g) for g in made)
+                        progress.advance(task, len(seeds))
+                    drawn.append(cells)
+                chi, df = homogeneity(*drawn)
+                statistic, freedom = statistic + chi, freedom + df
+            p_value = float(
+                torch.special.gammaincc(
+                    torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()
+                )
+            )
+            verdict = "not rejected" if p_value > 0.001 else "rejected"
+            table.add_row(name, f"{statistic:.0f}", f"{freedom:.0f}", f"{p_value:.3g}", verdict)
+    console.print(f"{2 * samples * count:,} continuations of {count} held-out prompts, T = 1")
+    console.print(table)
+
+
+def homogeneity(one: Counter, two: Counter, least: int = 10) -> tuple[float, int]:
+    """χ² of two samples being of one law, and its degrees of freedom; cells of fewer than `least`
+    draws in both together are pooled."""
+    pooled = [0, 0]
+    cells = []
+    for cell in set(one) | set(two):
+        pair = [one[cell], two[cell]]
+        if sum(pair) < least:
+            pooled = [a + b for a, b in zip(pooled, pair, strict=True)]
+        else:
+            cells.append(pair)
+    if sum(pooled):
+        cells.append(pooled)
+    totals = [sum(c[j] for c in cells) for j in (0, 1)]
+    chi = 0.0
+    for pair in cells:
+        for j in (0, 1):
+            expected = sum(pair) * totals[j] / sum(totals)
+            chi += (pair[j] - expected) ** 2 / expected
+    return chi, max(0, len(cells) - 1)
+
+
+def _continued(
+    target: Target,
+    prompt: list[int],
+    seeds: list[int],
+    drafter: Drafter | None,
+    rule: Rule,
+    sampler: Sampler,
+) -> list[list[int]]:
+    options = {} if drafter is None else {"drafter": drafter, "shape": Chain(2)}
+    made = decode(
+        target,
+        [prompt] * len(seeds),
+        max_new_tokens=3,
+        sampler=sampler,
+        rule=rule,
+        seeds=seeds,
+        eos=(),
+        **options,  # type: ignore[arg-type]
+    )
+    return [g.ids for g in made]
+
+
+def _keeps_all(tokens_BN, parents_BN, q_BNV, p_BMV) -> Law:
+    """Every drafted token is kept: what a decoder without verification would do."""
+    stop = torch.zeros_like(p_BMV[..., 0])
+    stop[:, -1] = 1
+    return Law(stop, p_BMV)

