@@ -178,7 +178,8 @@ class SlotCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
-        self.lengths = [self.lengths[b] for b in rows]
+        known = self.lengths if len(self.lengths) > max(rows) else [0] * (max(rows) + 1)
+        self.lengths = [known[b] for b in rows]  # a cache may not have been written yet
         for layer in self.slot_layers:
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)

@@ -103,7 +103,7 @@ class Rows:
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the batch only."""
         index = torch.tensor(rows, device=self.device)
-        self.texts = [self.texts[b] for b in rows]
+        self.texts = [list(self.texts[b]) for b in rows]
         self.seen = [self.seen[b] for b in rows]
         self._ids = self._ids[index]
         self._layers = None if self._layers is None else self._layers[index]

@@ -131,7 +131,8 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         "Costs: a plain step "
         f"{costs['step_seconds'] * 1e3:.1f} ms, a verification of {results['nodes'] + 1} "
         f"tokens {costs['verify_seconds'] * 1e3:.1f} ms (v = {costs['v']:.2f}), "
-        f"drafting {results['nodes']} tokens {costs['draft_seconds'] * 1e3:.1f} ms (c = {costs['c']:.3f}). "
+        f"drafting {results['nodes']} tokens {costs['draft_seconds'] * 1e3:.1f} ms "
+        f"(c = {costs['c']:.3f}). "
         f"Verification: {rules}.",
         "",
         "The two predictions differ because Theorem 3.8 takes every position to accept with the "

@@ -18,6 +18,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -118,7 +119,8 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
             config = AutoConfig.from_pretrained(path, **options)
-            model = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            model = kind.from_pretrained(
                 path,
                 config=config,
                 dtype=DTYPES[cfg.dtype],
@@ -129,9 +131,14 @@ class Target:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(
                 f"target.path={cfg.path!r} could not be loaded ({reason}): give a hub name, a "
-                "folder with a Hugging Face causal LM, a .gguf file, or package:NAME"
+                "folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
+                "package:NAME"
             ) from error
         model.to(torch.device(device))  # type: ignore[arg-type]
+        if config.is_encoder_decoder:
+            from specdec.seq2seq import Seq2SeqTarget  # which imports this module
+
+            return Seq2SeqTarget(model, tokenizer, name, cfg.revision)
         return cls(model, tokenizer, name, cfg.revision)
 
     @property

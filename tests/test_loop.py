@@ -26,6 +26,7 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.target import Target
 from tests.tiny import (
+    DRAFTER_OVERRIDES,
     REPOSITORY,
     Tiny,
     environment,
@@ -38,7 +39,7 @@ from train import optim, pipeline
 from train.loop import OBJECTIVES, Diverged, LoopConfig, _order, _steps
 from train.optim import OptimConfig
 
-TRAINABLE = [name for name, kind in DRAFTERS.items() if kind.trainable]
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +106,7 @@ def require_same_run(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", ["data", "target"])
-@pytest.mark.parametrize("name", list(DRAFTERS))
+@pytest.mark.parametrize("name", list(DRAFTER_OVERRIDES))
 def test_whole_job(
     tiny: Tiny, tmp_path: Path, loaded: list[Target], name: str, answers: str
 ) -> None:

@@ -19,6 +19,7 @@ from specdec import export, report
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError
 from specdec.evaluate import evaluate
+from specdec.export import LAYOUTS
 from specdec.forcing import TeacherForcing
 from specdec.progress import bars
 from specdec.target import Target
@@ -166,7 +167,9 @@ def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Draf
     if size := kind.plan(cfg.drafter, target).get("draft_vocab"):
         said = ([t for t, m in zip(d.ids, d.mask, strict=True) if m] for d in documents)
         vocab = frequent_tokens(said, size).to(target.device)
-    return kind.build(cfg.drafter, target, vocab).float()
+    drafter = kind.build(cfg.drafter, target, vocab).float()
+    drafter.fit([d.ids for d in documents], [d.mask for d in documents])
+    return drafter
 
 
 def _features(
@@ -226,7 +229,8 @@ def _finish(
         and dataclasses.asdict(outcome) | {"tokens_per_second": outcome.tokens_per_second},
     }
     pictures = report.write(folder / "report", results, read(folder / "metrics.jsonl"))
-    if cfg.export is not None and drafter.trainable:
+    engines_load_it = any(name == cfg.drafter.name for name, _ in LAYOUTS)
+    if cfg.export is not None and engines_load_it:
         where = folder / "export"
         checked = export.write(where, drafter, target, cfg.export)
         console.print(f"exported to {where} ({cfg.export}); {checked}")

@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.base import Drafter
+from specdec.drafters.copy import Copy
+from specdec.drafters.counts import Bigram, Unigram
 from specdec.drafters.eagle3 import Eagle3
+from specdec.drafters.early_exit import EarlyExit
 from specdec.drafters.lm import LM
+from specdec.drafters.lookahead import Lookahead
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.ngram import Ngram
+from specdec.drafters.seq2seq_lm import Seq2SeqLM
+from specdec.drafters.sparse import Sparse
+from specdec.drafters.suffix import Suffix
+from specdec.drafters.translated import Translated
 from specdec.errors import UserError, nearest
 
 DRAFTERS: dict[str, type[Drafter]] = {
@@ -18,6 +26,15 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "medusa": Medusa,
     "lm": LM,
     "ngram": Ngram,
+    "seq2seq_lm": Seq2SeqLM,
+    "translated": Translated,
+    "unigram": Unigram,
+    "bigram": Bigram,
+    "suffix": Suffix,
+    "lookahead": Lookahead,
+    "copy": Copy,
+    "early_exit": EarlyExit,
+    "sparse": Sparse,
 }
 
 

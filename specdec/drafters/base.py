@@ -7,6 +7,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 `target_logits[a + k]`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -35,6 +36,7 @@ class Drafter(nn.Module):
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
     max_depth: int | None = None  # parallel heads cannot draft more than they have
+    scratch: int = 0  # slots of the target's cache that drafting needs beside those of its nodes
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
     def __init__(self, config: Any, shape: dict[str, Any]) -> None:
@@ -73,6 +75,12 @@ class Drafter(nn.Module):
 
     def start(self, target: "Target") -> None:
         """Set the weights that training starts from."""
+
+    def fit(
+        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
+    ) -> None:
+        """Learn from training texts without gradients (counts, an index), into buffers. `masks`
+        mark the tokens that the assistant says; None: all."""
 
     def attach(self, target: "Target") -> None:
         """Take hold of the frozen parts of the target that the drafter reads."""
