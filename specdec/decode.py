@@ -189,6 +189,7 @@ def decode(
     needs = Needs() if drafter is None else drafter.needs
     draft_cache = drafter.new_cache() if drafter else None
     room = max(map(len, prompts)) + max_new_tokens + 2 * (shape.nodes + 1 if shape else 1)
+    room += 0 if drafter is None else drafter.scratch
     cache = target.new_cache(_rounded(room) if compiled else None)
     spent = dict.fromkeys(("draft", "verify", "judge", "commit"), 0.0)
     done: dict[int, Generation] = {}

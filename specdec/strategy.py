@@ -108,10 +108,6 @@ def strategy(
         )
     learning = prompts[:LEARNING]
     notes: dict[str, Any] = {}
-    if cfg.tree is not None and type(drafter).draft is not Drafter.draft:
-        raise UserError(
-            f"decode.tree={cfg.tree}: {drafter.config.name} copies chains: give decode.tree=null"
-        )
     if cfg.tree == "dynamic":
         return Strategy(Dynamic(gamma, cfg.nodes, cfg.branches), None, notes)
     if cfg.tree == "best_first":
@@ -119,6 +115,11 @@ def strategy(
     if cfg.tree == "static":
         if cfg.paths:
             return Strategy(Static(cfg.paths), None, notes)
+        if type(drafter).draft is not Drafter.draft:
+            raise UserError(
+                f"decode.tree=static: {drafter.config.name} copies tokens and has no ranks to "
+                "measure: give decode.tree=dynamic, or decode.paths"
+            )
         found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
         shape = best_static(found, cfg.nodes)
         notes["paths"] = [list(p) for p in shape.paths]
@@ -188,7 +189,7 @@ def costs(
     and the anchor, one drafting. From them c = draft / (γ · step), the cost of one draft step
     over one target step (γ the depth of the shape), and v = verify / step."""
     rows = Rows([prompt] * batch, target.device)
-    room = 1 << (len(prompt) + 2 * shape.nodes + 2).bit_length()
+    room = 1 << (len(prompt) + 2 * shape.nodes + drafter.scratch + 2).bit_length()
     cache = target.new_cache(max(256, room) if compiled else None)
     draft_cache = drafter.new_cache()
     features, final = target.features(rows.ids(), drafter.needs, cache=cache)

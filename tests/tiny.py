@@ -122,6 +122,13 @@ DRAFTER_OVERRIDES = {
     "medusa": ["drafter.draft_vocab=48", "drafter.depth=2"],
     "lm": ["drafter.layers=[0,3]", "drafter.depth=2"],
     "ngram": ["drafter.depth=3"],
+    "unigram": ["drafter.depth=2"],
+    "bigram": ["drafter.depth=2"],
+    "suffix": ["drafter.depth=3"],
+    "lookahead": ["drafter.depth=3"],
+    "copy": ["drafter.depth=3"],
+    "early_exit": ["drafter.depth=2", "drafter.layers=2"],
+    "sparse": ["drafter.depth=2"],
 }
 
 
