@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from benches.subject import console, drafts_of, held_out, target_of
@@ -30,7 +31,7 @@ def lossless(folders: list[Path], count: int, new: int, trees: bool, batches: li
             progress.advance(task, len(part))
         for name, drafter in drafts_of(folders, target).items():
             shapes: list[Shape] = [Chain(min(drafter.depth, 5))]
-            if trees and type(drafter).draft is Drafter.draft:
+            if trees:
                 shapes.append(Dynamic(min(drafter.depth, 4), 12, 4))
             for shape in shapes:
                 for batch in batches:
@@ -66,7 +67,7 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
 
     For each prompt, `samples` continuations of 3 tokens plainly and speculatively; a chi-square
     test of homogeneity over the joint cells (rare ones pooled), summed over prompts. The same
-    test is then made of a rule broken on purpose: every draft is kept that p allows at all.
+    test is then made of a rule broken on purpose, which keeps every drafted token.
     """
     target = target_of(folder, "float32")
     drafter = next(iter(drafts_of([folder], target).values()))
@@ -75,25 +76,25 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
     broken = Rule(whole=_keeps_all, siblings="none", lossless=False)
     table = Table("rule", "χ²", "degrees of freedom", "p-value", "verdict")
     with bars(console) as progress:
-        for name, judged in ((rule, RULES[rule]), ("broken on purpose", broken)):
-            task = progress.add_task(name, total=2 * samples * count)
+        task = progress.add_task("continuations", total=3 * samples * count)
+
+        def drawn(i: int, side: int, judged: Rule | None) -> Counter[tuple[int, ...]]:
+            cells: Counter[tuple[int, ...]] = Counter()
+            for start in range(0, samples, 50):
+                size = min(50, samples - start)
+                seeds = [10**6 * (3 * i + side) + start + b for b in range(size)]
+                made = _continued(target, asked[i], seeds, drafter, judged, sampler)
+                cells.update(tuple(ids) for ids in made)
+                progress.advance(task, size)
+            return cells
+
+        plain = [drawn(i, 0, None) for i in range(count)]
+        for side, (name, judged) in enumerate(
+            ((rule, RULES[rule]), ("broken on purpose", broken)), start=1
+        ):
             statistic = freedom = 0.0
-            for i, prompt in enumerate(asked):
-                drawn = []
-                for speculative in (False, True):
-                    cells: Counter[tuple[int, ...]] = Counter()
-                    for start in range(0, samples, 50):
-                        seeds = [
-                            10**6 * (2 * i + speculative) + start + b
-                            for b in range(min(50, samples - start))
-                        ]
-                        made = _continued(
-                            target, prompt, seeds, drafter if speculative else None, judged, sampler
-                        )
-                        cells.update(tuple(g) for g in made)
-                        progress.advance(task, len(seeds))
-                    drawn.append(cells)
-                chi, df = homogeneity(*drawn)
+            for i in range(count):
+                chi, df = homogeneity(plain[i], drawn(i, side, judged))
                 statistic, freedom = statistic + chi, freedom + df
             p_value = float(
                 torch.special.gammaincc(
@@ -102,7 +103,10 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
             )
             verdict = "not rejected" if p_value > 0.001 else "rejected"
             table.add_row(name, f"{statistic:.0f}", f"{freedom:.0f}", f"{p_value:.3g}", verdict)
-    console.print(f"{2 * samples * count:,} continuations of {count} held-out prompts, T = 1")
+    console.print(
+        f"{2 * samples * count:,} continuations a rule, of {count} held-out prompts, T = 1, "
+        "3 tokens each"
+    )
     console.print(table)
 
 
@@ -132,20 +136,15 @@ def _continued(
     target: Target,
     prompt: list[int],
     seeds: list[int],
-    drafter: Drafter | None,
-    rule: Rule,
+    drafter: Drafter,
+    rule: Rule | None,
     sampler: Sampler,
 ) -> list[list[int]]:
-    options = {} if drafter is None else {"drafter": drafter, "shape": Chain(2)}
+    """Three sampled tokens a seed: plain where there is no rule."""
+    options: dict[str, Any] = {"drafter": drafter, "shape": Chain(2), "rule": rule} if rule else {}
+    prompts = [prompt] * len(seeds)
     made = decode(
-        target,
-        [prompt] * len(seeds),
-        max_new_tokens=3,
-        sampler=sampler,
-        rule=rule,
-        seeds=seeds,
-        eos=(),
-        **options,  # type: ignore[arg-type]
+        target, prompts, max_new_tokens=3, sampler=sampler, seeds=seeds, eos=(), **options
     )
     return [g.ids for g in made]
 

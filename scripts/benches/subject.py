@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from specdec import checkpoint
-from specdec.drafters import Drafter
+from specdec.drafters import DRAFTERS, Drafter
+from specdec.errors import UserError
 from specdec.target import Target, TargetConfig
 from train.config import data_of_run
 from train.data import load, prompts
@@ -23,9 +24,18 @@ def target_of(draft: Path, dtype: str) -> Target:
     return Target.load(TargetConfig(path=theirs["name"], revision=theirs["revision"], dtype=dtype))
 
 
-def drafts_of(folders: list[Path], target: Target) -> dict[str, Drafter]:
-    """Drafts by the name of their run."""
-    return {f"{f.parent.parent.name}/{f.parent.name}": checkpoint.load(f, target) for f in folders}
+def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
+    """Drafts by the name of their run, or of their family where they need no training."""
+    found = {}
+    for draft in drafts:
+        if draft.exists() or str(draft) not in DRAFTERS:
+            found[draft.absolute().parent.name] = checkpoint.load(draft, target)
+            continue
+        kind = DRAFTERS[str(draft)]
+        if kind.trainable:
+            raise UserError(f"{draft} is trained: give the folder of a run, such as runs/NAME/best")
+        found[str(draft)] = kind.build(kind.Config(), target)
+    return found
 
 
 def held_out(draft: Path, target: Target, count: int) -> list[list[int]]:
