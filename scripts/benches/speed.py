@@ -125,11 +125,8 @@ def theory(
 def speed(folders: list[Path], count: int, new: int, dtype: str, compiled: bool) -> None:
     """Our decoder and transformers' generate with the same weights on the same prompts."""
     target = target_of(folders[0], dtype)
-    model = target.model
-    model.set_attn_implementation("sdpa")
-    theirs_model = target_of(folders[0], dtype).model  # a model of its own: sdpa, its own cache
-    theirs_model.set_attn_implementation("sdpa")
-    model.set_attn_implementation("grouped")
+    theirs_model = target_of(folders[0], dtype).model
+    theirs_model.set_attn_implementation("sdpa")  # as transformers would load it
     asked = held_out(folders[0], target, count)
     drafters = drafts_of(folders, target)
 
@@ -272,15 +269,15 @@ def long_context(tokens: int, new: int) -> None:
     base = statistics.median(g.seconds for g in plain)
     table.add_row("plain", "", f"{new / base:.1f}", "1.00", "")
     kind = DRAFTERS["sparse"]
-    for selection in ("streaming", "snapkv"):
-        drafter = kind.build(kind.Config(select=selection), target)
+    for method in ("streaming", "snapkv"):
+        drafter = kind.build(kind.Config(method=method), target)
         made = [
             generate(target, ids, max_new_tokens=new, drafter=drafter, gamma=drafter.depth, eos=())
             for _ in range(2)
         ]
         seconds = statistics.median(g.seconds for g in made)
         table.add_row(
-            f"sparse, {selection}",
+            f"sparse, {method}",
             f"{made[0].emitted / len(made[0].rounds):.2f}",
             f"{new / seconds:.1f}",
             f"{base / seconds:.2f}",
