@@ -15,9 +15,11 @@ import torch
 from specdec.choose import Choose
 from specdec.context import Needs
 from specdec.decode import Rows, fitting_rule, generate
+from specdec.disco import Disco, Recorder, fit
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, nearest, require
-from specdec.length import LENGTHS, CostTable, Disco, Goodput, Length, Recorder, fit, length
+from specdec.length import LENGTHS, CostTable, Goodput, length
+from specdec.policy import Length
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static

@@ -9,50 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec import beam
 from specdec.beam import BeamResult, beam_search
 from specdec.context import Needs
 from specdec.decode import generate
-from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters import Drafter
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
 from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.target import Target
+from tests.tiny import architectures, random_drafter, random_target
 
 V, L = 41, 3
-SHAPE = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=L,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=128,
-    tie_word_embeddings=True,
-    initializer_range=0.3,
-)
-TARGETS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "mistral": MistralConfig(**SHAPE, sliding_window=6),
-    "gemma2": Gemma2Config(**SHAPE, sliding_window=6, query_pre_attn_scalar=8),
-    "gpt2": GPT2Config(
-        vocab_size=V, n_embd=32, n_layer=L, n_head=4, n_positions=128, initializer_range=0.3
-    ),
-}
+TARGETS = architectures(V, L, positions=128, window=6)
 DRAFTS = {
     "eagle3": Eagle3Config(depth=3, draft_vocab=30, layers=[1, 2, 3]),
     "medusa": MedusaConfig(depth=3, draft_vocab=30),
@@ -66,34 +38,18 @@ PROMPT = [5, 9, 30, 12, 5, 9, 22, 17, 5, 9]
 
 @functools.cache
 def make_target(kind: str = "llama") -> Target:
-    torch.manual_seed(0)
-    attention = "eager" if kind == "gemma2" else "sdpa"
-    model = AutoModelForCausalLM.from_config(TARGETS[kind], attn_implementation=attention).float()
-    model.generation_config.eos_token_id = None
-    return Target(model, None, f"tiny-{kind}")
+    return random_target(TARGETS[kind])
 
 
 def make_drafter(name: str, target: Target) -> Drafter:
-    """A drafter whose weights are all random, so that no part is silent."""
-    torch.manual_seed(1)
-    vocab = VOCAB if getattr(DRAFTS[name], "draft_vocab", None) else None
-    drafter = DRAFTERS[name].build(DRAFTS[name], target, vocab).float().eval()
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight += 0.05 * torch.randn_like(weight)
-    return drafter
+    return random_drafter(DRAFTS[name], target, 0.05, VOCAB)
 
 
 def near(target: Target, noise: float = 0.01) -> Drafter:
     """A draft that is the target but for some noise (0: the target itself): it finds some of the
     target's beams, and not others."""
-    torch.manual_seed(2)
     config = LMConfig(depth=3, layers=list(range(L)), train_embeddings=True)
-    drafter = DRAFTERS["lm"].build(config, target).float().eval()
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight += noise * torch.randn_like(weight)
-    return drafter
+    return random_drafter(config, target, noise, seed=2)
 
 
 @functools.cache
@@ -216,14 +172,12 @@ def test_any_number_of_eos_and_beams(eos: tuple[int, ...], beams: int) -> None:
 
 def test_tied_tokens_are_ordered_as_transformers_orders_them() -> None:
     """Every token of the lower half has a twin with the same logit and another embedding."""
-    torch.manual_seed(3)
-    config = LlamaConfig(**{**SHAPE, "tie_word_embeddings": False})
-    model = AutoModelForCausalLM.from_config(config).float()
+    config = architectures(V, L, positions=128)["llama"]
+    config.tie_word_embeddings = False
+    target = random_target(config, seed=3)
     with torch.no_grad():
-        model.lm_head.weight[20:40] = model.lm_head.weight[:20]
-    model.generation_config.eos_token_id = None
-    target = Target(model, None, "twins")
-    ids = model.generate(
+        target.model.lm_head.weight[20:40] = target.model.lm_head.weight[:20]
+    ids = target.model.generate(
         torch.tensor([PROMPT]),
         num_beams=3,
         num_return_sequences=3,

@@ -7,15 +7,6 @@ import itertools
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec import checkpoint, export
 from specdec.choose import Choose
@@ -37,29 +28,10 @@ from specdec.forcing import TeacherForcing, batch_of
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape, Static
+from tests.tiny import architectures, random_drafter, random_target
 
 V, L, T = 61, 6, 14
-SHAPE = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=L,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    tie_word_embeddings=True,
-    initializer_range=0.3,
-)
-TARGETS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "gemma2": Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=8),
-    "mistral": MistralConfig(**SHAPE, sliding_window=8),
-    "gpt2": GPT2Config(
-        vocab_size=V, n_embd=32, n_layer=L, n_head=4, n_positions=256, initializer_range=0.3
-    ),
-}
+TARGETS = architectures(V, L)
 CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests of their own
     "eagle3": Eagle3Config(depth=3, draft_vocab=40),
     "medusa": MedusaConfig(depth=3, draft_vocab=40, num_layers=2),
@@ -82,21 +54,11 @@ VOCAB = torch.arange(0, V)[torch.arange(V) % 3 != 1][:40]
 
 
 def make_target(kind: str = "llama") -> Target:
-    torch.manual_seed(0)
-    attention = "eager" if kind == "gemma2" else "sdpa"
-    model = AutoModelForCausalLM.from_config(TARGETS[kind], attn_implementation=attention).float()
-    model.generation_config.eos_token_id = None
-    return Target(model, None, f"tiny-{kind}")
+    return random_target(TARGETS[kind])
 
 
 def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
-    """A drafter whose weights are all random, so that no part is silent."""
-    torch.manual_seed(1)
-    vocab = VOCAB if getattr(CONFIGS[name], "draft_vocab", None) else None
-    drafter = DRAFTERS[name].build(CONFIGS[name], target, vocab).float().eval()
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight += noise * torch.randn_like(weight)
+    drafter = random_drafter(CONFIGS[name], target, noise, VOCAB)
     drafter.fit([text(seed)[0].tolist() for seed in range(4)])
     return drafter
 

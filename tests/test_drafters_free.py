@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec import checkpoint
 from specdec.cache import Place, model_inputs
@@ -34,29 +32,15 @@ from specdec.forcing import TeacherForcing, batch_of
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape, Static
+from tests.tiny import architectures, random_target
 
 V, L = 40, 4
-SHAPE: dict[str, Any] = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=L,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    tie_word_embeddings=True,
-    initializer_range=0.3,
-)
-CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPE),
-    "gemma2": Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=8),
-}
+TARGETS = architectures(V, L)
 TREE = Static([[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0]])
 SMALL = dict(budget=5, window=3, refresh=4, sink=2, pool=3)  # dropping from 13 tokens on
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
 def any_target(request: pytest.FixtureRequest) -> Target:
     return make(request.param)
 
@@ -67,11 +51,7 @@ def target() -> Target:
 
 
 def make(kind: str) -> Target:
-    torch.manual_seed(0)
-    attention = "eager" if kind == "gemma2" else "sdpa"
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind], attn_implementation=attention).float()
-    model.generation_config.eos_token_id = None
-    return Target(model, None, f"tiny-{kind}")
+    return random_target(TARGETS[kind])
 
 
 def build(config: Any, target: Target) -> Drafter:

@@ -20,31 +20,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.disco import FEATURES, Disco, DiscoConfig, Reader, Recorder, StopClassifier, fit
 from specdec.errors import UserError
 from specdec.length import (
-    FEATURES,
     LENGTHS,
     AcceptanceByDepth,
     AdaptiveConfig,
     Confidence,
     ConfidenceConfig,
     CostTable,
-    Disco,
-    DiscoConfig,
     Fixed,
     FixedConfig,
     Goodput,
     GoodputConfig,
-    Length,
     Optimal,
     OptimalConfig,
-    Reader,
-    Recorder,
-    StopClassifier,
-    fit,
     length,
     oracle,
 )
+from specdec.policy import Length
 from specdec.theory import best_gamma, oracle_factor, walltime_factor
 from specdec.verify import RULES, law
 

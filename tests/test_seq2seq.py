@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/test_seq2seq.py
 """
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ from specdec.seq2seq import Seq2SeqTarget
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape, Static
 from specdec.verify import RULES, law
+from tests.tiny import make_tiny, make_tokenizer
 
 V = 53
 T5 = dict(
@@ -350,3 +352,33 @@ def test_cached_draft_equals_the_uncached_default(temperature: float, shape: Sha
             assert cached.tokens_BN[b].tolist() == plain.tokens_BN[0].tolist()
             if cached.q_BNV is not None and plain.q_BNV is not None:
                 torch.testing.assert_close(cached.q_BNV[b], plain.q_BNV[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
+    """Answers by the target, training, held-out decoding and the report, as for a causal one."""
+    job = make_tiny(tmp_path)
+    tokenizer = make_tokenizer(None)
+    start, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    shape = T5 | dict(vocab_size=len(tokenizer), decoder_start_token_id=start)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(
+        T5Config(**shape, eos_token_id=eos, pad_token_id=start)
+    )
+    model.save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    overrides = {"num_layers": 1, "num_decoder_layers": 1}
+    tau = job.job(
+        tmp_path / "run",
+        "seq2seq_lm",
+        f"target.path={tmp_path / 't5'}",
+        "data.answers=target",
+        "drafter.source=random",
+        "drafter.depth=2",
+        f"drafter.overrides={overrides}",
+    )
+    at = json.loads((tmp_path / "run" / "report" / "results.json").read_text())["temperatures"][0]
+    assert at["identical"] == 2  # float32, greedy
+    assert tau >= 1
+    assert at["alpha"]["visited"]["greedy"][0]["value"] * at["rounds"] == pytest.approx(
+        at["accepted"][0], abs=0.5
+    )

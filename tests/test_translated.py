@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import LlamaForCausalLM
 
 from specdec import checkpoint
@@ -23,7 +23,7 @@ from specdec.sampler import Sampler
 from specdec.target import Target, TargetConfig
 from specdec.trees import Chain, Dynamic, Shape, Static
 from specdec.verify import RULES, law
-from tests.tiny import WORDS, make_tokenizer
+from tests.tiny import WORDS, architectures, make_tokenizer
 
 TEXT = "the old man and the sea. a cat by the door. we walk home by night. why not? " * 3
 METHODS = ("tli", "slem")
@@ -94,21 +94,11 @@ PAIRS = [("words", "bytes"), ("bytes", "words"), ("words", "letters"), ("bytes",
 def save(folder: Path, kind: str, seed: int, positions: int = 512, steps: int = 60) -> Path:
     tokenizer = TOKENIZERS[kind]()
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer) + 3,  # rows that stand for no token, as in many models
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=positions,
-            initializer_range=0.3,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    vocab = len(tokenizer) + 3  # rows that stand for no token, as in many models
+    config = architectures(vocab, 2, positions)["llama"]
+    config.tie_word_embeddings, config.bos_token_id = False, None
+    config.eos_token_id = tokenizer.eos_token_id
+    model = LlamaForCausalLM(config)
     ids = torch.tensor([tokenizer.encode(TEXT, add_special_tokens=False)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):  # enough to have the text by heart, or no two models ever agree

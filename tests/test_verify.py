@@ -18,8 +18,21 @@ import torch
 from torch import Tensor
 
 from specdec.verify import RULES, Law, Rule, draw, greedy, law, verify
+from tests.laws import (
+    FILLS,
+    Fill,
+    Tables,
+    extend,
+    high_half,
+    holes,
+    joint,
+    low_half,
+    one_hot,
+    sharp,
+    ties,
+    uniform,
+)
 
-Tables = list[Tensor]  # element j: [V^j, V]
 EXACT = 1e-12
 LOSSLESS = {name: rule for name, rule in RULES.items() if rule.lossless}
 SAMPLED = {name: rule for name, rule in LOSSLESS.items() if name != "point_mass"}  # reads q
@@ -29,7 +42,7 @@ def normal(rows: Tensor) -> Tensor:
     return rows / rows.sum(-1, keepdim=True)
 
 
-def tables(V: int, depth: int, fill: Callable[[int, int], Tensor]) -> Tables:
+def tables(V: int, depth: int, fill: Fill) -> Tables:
     return [normal(fill(V**j, V).double()) for j in range(depth)]
 
 
@@ -37,18 +50,6 @@ def prefixes(V: int, length: int) -> Tensor:
     """Every token chain [V^length, length], in the order of the tables' rows."""
     chains = torch.cartesian_prod(*[torch.arange(V)] * length) if length else torch.zeros(1, 0)
     return chains.reshape(-1, length).long()
-
-
-def joint(p: Tables) -> Tensor:
-    """Probability of every sequence of len(p) tokens [V^len(p)]."""
-    return extend(torch.ones(1, dtype=torch.float64), p)
-
-
-def extend(mass: Tensor, p: Tables) -> Tensor:
-    """Continue each prefix, of mass [V^j], by the conditionals p_j, p_{j+1}, … to the end."""
-    for table in p:
-        mass = (mass[:, None] * table).reshape(-1)
-    return mass
 
 
 def at_chains(table: Tables, chains_BN: Tensor) -> Tensor:
@@ -93,41 +94,8 @@ def expected_accepted(rule: Rule, p: Tables, q: Tables) -> float:
     return float((weight * (stop_BM @ lengths)).sum())
 
 
-# --- p and q: ordinary ones, and those made to break a rule ---------------------------------
+# --- cases -----------------------------------------------------------------------------------
 
-
-def uniform(rows: int, V: int) -> Tensor:
-    return torch.rand(rows, V)
-
-
-def sharp(rows: int, V: int) -> Tensor:
-    return (12 * torch.randn(rows, V)).softmax(-1)  # ratios over many orders of magnitude
-
-
-def holes(rows: int, V: int) -> Tensor:
-    """Top-p leaves exact zeros; at least one token stays."""
-    keep = torch.rand(rows, V) < 0.5
-    keep.scatter_(-1, torch.randint(V, (rows, 1)), True)
-    return torch.rand(rows, V) * keep
-
-
-def one_hot(rows: int, V: int) -> Tensor:
-    return torch.eye(V)[torch.randint(V, (rows,))]
-
-
-def ties(rows: int, V: int) -> Tensor:
-    return torch.randint(1, 3, (rows, V))  # few values, so p = q at many single tokens
-
-
-def low_half(rows: int, V: int) -> Tensor:
-    return torch.cat([torch.rand(rows, V // 2), torch.zeros(rows, V - V // 2)], -1)
-
-
-def high_half(rows: int, V: int) -> Tensor:
-    return torch.cat([torch.zeros(rows, V // 2), torch.rand(rows, V - V // 2)], -1)
-
-
-FILLS = [uniform, sharp, holes, one_hot, ties, low_half, high_half]
 SIZES = [(V, N) for V in (2, 3, 4) for N in (1, 2, 3)]
 
 

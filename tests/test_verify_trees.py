@@ -33,8 +33,8 @@ from specdec.verify import (
     traversal,
     verify,
 )
+from tests.laws import FILLS, Fill, Tables, extend, joint
 
-Tables = list[Tensor]  # element j: [K, V^j, V]
 EXACT = 1e-12
 CHAIN = [-1, 0, 1]
 SHAPES = {
@@ -116,17 +116,6 @@ def judged(rule: Rule, shape: list[int], p: Tables, q: Tables | None, found: Dra
     return law(rule, found.tokens_BN, parents_BN, q_BNV, along(p, shape, found))
 
 
-def extend(mass: Tensor, p: Tables) -> Tensor:
-    """Continue prefixes of mass [K, V^j] by p_j, p_{j+1}, … to the end."""
-    for table in p:
-        mass = (mass[..., None] * table).flatten(1)
-    return mass
-
-
-def joint(p: Tables) -> Tensor:
-    return extend(torch.ones(len(p[0]), 1, dtype=torch.float64), p)
-
-
 def committed(shape: list[int], p: Tables, found: Drafts, round_law: Law) -> Tensor:
     """Distribution [K, V^(depth + 1)] of the tokens of a round and, where short, the target's."""
     K, V = len(p[0]), p[0].shape[-1]
@@ -154,41 +143,7 @@ def expected_accepted(rule: Rule, shape: list[int], p: Tables, q: Tables) -> Ten
     return total.index_add_(0, found.case_B, found.weight_B * mean_B)
 
 
-# --- p and q: ordinary ones, and those made to break a rule ---------------------------------
-
-
-def uniform(rows: int, V: int) -> Tensor:
-    return torch.rand(rows, V)
-
-
-def sharp(rows: int, V: int) -> Tensor:
-    return (12 * torch.randn(rows, V)).softmax(-1)  # ratios over many orders of magnitude
-
-
-def holes(rows: int, V: int) -> Tensor:
-    keep = torch.rand(rows, V) < 0.5
-    keep.scatter_(-1, torch.randint(V, (rows, 1)), True)
-    return torch.rand(rows, V) * keep
-
-
-def one_hot(rows: int, V: int) -> Tensor:
-    return torch.eye(V)[torch.randint(V, (rows,))]
-
-
-def ties(rows: int, V: int) -> Tensor:
-    return torch.randint(1, 3, (rows, V))
-
-
-def low_half(rows: int, V: int) -> Tensor:
-    return torch.cat([torch.rand(rows, V // 2), torch.zeros(rows, V - V // 2)], -1)
-
-
-def high_half(rows: int, V: int) -> Tensor:
-    return torch.cat([torch.zeros(rows, V // 2), torch.rand(rows, V - V // 2)], -1)
-
-
-Fill = Callable[[int, int], Tensor]
-FILLS: list[Fill] = [uniform, sharp, holes, one_hot, ties, low_half, high_half]
+# --- cases -----------------------------------------------------------------------------------
 
 
 def tables(V: int, depth: int, fills: list[Fill]) -> Tables:

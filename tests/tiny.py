@@ -1,5 +1,6 @@
 """A whole job in seconds: a tiny random target, its tokenizer, made-up conversations.
 
+`architectures` are configs of tiny targets, `random_target` and `random_drafter` models of them.
 `make_tiny(folder)` writes them; `Tiny.overrides` are the command line that trains on them,
 `compose` and `job` the same in this process, `process` and `Tiny.command` as a real one.
 """
@@ -21,10 +22,20 @@ from hydra.core.global_hydra import GlobalHydra
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import LlamaConfig, PreTrainedTokenizerFast
-from transformers.models.llama import LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
+from specdec.drafters import DRAFTERS, Drafter
+from specdec.target import Target
 from train.config import Config, register, resolve
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -132,6 +143,55 @@ DRAFTER_OVERRIDES = {
 }
 
 
+def architectures(
+    vocab: int, layers: int, positions: int = 256, window: int = 8
+) -> dict[str, PreTrainedConfig]:
+    """A tiny config of each kind of causal target, weights large enough that tokens differ."""
+    shape: dict[str, Any] = dict(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    gpt2: dict[str, Any] = dict(vocab_size=vocab, n_layer=layers, n_positions=positions)
+    return {
+        "llama": LlamaConfig(**shape),
+        "qwen3": Qwen3Config(**shape),
+        "mistral": MistralConfig(**shape, sliding_window=window),
+        "gemma2": Gemma2Config(**shape, sliding_window=window, query_pre_attn_scalar=8),
+        "gpt2": GPT2Config(**gpt2, n_embd=32, n_head=4, initializer_range=0.3),
+    }
+
+
+def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
+    """A float32 target without a tokenizer that never ends an answer by itself."""
+    torch.manual_seed(seed)
+    attention = "eager" if config.model_type == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+    model.generation_config.eos_token_id = None
+    return Target(model, None, f"tiny-{config.model_type}")
+
+
+def random_drafter(
+    config: Any, target: Target, noise: float, vocab_S: torch.Tensor | None = None, seed: int = 1
+) -> Drafter:
+    """A drafter with noise on all its weights, so that no part is silent. `vocab_S` is the draft
+    vocabulary of a family that prunes it."""
+    torch.manual_seed(seed)
+    pruned = vocab_S if getattr(config, "draft_vocab", None) else None
+    drafter = DRAFTERS[config.name].build(config, target, pruned).float().eval()
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight += noise * torch.randn_like(weight)
+    return drafter
+
+
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Words, spaces and marks, one token each, so that every offset is exact."""
     vocab = [*SPECIAL, *ROLES, *MARKS, *WORDS]
@@ -154,22 +214,10 @@ def save_target(
     """A random Llama with its tokenizer, as a Hugging Face folder."""
     tokenizer = make_tokenizer(template)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = LlamaForCausalLM(config)
+    config = architectures(len(tokenizer), layers, positions=512)["llama"]
+    config.bos_token_id = None
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

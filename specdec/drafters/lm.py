@@ -45,13 +45,7 @@ class LM(Drafter):
 
     def __init__(self, config: LMConfig, shape: dict[str, Any]) -> None:
         super().__init__(config, shape)
-        kind = dict(shape["model"])
-        self.model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind.pop("model_type"), **kind)
-        ).float()
-        if not config.train_embeddings:
-            for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
-                module.requires_grad_(False)
+        self.model = fresh(AutoModelForCausalLM, shape["model"], config.train_embeddings)
 
     @property
     def train_depth(self) -> int:
@@ -163,6 +157,15 @@ class Cached:
             use_cache=True,
             **model_inputs(model.config, place, model.dtype),
         ).last_hidden_state
+
+
+def fresh(family: Any, shape: dict[str, Any], train_embeddings: bool) -> Any:
+    """A model of one of transformers' auto classes with fresh weights, from its config."""
+    model = family.from_config(AutoConfig.for_model(**shape)).float()
+    if not train_embeddings:
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            module.requires_grad_(False)
+    return model
 
 
 def _cut(config: LMConfig, target: "Target") -> list[int]:

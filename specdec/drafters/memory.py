@@ -46,8 +46,9 @@ class Memories:
         self.read: list[int] = []
 
     def select(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[b] for b in rows]
-        self.read = [self.read[b] for b in rows]
+        if self.rows:  # beams ask `hidden` instead, and feed none
+            self.rows = [self.rows[b] for b in rows]
+            self.read = [self.read[b] for b in rows]
 
 
 class Copying(Drafter):

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, last_of, pieces, unread
+from specdec.drafters.lm import fresh
 from specdec.errors import UserError
 from specdec.seq2seq import Reader, Seq2SeqCache, Seq2SeqTarget
 from specdec.trees import Growth
@@ -44,14 +45,8 @@ class Seq2SeqLM(Drafter):
 
     def __init__(self, config: Seq2SeqLMConfig, shape: dict[str, Any]) -> None:
         super().__init__(config, shape)
-        kind = dict(shape["model"])
-        self.model: Any = AutoModelForSeq2SeqLM.from_config(
-            AutoConfig.for_model(kind.pop("model_type"), **kind)
-        ).float()
+        self.model = fresh(AutoModelForSeq2SeqLM, shape["model"], config.train_embeddings)
         self.reader = Reader(self.model)
-        if not config.train_embeddings:
-            for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
-                module.requires_grad_(False)
 
     @property
     def train_depth(self) -> int:
