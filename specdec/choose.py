@@ -18,11 +18,13 @@ Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens
 
 class Chosen(NamedTuple):
     """Children of W nodes: target ids [B, W, C] (-1: q has no more mass), their indices in the
-    draft vocabulary, and q [B, W, S or V]; q None: the tokens were not drawn at random."""
+    draft vocabulary, and q [B, W, S or V]; q None: the tokens were not drawn at random. `logits`
+    are what they were chosen from, after the processors: `index_BWC` counts in those."""
 
     tokens_BWC: Tensor
     index_BWC: Tensor
     q_BWS: Tensor | None
+    logits_BWS: Tensor
 
 
 class Choose:
@@ -50,8 +52,11 @@ class Choose:
         self.processors = list(processors)
         self.texts: list[list[int]] = []  # of each row, for the processors
 
-    def __call__(self, logits_BWS: Tensor, count: int, paths: Paths) -> Chosen:
-        """`count` children of each node, from the draft's logits there."""
+    def __call__(
+        self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None
+    ) -> Chosen:
+        """`count` children of each node, from the draft's logits there; none, and no draw from
+        its generator, for a row that is not in `going_B`."""
         logits, whole = self.drafted(logits_BWS, paths), bool(self.processors)
         if self.siblings == "fixed":
             q = None
@@ -63,11 +68,11 @@ class Choose:
             none = best.isneginf()
         else:
             q = self.sampler.probs(logits)
-            index, none = self._draw(q, count)
+            index, none = self._draw(q, count, going_B)
         tokens = index if self.vocab_S is None or whole else self.vocab_S[index]
         if none.any():
             tokens = tokens.masked_fill(none, -1)
-        return Chosen(tokens, index, q)
+        return Chosen(tokens, index, q, logits)
 
     def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
         """The draft's logits after the processors, which need the target's whole vocabulary."""
@@ -101,10 +106,17 @@ class Choose:
         """Keep these rows of the batch only."""
         self.generators = [self.generators[b] for b in rows]
 
-    def _draw(self, q_BWS: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, q_BWS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Indices [B, W, count] drawn from q, and which of them do not exist."""
         index, none = [], []
-        for q_WS, generator in zip(q_BWS, self.generators, strict=True):
+        going = [True] * len(q_BWS) if going_B is None else going_B.tolist()
+        if self.siblings != "with":
+            count = min(count, q_BWS.shape[-1])
+        for q_WS, generator, draws in zip(q_BWS, self.generators, going, strict=True):
+            if not draws:
+                index.append(torch.zeros(len(q_WS), count, dtype=torch.long, device=q_WS.device))
+                none.append(torch.ones_like(index[-1], dtype=torch.bool))
+                continue
             if count == 1 or self.siblings == "with":
                 safe = q_WS.clone() if q_WS.sum(-1).min() <= 0 else q_WS
                 if safe is not q_WS:
@@ -112,7 +124,7 @@ class Choose:
                 drawn = torch.multinomial(safe, count, replacement=True, generator=generator)
             else:  # the order of q / Exp(1) is that of draws without replacement
                 race = torch.empty_like(q_WS).exponential_(generator=generator)
-                drawn = (q_WS / race).topk(min(count, q_WS.shape[-1]), -1).indices
+                drawn = (q_WS / race).topk(count, -1).indices
             index.append(drawn)
             none.append(q_WS.gather(-1, drawn) <= 0)
         return torch.stack(index), torch.stack(none)

@@ -36,6 +36,7 @@ class Round:
     drafted: int  # tokens on the longest drafted path
     accepted: int
     nodes: int  # tokens drafted in all: more than `drafted` in a tree
+    tested: int  # `accepted`, and one more where the draft went on after those
     path: tuple[int, ...] = ()  # the nodes that were kept
 
 
@@ -169,6 +170,10 @@ def decode(
     """
     _require(target, prompts, max_new_tokens)
     eos, B, device = target.eos if eos is None else eos, len(prompts), target.device
+    require(
+        seeds is None or len(seeds) == B,
+        f"{len(seeds or ())} seeds for {B} prompts: give one a row",
+    )
     sampler = sampler or Sampler(temperature=0.0)
     if drafter is not None:
         shape = shape or Chain(drafter.depth)
@@ -188,9 +193,10 @@ def decode(
     )
     needs = Needs() if drafter is None else drafter.needs
     draft_cache = drafter.new_cache() if drafter else None
-    room = max(map(len, prompts)) + max_new_tokens + 2 * (shape.nodes + 1 if shape else 1)
-    room += 0 if drafter is None else drafter.scratch
-    cache = target.new_cache(_rounded(room) if compiled else None)
+    longest = max(map(len, prompts))
+    cache = target.new_cache(
+        capacity(longest + max_new_tokens, drafter, shape) if compiled else None
+    )
     spent = dict.fromkeys(("draft", "verify", "judge", "commit"), 0.0)
     done: dict[int, Generation] = {}
     answers: list[list[int]] = [[] for _ in prompts]
@@ -242,7 +248,7 @@ def decode(
             choose.texts = rows.texts
 
         t0 = time.perf_counter()
-        proposal = _drafted(drafter, rows, shape, length, choose, draft_cache, cache)
+        proposal = _drafted(target, drafter, rows, shape, length, choose, draft_cache, cache)
         t1 = time.perf_counter()
         tokens_BN, parents_BN = proposal.tokens_BN, proposal.parents_BN
         block_BM = torch.cat([rows.anchors(), tokens_BN.clamp_min(0)], 1)
@@ -313,6 +319,7 @@ def _require(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: i
 
 
 def _drafted(
+    target: Target,
     drafter: Drafter | None,
     rows: Rows,
     shape: Shape | None,
@@ -321,8 +328,15 @@ def _drafted(
     draft_cache: object,
     cache: SlotCache,
 ) -> Proposal:
-    """What this round drafts; nothing where there is no drafter or the policy says so."""
+    """What this round drafts; nothing where there is no drafter, the policy says so, or the
+    positions of target or draft are used up."""
     if drafter is None or shape is None:
+        return Proposal(rows.anchors()[:, :0])
+    positions = target.config.max_position_embeddings
+    room = min(positions, drafter.positions or positions) - max(map(len, rows.texts))
+    if isinstance(shape, Chain):
+        shape = replace(shape, depth=min(room, shape.depth))
+    if room < max(1, shape.depth):
         return Proposal(rows.anchors()[:, :0])
     stop = None
     if length is not None:
@@ -343,8 +357,11 @@ def _judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) 
     if choose.sampler.greedy:
         return greedy(tokens_BN, parents_BN, logits_BMV.float().argmax(-1))
     verdicts = []
-    for b, generator in enumerate(choose.generators):
-        one = slice(b, b + 1)
+    drafted = [
+        max((i + 1 for i, t in enumerate(ids) if t >= 0), default=0) for ids in tokens_BN.tolist()
+    ]
+    for b, (generator, n) in enumerate(zip(choose.generators, drafted, strict=True)):
+        one = slice(b, b + 1)  # without its padding, which is as wide as its neighbours
 
         def p_of(index_B: Tensor, b: int = b) -> Tensor:
             return choose.sampler.probs(logits_BMV[b, index_B])
@@ -352,9 +369,9 @@ def _judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) 
         verdicts.append(
             verify(
                 rule,
-                tokens_BN[one],
-                None if parents_BN is None else parents_BN[one],
-                None if q_BNV is None else q_BNV[one],
+                tokens_BN[one, :n],
+                None if parents_BN is None else parents_BN[one, :n],
+                None if q_BNV is None else q_BNV[one, :n],
                 p_of,
                 generator,
             )
@@ -384,14 +401,17 @@ def _rounds(proposal: Proposal, verdict: Verdict, texts: list[list[int]]) -> lis
     found: list[Round | None] = []
     for b, ids in enumerate(tokens):
         nodes = sum(t >= 0 for t in ids)
-        depth = nodes
+        path = tuple(i for i in paths[b] if i >= 0)
+        depth, went_on = nodes, nodes > len(path)
         if proposal.parents_BN is not None:
-            depths = [0]
-            for t, parent in zip(ids, proposal.parents_BN[b].tolist(), strict=True):
+            depths, last = [0], path[-1] if path else -1
+            parents = proposal.parents_BN[b].tolist()
+            for t, parent in zip(ids, parents, strict=True):
                 depths.append(1 + depths[parent + 1] if t >= 0 else 0)
             depth = max(depths)
-        path = tuple(i for i in paths[b] if i >= 0)
-        found.append(Round(len(texts[b]) - 1, depth, len(path), nodes, path))
+            went_on = any(t >= 0 and p == last for t, p in zip(ids, parents, strict=True))
+        tested = len(path) + went_on
+        found.append(Round(len(texts[b]) - 1, depth, len(path), nodes, tested, path))
     return found
 
 
@@ -414,7 +434,7 @@ def _end(
     target: Target,
 ) -> int | None:
     """How many of `ids` remain when the answer ends among those from `start`; None: goes on."""
-    window = max(map(len, stop), default=0) + 8  # a token is at least a part of a character
+    window = 4 * max(map(len, stop), default=0) + 8  # a token is at least a byte of a character
     for i in range(start, min(len(ids), limit)):
         if ids[i] in eos:
             return i + 1
@@ -425,8 +445,11 @@ def _end(
     return limit if len(ids) >= limit else None
 
 
-def _rounded(room: int) -> int:
-    """The capacity of a fixed cache: few sizes, since each is compiled anew."""
+def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
+    """Slots of a fixed cache for a text of so many tokens and what is drafted after it: few
+    sizes, since each is compiled anew."""
+    drafted = max(shape.nodes, shape.grown) if shape else 0
+    room = tokens + 2 * (drafted + 1) + (drafter.scratch if drafter else 0)
     return max(256, 1 << (room - 1).bit_length())
 
 

@@ -2,7 +2,14 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -20,6 +27,20 @@ def require(condition: bool, message: str) -> None:
     """Raise UserError with this message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+    """A dataclass from values as a user writes them, each made its field's type. Raises UserError
+    for a field that is not there and for a value of another type; `where` names the owner."""
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for key in given:
+        require(key in names, f"{where}.{key} is unknown{nearest(str(key), names)}")
+    try:
+        whole = OmegaConf.merge(OmegaConf.structured(kind), dict(given))
+        return OmegaConf.to_object(whole)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        said, key = str(error).splitlines()[0], getattr(error, "full_key", None)
+        raise UserError(f"{where}.{key}: {said}" if key else f"{where}: {said}") from error
 
 
 def command(main: Callable[[], None]) -> None:

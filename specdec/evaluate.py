@@ -18,7 +18,7 @@ from specdec.forcing import Answer, TeacherForcing, answers, batch_of
 from specdec.length import oracle
 from specdec.metrics import Interval, ratio_interval, repetition, visits
 from specdec.sampler import Sampler
-from specdec.strategy import DecodeConfig, Strategy, costs, strategy
+from specdec.strategy import LEARNING, DecodeConfig, Strategy, costs, strategy
 from specdec.target import Target
 from specdec.verify import rule_name
 
@@ -32,7 +32,9 @@ def evaluate(
     cfg: DecodeConfig,
     on_prompt: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure a drafter on prompts; a JSON-able dict (see `specdec.report` for its reader).
+    """Measure a drafter on the first `cfg.prompts` prompts; a JSON-able dict (see `specdec.report`
+    for its reader). Where a tree or a stop classifier is chosen first, the prompts after those
+    serve for it.
 
     `on_prompt` is called with a line of progress after each prompt at each temperature. Raises
     UserError where there is no prompt.
@@ -40,17 +42,21 @@ def evaluate(
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
-    how = strategy(cfg, target, drafter, chosen)
+    learning = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
+    how = strategy(cfg, target, drafter, learning or chosen)
     compiled = {"compiled": cfg.compile}
-    warm = [chosen[0], max(chosen, key=len)] if cfg.compile else chosen[:1]
-    for prompt in warm:
-        for options in (compiled, compiled | {"drafter": drafter, "shape": how.shape}):
+    policy = how.length and how.length()
+    speculative = compiled | {"drafter": drafter, "shape": how.shape, "length": policy}
+    for prompt in chosen if cfg.compile else chosen[:1]:  # lengths compile to graphs of their own
+        for options in (compiled, speculative):
             generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
     results = []
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
         results.append(_at(target, drafter, chosen, cfg, how, sampler, on_prompt))
-    cost = costs(target, drafter, chosen[0], how.shape, compiled=cfg.compile)
+    cost = costs(
+        target, drafter, chosen[0], how.shape, compiled=cfg.compile, new=cfg.max_new_tokens
+    )
     for at in results:
         at["oracle"] = _oracle(at.pop("pairs"), cost)
     return {
@@ -59,6 +65,7 @@ def evaluate(
         "tree": cfg.tree,
         "length": cfg.length,
         "notes": how.notes,
+        "learned_on": f"{len(learning)} other prompts" if learning else "the measured prompts",
         "prompts": len(chosen),
         "max_new_tokens": cfg.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -126,7 +133,7 @@ def _at(
 
     gamma = how.shape.depth
     rounds = [r for g in spec for r in g.rounds]
-    tested = [sum(r.drafted > k and r.accepted >= k for r in rounds) for k in range(gamma)]
+    tested = [sum(r.tested > k for r in rounds) for k in range(gamma)]
     accepted = [sum(r.accepted > k for r in rounds) for k in range(gamma)]
     # seconds per token, weighted by the plain answer's tokens: the same work on both sides
     weight = [max(1, len(p.ids) - 1) for p in plain]

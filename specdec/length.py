@@ -9,7 +9,7 @@ Letters: B rows of the batch, S draft vocabulary, K depths.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specdec.disco import Disco
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, nearest, require, typed
 from specdec.policy import Length, Whole, check_limit, check_threshold, from_json
 from specdec.theory import PassCost, line, pass_cost, tokens_by_gamma, walltime_by_gamma
 
@@ -289,11 +289,8 @@ def length(name: str, settings: Mapping[str, Any] | None = None) -> Length:
     """The length of this name, its config made of `settings`. Raises UserError for an unknown
     name or setting, and as the length itself."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
-    kind, settings = LENGTHS[name], settings or {}
-    known = [f.name for f in fields(kind.Config)]
-    for key in settings:
-        require(key in known, f"length.{key} is unknown to {name!r}{nearest(key, known)}")
-    found: Length = kind(kind.Config(**settings))
+    kind = LENGTHS[name]
+    found: Length = kind(typed(kind.Config, settings or {}, "length"))
     return found
 
 

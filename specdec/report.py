@@ -61,9 +61,10 @@ def predictions(results: dict[str, Any], at: dict[str, Any]) -> dict[str, float]
     costs, gamma = results["costs"], results["gamma"]
     variant = "greedy" if at["temperature"] == 0 else "sampled"
     alpha = at["alpha"]["all"][variant][0]["value"]
-    cost = gamma * costs["c"]
+    # a tree always drafts all of its depth; of a chain that is cut short, the part drafted counts
+    share = 1.0 if results["tree"] else at["drafted_per_round"] / gamma
     return {
-        "measured τ": at["tau"]["value"] / (cost + costs["v"]),
+        "measured τ": at["tau"]["value"] / (share * (gamma * costs["c"] + costs["v"] - 1) + 1),
         "closed form": walltime_factor(alpha, gamma, costs["c"]),
         "closed form τ": tokens(alpha, gamma),
     }
@@ -134,6 +135,7 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         f"drafting {results['nodes']} tokens {costs['draft_seconds'] * 1e3:.1f} ms "
         f"(c = {costs['c']:.3f}). "
         f"Verification: {rules}.",
+        *_learned(results),
         "",
         "The two predictions differ because Theorem 3.8 takes every position to accept with the "
         "same α, independently; in truth acceptance falls with depth, and rounds start where the "
@@ -181,6 +183,15 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         prompt, answer = (" ".join(sample[k].split()) for k in ("prompt", "answer"))
         lines += ["", f"> …{prompt}", "", f"{answer} *(τ {sample['tau']:.2f})*"]
     return "\n".join(lines) + "\n"
+
+
+def _learned(results: dict[str, Any]) -> list[str]:
+    """What was chosen by measuring first, and on what."""
+    if paths := results["notes"].get("paths"):
+        return ["", f"The tree was chosen on {results['learned_on']}: {paths}."]
+    if results["length"] == "disco":
+        return ["", f"The stop classifier was fitted on {results['learned_on']}."]
+    return []
 
 
 def _pm(x: dict[str, Any], digits: int = 3) -> str:

@@ -14,10 +14,10 @@ import torch
 
 from specdec.choose import Choose
 from specdec.context import Needs
-from specdec.decode import Rows, fitting_rule, generate
+from specdec.decode import Rows, capacity, fitting_rule, generate
 from specdec.disco import Disco, Recorder, fit
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, nearest, require, typed
 from specdec.length import LENGTHS, CostTable, Goodput, length
 from specdec.policy import Length
 from specdec.sampler import Sampler
@@ -35,10 +35,10 @@ class DecodeConfig:
     `gamma` null drafts as deep as was trained. `tree` null is a chain; static, dynamic (EAGLE-2)
     and best_first (parallel heads) draft up to `nodes` tokens, a static one those of `paths`, or
     the best for acceptance measured first. `length` is a policy that shortens chains, with its
-    `settings`. `rule` auto is block for chains, recursive or point_mass for trees.
-    `temperatures` are each measured apart, with `top_p` and `top_k`. `repeats` times every
-    prompt is decoded, for steadier seconds; counts come from the first. `compile` runs the
-    target through torch.compile.
+    `settings` (the fields of its config in specdec/length.py). `rule` auto is block for chains,
+    recursive or point_mass for trees. `temperatures` are each measured apart, with `top_p` and
+    `top_k`. `repeats` times every prompt is decoded, for steadier seconds; counts come from the
+    first. `compile` runs the target through torch.compile.
     """
 
     gamma: int | None = None
@@ -78,9 +78,15 @@ class DecodeConfig:
             f"decode.length={self.length!r} is unknown{nearest(self.length, LENGTHS)}",
         )
         require(
-            self.tree is None or self.length == "fixed",
+            self.tree is None or (self.length == "fixed" and not self.settings),
             f"decode.length={self.length} shortens chains: give decode.tree=null with it",
         )
+        require(
+            self.paths is None or self.tree == "static",
+            "decode.paths are of a static tree: give decode.tree=static with them",
+        )
+        if self.paths is not None:
+            Static(self.paths)  # raises where they are no tree
         for temperature in self.temperatures:
             sampler = Sampler(temperature, self.top_k, self.top_p)  # raises where out of range
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
@@ -101,7 +107,8 @@ def strategy(
 ) -> Strategy:
     """The shape and the length that `cfg` asks for. Raises UserError where the drafter cannot.
 
-    What must be measured for them is measured on the first prompts.
+    What must be measured for them is measured on the first of `prompts`, which are best not
+    those that the result is then measured on.
     """
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     if drafter.max_depth is not None and gamma > drafter.max_depth:
@@ -117,7 +124,7 @@ def strategy(
     if cfg.tree == "static":
         if cfg.paths:
             return Strategy(Static(cfg.paths), None, notes)
-        if type(drafter).draft is not Drafter.draft:
+        if drafter.copies:
             raise UserError(
                 f"decode.tree=static: {drafter.config.name} copies tokens and has no ranks to "
                 "measure: give decode.tree=dynamic, or decode.paths"
@@ -126,25 +133,33 @@ def strategy(
         shape = best_static(found, cfg.nodes)
         notes["paths"] = [list(p) for p in shape.paths]
         return Strategy(shape, None, notes)
+    if drafter.copies and LENGTHS[cfg.length].reads_q:
+        raise UserError(
+            f"decode.length={cfg.length} reads q: {drafter.config.name} copies tokens and has none"
+        )
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(
             chain, None if not cfg.settings else lambda: length("fixed", settings), notes
         )
     if cfg.length == "optimal" and "c" not in settings:
-        cost = costs(target, drafter, prompts[0], chain, compiled=cfg.compile)
+        cost = costs(
+            target, drafter, prompts[0], chain, compiled=cfg.compile, new=cfg.max_new_tokens
+        )
         settings |= {"c": cost["c"], "v": {gamma: cost["v"]}}
     if cfg.length == "goodput" and not settings.get("table"):
-        table = cost_table(target, drafter, prompts[0], gamma)
+        table = cost_table(target, drafter, prompts[0], gamma, cfg.compile, cfg.max_new_tokens)
         notes["cost_table"] = table.seconds
-        return Strategy(chain, lambda: Goodput(Goodput.Config(**settings), table), notes)
+        goodput = typed(Goodput.Config, settings, "decode.settings")
+        return Strategy(chain, lambda: Goodput(goodput, table), notes)
     if cfg.length == "disco" and not settings.get("path"):
         recorder = Recorder(gamma)
         for prompt in learning:
             options: dict[str, Any] = {"drafter": drafter, "gamma": gamma, "length": recorder}
             generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
         classifier = fit(*recorder.records())
-        return Strategy(chain, lambda: Disco(Disco.Config(**settings), classifier), notes)
+        disco = typed(Disco.Config, settings, "decode.settings")
+        return Strategy(chain, lambda: Disco(disco, classifier), notes)
     length(cfg.length, settings)  # raises where the settings are wrong
     return Strategy(chain, lambda: length(cfg.length, settings), notes | {"settings": settings})
 
@@ -186,13 +201,14 @@ def costs(
     repeats: int = 15,
     compiled: bool = False,
     batch: int = 1,
+    new: int = 96,
 ) -> dict[str, float]:
     """Medians in seconds after a prompt: one plain step, one verification of all drafted tokens
     and the anchor, one drafting. From them c = draft / (γ · step), the cost of one draft step
-    over one target step (γ the depth of the shape), and v = verify / step."""
+    over one target step (γ the depth of the shape), and v = verify / step. `new`: the tokens that
+    decoding makes room for, which a compiled pass depends on."""
     rows = Rows([prompt] * batch, target.device)
-    room = 1 << (len(prompt) + 2 * shape.nodes + drafter.scratch + 2).bit_length()
-    cache = target.new_cache(max(256, room) if compiled else None)
+    cache = target.new_cache(capacity(len(prompt) + new, drafter, shape) if compiled else None)
     draft_cache = drafter.new_cache()
     features, final = target.features(rows.ids(), drafter.needs, cache=cache)
     counts = [len(prompt)] * batch
@@ -238,13 +254,15 @@ def cost_table(
     drafter: Drafter,
     prompt: Sequence[int],
     gamma: int,
+    compiled: bool = False,
+    new: int = 96,
     batches: Sequence[int] = (1, 4),
 ) -> CostTable:
     """Seconds of a round by rows and drafted tokens, for `decode.length=goodput`."""
     gammas = sorted({1, (gamma + 1) // 2, gamma})
     seconds = []
     for batch in batches:
-        found = [costs(target, drafter, prompt, Chain(g), 5, batch=batch) for g in gammas]
+        found = [costs(target, drafter, prompt, Chain(g), 5, compiled, batch, new) for g in gammas]
         rounds = [cost["verify_seconds"] + cost["draft_seconds"] for cost in found]
         seconds.append([found[0]["step_seconds"], *rounds])
     return CostTable(list(batches), [0, *gammas], seconds)

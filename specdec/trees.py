@@ -51,6 +51,11 @@ class Shape(Protocol):
         ...
 
     @property
+    def grown(self) -> int:
+        """Nodes that a drafter grows to find them, at most."""
+        ...
+
+    @property
     def fixed(self) -> bool:
         """Whether its nodes are picked by likelihood, so that siblings cannot be drawn."""
         ...
@@ -69,6 +74,10 @@ class Chain:
     def nodes(self) -> int:
         return self.depth
 
+    @property
+    def grown(self) -> int:
+        return self.depth - 1
+
     def draft(self, growth: Growth, choose: Choose, stop: Stop | None = None) -> Proposal:
         logits_BWS = growth.logits_BS[:, None]
         tokens: list[Tensor] = []
@@ -80,7 +89,7 @@ class Chain:
             return [[path] for path in so_far]
 
         for k in range(self.depth):
-            chosen = choose(logits_BWS, 1, paths)
+            chosen = choose(logits_BWS, 1, paths, going)
             token_B = chosen.tokens_BWC[:, 0, 0]
             if going is not None:
                 token_B = torch.where(going, token_B, -1)
@@ -93,7 +102,7 @@ class Chain:
             if chosen.q_BWS is not None:
                 qs.append(chosen.q_BWS[:, 0])
             if stop is not None:
-                q_BS = qs[-1] if qs else logits_BWS[:, 0].float().softmax(-1)
+                q_BS = qs[-1] if qs else chosen.logits_BWS[:, 0].float().softmax(-1)
                 keep_B = ~stop(k, q_BS, chosen.index_BWC[:, 0, 0])
                 going = keep_B if going is None else going & keep_B
                 if not going.any():
@@ -126,6 +135,11 @@ class Static:
                 len(path) > 0 and min(path) >= 0 and (len(path) == 1 or path[:-1] in index),
                 f"tree: the path {list(path)} has no parent among the paths: add {list(path[:-1])}",
             )
+            before = (*path[:-1], path[-1] - 1)  # a rule judges siblings as drawn one by one
+            require(
+                path[-1] == 0 or before in index,
+                f"tree: the path {list(path)} has no sibling before it: add {list(before)}",
+            )
         require(len(index) == len(self.paths) > 0, "tree: give at least one path, each once")
         self._order = ordered
         self._parents = [index.get(path[:-1], -1) for path in ordered]
@@ -140,6 +154,10 @@ class Static:
     @property
     def nodes(self) -> int:
         return len(self._order)
+
+    @property
+    def grown(self) -> int:
+        return len(set(self._parents) - {-1})
 
     def draft(self, growth: Growth, choose: Choose, stop: Stop | None = None) -> Proposal:
         B, device = len(growth.logits_BS), growth.logits_BS.device
@@ -200,6 +218,10 @@ class Dynamic:
             value = getattr(self, name)
             require(value >= 1, f"tree: {name}={value}: give 1 or more")
 
+    @property
+    def grown(self) -> int:
+        return (self.depth - 1) * self.top_k
+
     def draft(self, growth: Growth, choose: Choose, stop: Stop | None = None) -> Proposal:
         B = len(growth.logits_BS)
         rows = torch.arange(B, device=growth.logits_BS.device)[:, None]
@@ -248,6 +270,7 @@ class BestFirst:
     depth: int = 4
     nodes: int = 24
     fixed: bool = True
+    grown: int = 0  # heads do not read each other's tokens
 
     def draft(self, growth: Growth, choose: Choose, stop: Stop | None = None) -> Proposal:
         marginals_BKS = growth.marginals(self.depth)

@@ -1,6 +1,6 @@
 """Conversations → split, documents with their mask, prompts, packed rows.
 
-Run alone: python -m pytest tests/test_data.py (about 20 s, most of it the real tokenizer)
+Run alone: python -m pytest tests/test_data.py (about 15 s, most of it the real data)
 """
 
 import random

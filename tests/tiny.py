@@ -160,6 +160,7 @@ def architectures(
         initializer_range=0.3,
     )
     gpt2: dict[str, Any] = dict(vocab_size=vocab, n_layer=layers, n_positions=positions)
+    gpt2 |= dict(bos_token_id=None, eos_token_id=None)  # the real ones are beyond this vocabulary
     return {
         "llama": LlamaConfig(**shape),
         "qwen3": Qwen3Config(**shape),

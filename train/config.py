@@ -53,7 +53,9 @@ class Config:
 def register() -> None:
     """Make the schema, every drafter and every loss known to Hydra by name."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
+    schema = OmegaConf.structured(Config)
+    OmegaConf.set_struct(schema.decode.settings, False)  # whose keys are those of decode.length
+    store.store(name="schema", node=schema)
     for name, drafter in DRAFTERS.items():
         store.store(group="drafter", name=name, node=drafter.Config)
     for name in LOSSES:

@@ -210,12 +210,12 @@ def _finish(
 ) -> dict[str, Any]:
     """Measure the best draft with the decoder; report, W&B and export."""
     drafter = drafts.load(folder / "best", target)
-    chosen = texts.prompts[: cfg.decode.prompts]
-    task = progress.add_task("decoding", total=len(chosen) * len(cfg.decode.temperatures))
+    count = min(len(texts.prompts), cfg.decode.prompts)
+    task = progress.add_task("decoding", total=count * len(cfg.decode.temperatures))
     results = evaluate(
         target,
         drafter,
-        [p.ids for p in chosen],
+        [p.ids for p in texts.prompts],
         cfg.decode,
         lambda line: progress.update(task, advance=1, description=f"decoding  {line}"),
     )

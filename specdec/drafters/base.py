@@ -36,6 +36,8 @@ class Drafter(nn.Module):
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
     max_depth: int | None = None  # parallel heads cannot draft more than they have
+    copies: bool = False  # drafts tokens that it finds, with no q and no ranks
+    positions: int | None = None  # texts longer than this are not drafted for; None: any
     scratch: int = 0  # slots of the target's cache that drafting needs beside those of its nodes
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 

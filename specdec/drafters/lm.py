@@ -46,6 +46,7 @@ class LM(Drafter):
     def __init__(self, config: LMConfig, shape: dict[str, Any]) -> None:
         super().__init__(config, shape)
         self.model = fresh(AutoModelForCausalLM, shape["model"], config.train_embeddings)
+        self.positions = getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def train_depth(self) -> int:

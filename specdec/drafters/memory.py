@@ -53,6 +53,7 @@ class Memories:
 
 class Copying(Drafter):
     trainable: ClassVar[bool] = False
+    copies = True
 
     @classmethod
     def plan(cls, config: Any, target: "Target") -> dict[str, Any]:

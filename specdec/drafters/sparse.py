@@ -65,6 +65,8 @@ class Kept:
         self.chosen: list[int] = []  # the boundary at which the choice was made
 
     def select(self, rows: Sequence[int]) -> None:
+        if not self.read:  # nothing was drafted yet
+            return
         self.small.select(rows)
         self.read = [self.read[b] for b in rows]
         self.chosen = [self.chosen[b] for b in rows]

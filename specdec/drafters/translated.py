@@ -61,6 +61,7 @@ class Translated(Drafter):
 
     def __init__(self, config: TranslatedConfig, shape: dict[str, Any]) -> None:
         super().__init__(config, shape)
+        self.copies = config.method == "slem"
         self.register_buffer("draft_S", torch.zeros(shape["draft_vocab"] or 0, dtype=torch.long))
         self.draft_S: Tensor
         self.lm: Target  # the draft, attached: frozen, and never saved

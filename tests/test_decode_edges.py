@@ -1,0 +1,262 @@
+"""The decoder at its edges: positions that end, rows that stop early, settings that are wrong.
+
+Run alone: python -m pytest tests/test_decode_edges.py
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.decode import capacity, decode, generate
+from specdec.drafters.lm import LMConfig
+from specdec.errors import UserError
+from specdec.length import length
+from specdec.policy import Whole
+from specdec.sampler import Sampler
+from specdec.speculative import speculative_generate
+from specdec.strategy import DecodeConfig, strategy
+from specdec.target import Target
+from specdec.trees import Chain, Dynamic, Shape, Static
+from specdec.verify import RULES, law
+from tests.test_contract import CONFIGS, L, V, make_drafter, make_target, text
+from tests.tiny import architectures, compose, random_drafter, random_target
+
+PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]
+T1 = Sampler(1.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ngram", "lm", "eagle3", "lookahead", "early_exit"])
+@pytest.mark.parametrize("shape", [Chain(3), Dynamic(3, 6, 2)], ids=lambda s: type(s).__name__)
+def test_drafts_end_where_the_targets_positions_do(name: str, shape: Shape) -> None:
+    """GPT-2 learns a row for each position: one beyond its table is an error."""
+    small = random_target(architectures(V, L, positions=32)["gpt2"])
+    drafter = make_drafter(name, small, noise=0.05)
+    prompt = text(0, 12)[0].tolist()
+    plain = generate(small, prompt, max_new_tokens=20, eos=())
+    made = generate(small, prompt, max_new_tokens=20, drafter=drafter, shape=shape, eos=())
+    assert made.ids == plain.ids and len(made.ids) == 20
+
+
+def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
+    config = architectures(V, L, positions=24)["gpt2"]
+    short = random_target(config)
+    drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
+    prompt = text(0, 12)[0].tolist()
+    plain = generate(target, prompt, max_new_tokens=40, eos=())
+    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, gamma=3, eos=())
+    assert made.ids == plain.ids
+    assert all(r.drafted == 0 for r in made.rounds if r.anchor >= 24)
+    assert any(r.drafted == 3 for r in made.rounds)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lookahead", "early_exit"])
+@pytest.mark.parametrize(
+    "shape",
+    [Chain(3), Static([[0], [1], [0, 0]]), Dynamic(5, 4, 8)],
+    ids=lambda s: type(s).__name__,
+)
+def test_a_fixed_cache_has_room_for_all_that_is_grown(
+    target: Target, name: str, shape: Shape
+) -> None:
+    """The compiled path's cache, without the compiler: from one token left to a full cache."""
+    drafter = make_drafter(name, target, noise=0.05)
+    slots = capacity(220, drafter, shape)
+    cache = target.new_cache(slots)
+    original = target.new_cache
+    target.new_cache = lambda capacity=None: original(slots)  # type: ignore[method-assign]
+    try:
+        prompt = text(3, 180)[0].tolist()
+        made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
+    finally:
+        del target.new_cache
+    assert cache.fixed
+    assert made.ids == generate(target, prompt, max_new_tokens=40, eos=()).ids
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("ngram", ""), ("suffix", ""), ("lookahead", ""), ("copy", ""), ("lm", "confidence")],
+)
+def test_rows_that_draft_less_draw_as_if_alone(
+    target: Target, name: str, policy: str, rule: str
+) -> None:
+    """T = 1: chains of unequal length in one batch; a row's tokens depend on its own seed only."""
+    drafter = make_drafter(name, target, noise=0.05)
+    seeds = [7, 8, 9]
+    settings = {"limit": 4, "threshold": 0.2}
+
+    def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
+        options: dict[str, Any] = {"drafter": drafter, "shape": Chain(4), "sampler": T1}
+        if policy:
+            options["length"] = length(policy, settings)
+        return decode(target, prompts, max_new_tokens=24, seeds=seeds, rule=rule, **options)
+
+    repeated = [p * 2 for p in PROMPTS]  # something to copy
+    together = run(repeated, seeds)
+    assert len({r.drafted for g in together for r in g.rounds}) > 1  # they do differ
+    for seed, prompt, g in zip(seeds, repeated, together, strict=True):
+        (alone,) = run([prompt], [seed])
+        assert alone.ids == g.ids and alone.rounds == g.rounds
+
+
+class Pausing(Whole):
+    """Two plain rounds, then three drafted tokens."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def gamma(self, batch: int) -> int:
+        self.rounds += 1
+        return 0 if self.rounds <= 2 else 3
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_rows_may_leave_before_anything_was_drafted(target: Target, name: str) -> None:
+    drafter = make_drafter(name, target, noise=0.05)
+    first = generate(target, PROMPTS[0], max_new_tokens=1, eos=()).ids[0]
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos": (first,)}
+    plain = decode(target, PROMPTS, **options)
+    for policy in (None, Pausing()):
+        made = decode(target, PROMPTS, drafter=drafter, shape=Chain(2), length=policy, **options)
+        assert [g.ids for g in made] == [g.ids for g in plain]
+
+
+def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> None:
+    """A pruned vocabulary, processors and T = 0: q and the token's index are of one vocabulary."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    drafter = make_drafter("eagle3", target, noise=0.05)
+    seen: list[float] = []
+
+    class Watching(Whole):
+        reads_q = True
+
+        def gamma(self, batch: int) -> int:
+            return 3
+
+        def stop(self, depth: int, q_BS: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
+            q_B = q_BS.gather(-1, token_B[:, None])[:, 0]
+            assert torch.allclose(q_B, q_BS.max(-1).values)  # greedy drafts are the likeliest
+            seen.extend(q_B.tolist())
+            return torch.zeros_like(token_B, dtype=torch.bool)
+
+    processors = [RepetitionPenaltyLogitsProcessor(1.3)]
+    decode(
+        target, PROMPTS, max_new_tokens=12, drafter=drafter, length=Watching(),
+        processors=processors,
+    )  # fmt: skip
+    assert seen
+
+
+# --- trees ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(rule: str) -> None:
+    """q = p = (.9, .1): the second of two draws, judged as the first, makes token 1 too likely."""
+    with pytest.raises(UserError, match="no sibling before it"):
+        Static([[1]])
+    with pytest.raises(UserError, match="no sibling before it"):
+        Static([[0], [0, 0], [0, 2]])
+    p = torch.tensor([[[0.9, 0.1]] * 2]).double()
+    found = torch.zeros(2).double()
+    for second, chance in ((1, 0.9), (0, 0.1)):  # the first draw took the other one
+        made = law(RULES[rule], torch.tensor([[second]]), torch.tensor([[-1]]), p[:, :1], p)
+        found[second] += chance * made.stop_BM[0, 1]
+        found += chance * made.stop_BM[0, 0] * made.next_BMV[0, 0]
+    assert (found - p[0, 0]).abs().max() > 0.1  # so this is why
+
+
+def test_what_was_tested_is_the_kept_path_and_its_children(target: Target) -> None:
+    """A path that ends at a leaf was not rejected there."""
+    drafter = make_drafter("lm", target, noise=0.1)
+    shape = Static([[0], [1], [0, 0], [0, 0, 0]])  # [1] is a leaf
+    rounds = [
+        r
+        for g in decode(target, PROMPTS, max_new_tokens=60, drafter=drafter, shape=shape, eos=())
+        for r in g.rounds
+    ]
+    leaves = [r for r in rounds if r.path == (1,)]
+    assert leaves and all(r.tested == r.accepted == 1 for r in leaves)
+    assert all(r.tested == r.accepted + 1 for r in rounds if r.path in ((), (0,), (0, 2)))
+
+
+def test_a_stop_string_of_many_bytes_is_found(target: Target) -> None:
+    """Five characters of four one-byte tokens each."""
+    stop = "\N{FIRE}" * 5
+    text_bytes = list(("ab" + stop + "cd").encode())
+
+    class Bytes:
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    from specdec.decode import _end
+
+    class Of:
+        tokenizer = Bytes()
+
+    end = _end(text_bytes, 0, (), 100, [stop], Of())  # type: ignore[arg-type]
+    assert end == 2 + 20
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": "confidence", "settings": {"threshold": "x"}}, "threshold"),
+        ({"length": "confidence", "settings": {"limit": 2.5}}, "limit"),
+        ({"length": "optimal", "settings": {"alpha": 0.5, "c": 0.1}}, "alpha"),
+        ({"length": "optimal", "settings": {"thresh": 1, "c": 0.1}}, "thresh"),
+        ({"tree": "dynamic", "settings": {"limit": 3}}, "chains"),
+        ({"paths": [[0]]}, "static"),
+        ({"tree": "static", "paths": [[1]]}, "sibling"),
+    ],
+)
+def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
+    drafter = make_drafter("lm", target)
+    with pytest.raises(UserError, match=words):
+        strategy(DecodeConfig(**options), target, drafter, PROMPTS)
+
+
+def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
+    one = compose(["drafter=lm", "decode.length=confidence", "decode.settings.threshold=0.3"])
+    assert one.decode.settings == {"threshold": 0.3}
+    two = compose(["drafter=lm", "decode.length=optimal", "decode.settings={c: 0.1, v: {4: 1.2}}"])
+    assert length("optimal", two.decode.settings).v(4) == pytest.approx(1.2)  # type: ignore[attr-defined]
+
+
+def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
+    for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
+        with pytest.raises(UserError, match="copies tokens"):
+            strategy(DecodeConfig(**options), target, make_drafter(name, target), PROMPTS)
+    cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
+    how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS)
+    assert how.shape.nodes == 4
+
+
+def test_seeds_are_one_a_row(target: Target) -> None:
+    for seeds in ([1], [1, 2, 3, 4]):
+        with pytest.raises(UserError, match="seeds"):
+            decode(target, PROMPTS, max_new_tokens=2, sampler=T1, seeds=seeds)
+
+
+def test_the_call_gives_each_row_its_seed(target: Target) -> None:
+    ids = torch.tensor([PROMPTS[0]] * 2)
+    made = speculative_generate(target, None, ids, max_new_tokens=12, do_sample=True, seed=3)
+    again = speculative_generate(target, None, ids[:1], max_new_tokens=12, do_sample=True, seed=4)
+    assert made.sequences[1].tolist() == again.sequences[0].tolist()
