@@ -58,8 +58,8 @@ def main() -> None:
     )
     prompts = json.loads(args.prompts.read_text())
     params = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens)
-    warm_up = SamplingParams(temperature=0.0, max_tokens=8)
-    engine.generate(TokensPrompt(prompt_token_ids=prompts[0]), warm_up, use_tqdm=False)
+    for prompt in (prompts[0], max(prompts, key=len)):  # warms up, as our side does
+        engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
     before = _counts(engine)
     started = time.perf_counter()
     ids = []

@@ -92,6 +92,8 @@ class Choose:
             for w, path in enumerate(of_row):
                 ids = torch.tensor([self.texts[b] + path], device=out.device)
                 for processor in self.processors:
+                    if out[b, w].isneginf().all():  # nothing to choose from, and some raise on it
+                        break
                     out[b, w] = processor(ids, out[b, w][None])[0]
         return out
 

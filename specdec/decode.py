@@ -120,7 +120,7 @@ class Rows:
         self, buffer: Tensor | None, new: Tensor | None, counts: list[int], path_BK: Tensor | None
     ) -> Tensor | None:
         if new is None:
-            return None
+            return buffer
         if path_BK is not None:
             rows = torch.arange(len(new), device=new.device)[:, None]
             new = new[rows, path_BK]
@@ -153,17 +153,17 @@ def decode(
 ) -> list[Generation]:
     """Continue every prompt, speculatively where there is a drafter.
 
-    Prompts may be of any lengths; rows that end leave the batch, and no row's output depends on
-    its neighbours. `shape` is what a round drafts (None: a chain of the trained depth), `length`
-    a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts; "auto"
-    takes block for chains, recursive for static trees, point_mass for trees picked by
-    likelihood. `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
-    `eos` None takes the target's own; () never stops early. `stop` strings end an answer with
-    the token that completes one. `processors` are transformers' logits processors, applied to p
-    and q alike. `seeds`: one a row. `compiled` runs the target's passes through `torch.compile`,
-    over a cache of fixed size (256 tokens, or the next power of two). `on_tokens(row, ids,
-    round)` gets what each round committed, cut to the answer (for the first token, which prefill
-    emits, with round None).
+    Prompts may be of any lengths, and the same one several times, which is then read once; rows
+    that end leave the batch, and no row's output depends on its neighbours. `shape` is what a
+    round drafts (None: a chain of the trained depth), `length` a policy that shortens chains.
+    `sampler` None is greedy. `rule` judges sampled drafts; "auto" takes block for chains,
+    recursive for static trees, point_mass for trees picked by likelihood. `greedy_draft` drafts
+    the likeliest token at T > 0, as engines do by default. `eos` None takes the target's own; ()
+    never stops early. `stop` strings end an answer with the token that completes one. `processors`
+    are transformers' logits processors, applied to p and q alike. `seeds`: one a row. `compiled`
+    runs the target's passes through `torch.compile`, over a cache of fixed size (256 tokens, or
+    the next power of two). `on_tokens(row, ids, round)` gets what each round committed, cut to the
+    answer (for the first token, which prefill emits, with round None).
 
     Raises UserError for no or an empty prompt, an unknown rule, one that does not fit the shape,
     and more tokens than the target has positions.
@@ -203,15 +203,22 @@ def decode(
     rounds: list[list[Round]] = [[] for _ in prompts]
 
     started = time.perf_counter()
-    rows, alive = Rows(prompts, device), list(range(B))
+    each = list(dict.fromkeys(map(tuple, prompts)))  # prompts that are the same are read once
+    rows, alive = Rows(each, device), list(range(B))
     features, final_BTD = target.features(rows.ids(), needs, cache=cache)
-    counts = [len(p) for p in prompts]
+    counts = [len(p) for p in each]
     cache.keep(counts)
-    choose.texts = rows.texts
     first_BV = target.logits(last_of(final_BTD, counts))
+    rows.extend([[] for _ in each], features, counts, None)
+    if len(each) < B:
+        among = [each.index(tuple(p)) for p in prompts]
+        rows.select(among)
+        cache.select(among)
+        first_BV = first_BV[among]
+    choose.texts = rows.texts
     first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * B)[:, 0])
     new = [[t] for t in first_B.tolist()]
-    rows.extend(new, features, counts, None)
+    rows.extend(new, Context(rows.ids()), [0] * B, None)
     del features, final_BTD, first_BV
     prefill_done = time.perf_counter()
     last: list[Round | None] = [None] * B

@@ -39,8 +39,8 @@ def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
         whole = OmegaConf.merge(OmegaConf.structured(kind), dict(given))
         return OmegaConf.to_object(whole)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        said, key = str(error).splitlines()[0], getattr(error, "full_key", None)
-        raise UserError(f"{where}.{key}: {said}" if key else f"{where}: {said}") from error
+        said, field = str(error).splitlines()[0], getattr(error, "full_key", None)
+        raise UserError(f"{where}.{field}: {said}" if field else f"{where}: {said}") from error
 
 
 def command(main: Callable[[], None]) -> None:

@@ -139,7 +139,7 @@ def _at(
     weight = [max(1, len(p.ids) - 1) for p in plain]
     plain_time = [w * s for w, s in zip(weight, plain_seconds, strict=True)]
     spec_time = [w * s for w, s in zip(weight, spec_seconds, strict=True)]
-    forced = _forced(target, drafter, plain, sampler)
+    forced = _forced(target, drafter, plain, sampler, gamma)
     return {
         "temperature": sampler.temperature,
         "rule": "greedy" if sampler.greedy else rule_name(rule),
@@ -171,13 +171,13 @@ def _at(
 
 
 def _forced(
-    target: Target, drafter: Drafter, plain: list[Generation], sampler: Sampler
+    target: Target, drafter: Drafter, plain: list[Generation], sampler: Sampler, gamma: int
 ) -> dict[str, Any]:
     """Teacher-forced α over the target's own text: at all positions, and at visited anchors.
 
-    `all` divides by every anchor; `visited` weighs an anchor by how often a decoder starts a
-    round there. At T = 0 the greedy walk is the decoder's own, so that `visited.greedy` is what
-    the decoder counts, depth by depth (unconditional, as engines report it).
+    `all` divides by every anchor; `visited` weighs an anchor by how often a decoder of chains of γ
+    starts a round there. At T = 0 the greedy walk is the decoder's own, so that `visited.greedy`
+    is what the decoder counts, depth by depth (unconditional, as engines report it).
     """
     warm = sampler if not sampler.greedy else Sampler(1.0)
     forcing = TeacherForcing(drafter, target, warm)
@@ -189,12 +189,14 @@ def _forced(
     visited: dict[str, list[dict[str, Any]]] = {}
     for variant in VARIANTS:
         tables = [getattr(a.alpha, variant).double() for a in found]
-        walked = [visits(t) for t in tables]
+        walked = [visits(t[:, :gamma]) for t in tables]
         every[variant], visited[variant] = [], []
         for k in range(drafter.depth):
             every[variant].append(
                 _interval([float(t[:, k].sum()) for t in tables], [len(t) for t in tables])
             )
+            if k >= gamma:
+                continue
             reached = [
                 float((v * t[:, : k + 1].prod(-1)).sum())
                 for t, v in zip(tables, walked, strict=True)

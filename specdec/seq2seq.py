@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.cache import Place, SlotCache, model_inputs, size
+from specdec.choose import Processor
 from specdec.context import Context, Needs
 from specdec.errors import UserError, require
 from specdec.target import Target
@@ -323,6 +324,37 @@ class Seq2SeqTarget(Target):
     def prompt(self, text: str) -> list[int]:
         """The tokens that `decode` continues: the encoder's, then the decoder's start token."""
         return self.tokenizer(text).input_ids + [self.reader.start]
+
+    def begun(self, encoder: Sequence[int]) -> list[int]:
+        """The tokens that `decode` continues, of those of the encoder. Raises UserError where the
+        two cannot be told apart again."""
+        text = [*encoder, self.reader.start]
+        try:
+            (cut,) = self.reader.starts(torch.tensor([text]))
+        except UserError:
+            cut = -1
+        ends = "end with the eos and hold it nowhere twice" if self.reader.twice else "not hold it"
+        require(
+            cut == len(encoder),
+            f"the decoder's start token ({self.reader.start}) comes after the encoder's tokens, "
+            f"which must {ends}: give those alone, and mask padding with attention_mask",
+        )
+        return text
+
+    def shown(self, processors: Sequence[Processor]) -> list[Processor]:
+        """The processors, each shown what transformers shows it: the decoder's tokens, from the
+        start token on."""
+
+        def of_decoder(processor: Processor) -> Processor:
+            def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
+                rows = zip(self.reader.starts(ids_BT), ids_BT, scores_BV)
+                return torch.cat(
+                    [processor(ids[None, n:], scores[None]) for n, ids, scores in rows]
+                )
+
+            return processed
+
+        return [of_decoder(p) for p in processors]
 
     def new_cache(self, capacity: int | None = None) -> Seq2SeqCache:
         require(

@@ -7,6 +7,7 @@
 Letters: B batch, T time.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,41 +15,61 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import logits_process as warpers
+from transformers.generation.logits_process import LogitsProcessorList
 
 from specdec.choose import Processor
 from specdec.decode import Generation, Round, decode
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError
+from specdec.errors import UserError, nearest, require
 from specdec.length import Length
 from specdec.sampler import Sampler
+from specdec.seq2seq import Seq2SeqTarget
 from specdec.target import Target
 from specdec.trees import Shape
 
-# what a GenerationConfig may ask for that this decoder does not do: (name, the value it may have)
-REFUSED = {
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "penalty_alpha": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_lookbehind": (None, 10),
-    "return_dict_in_generate": (None, True, False),
+# warpers that transformers runs after temperature, top-k and top-p, or (top_h) between them
+LATE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# processors that count the tokens before the answer, which is one number for all rows
+COUNTED = (
+    "min_length",
+    "min_new_tokens",
+    "exponential_decay_length_penalty",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
+READ = {
+    *("max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "stop_strings"),
+    *("do_sample", "temperature", "top_k", "top_p", *LATE, *COUNTED),
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias"),
+    *("suppress_tokens", "remove_invalid_values", "renormalize_logits"),
 }
-# processors of transformers by the field that asks for them, and the value that means nothing
-PROCESSORS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "repetition_penalty": (1.0, lambda x: warpers.RepetitionPenaltyLogitsProcessor(x)),
-    "no_repeat_ngram_size": (0, lambda x: warpers.NoRepeatNGramLogitsProcessor(x)),
-    "sequence_bias": (None, lambda x: warpers.SequenceBiasLogitsProcessor(x)),
-    "suppress_tokens": (None, lambda x: warpers.SuppressTokensLogitsProcessor(x)),
-    "min_p": (None, lambda x: warpers.MinPLogitsWarper(x)),
-    "typical_p": (1.0, lambda x: warpers.TypicalLogitsWarper(x)),
-    "epsilon_cutoff": (0.0, lambda x: warpers.EpsilonLogitsWarper(x)),
-    "eta_cutoff": (0.0, lambda x: warpers.EtaLogitsWarper(x)),
+# they say what it costs, how beams are scored, or how transformers drafts: no id depends on them
+HARMLESS = {
+    *("use_cache", "cache_implementation", "max_cache_len", "low_memory", "prefill_chunk_size"),
+    *("compile_config", "disable_compile", "continuous_batching_config"),
+    *("early_stopping", "length_penalty", "return_dict_in_generate"),
+    *("bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant"),
 }
-SAMPLED = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # only read when sampling
+# the value that asks for nothing, where there is one beside None and False
+NEUTRAL: dict[str, float] = {
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "diversity_penalty": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+}
 
 
 @dataclass
@@ -89,31 +110,33 @@ def speculative_generate(
 ) -> Speculation:
     """Continue `input_ids` [B, T] (padding masked by `attention_mask`, on either side).
 
-    Reads `generation_config` (None: the target's own) with `overrides` of its fields:
-    max_new_tokens or max_length, do_sample, temperature, top_k, top_p, min_p, typical_p, cutoffs,
-    repetition_penalty, no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens,
-    min_new_tokens, eos_token_id, pad_token_id, stop_strings. The processors are applied to p and
-    q alike, so the output is what the target alone would give: token for token if greedy, in
-    distribution if sampled. `streamer(row, ids, round)` gets each round's tokens.
+    For a `Seq2SeqTarget` they are the encoder's tokens, and the answer alone comes back, from the
+    decoder's start token on. Reads `generation_config` with `overrides` of its fields; what it
+    leaves out is as in the target's own: limits, eos, stop strings, sampling, penalties and the
+    other processors of transformers, in transformers' order (`logits_processor`, the caller's,
+    come after the penalties and before temperature). They are applied to p and q alike, so the
+    output is what `generate` of the target would give: token for token if greedy, in distribution
+    if sampled. `streamer(row, ids, round)` gets each round's tokens.
 
-    Raises UserError for a field that this decoder does not do, such as num_beams.
+    Raises UserError for a field that this decoder does not do (READ and HARMLESS are the others).
     """
-    base = generation_config or target.model.generation_config
-    try:
-        config = GenerationConfig(**{**base.to_dict(), **overrides})
-    except ValueError as error:
-        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
-    for name, allowed in REFUSED.items():
-        value = getattr(config, name, None)
-        if value not in allowed:
-            raise UserError(f"generation_config.{name}={value} is not supported: leave it out")
-    prompts = _unpadded(input_ids, attention_mask)
-    eos = _ids(config.eos_token_id) or target.eos
+    config = _config(target, generation_config, overrides)
+    rows = _unpadded(input_ids, attention_mask)
+    prompts, hidden = rows, [0] * len(rows)  # tokens that transformers' processors do not see
+    if isinstance(target, Seq2SeqTarget):
+        prompts, hidden = [target.begun(ids) for ids in rows], [len(ids) for ids in rows]
+    seen = [len(p) - n for p, n in zip(prompts, hidden, strict=True)]
+    given = _ids(config.eos_token_id)
+    eos = given or (() if "eos_token_id" in overrides else target.eos)
+    limit = _limit(config, max(seen))
+    processors = _processors(config, target, eos, seen, limit, logits_processor)
+    if isinstance(target, Seq2SeqTarget):
+        processors = target.shown(processors)
     stop = config.stop_strings or ()
     done = decode(
         target,
         prompts,
-        max_new_tokens=_limit(config, prompts),
+        max_new_tokens=limit,
         drafter=drafter,
         shape=shape,
         sampler=_sampler(config),
@@ -121,17 +144,55 @@ def speculative_generate(
         length=length,
         eos=eos,
         stop=[stop] if isinstance(stop, str) else stop,
-        processors=[*logits_processor, *_processors(config, eos, prompts)],
+        processors=processors,
         seeds=range(seed, seed + len(prompts)),
         compiled=compiled,
         on_tokens=streamer,
     )
     pad = config.pad_token_id if config.pad_token_id is not None else (eos or (0,))[0]
-    rows = [g.prompt + g.ids for g in done]
-    sequences = torch.full((len(rows), max(map(len, rows))), pad)
-    for b, ids in enumerate(rows):
+    texts = [g.prompt[n:] + g.ids for n, g in zip(hidden, done, strict=True)]
+    sequences = torch.full((len(texts), max(map(len, texts))), pad)
+    for b, ids in enumerate(texts):
         sequences[b, : len(ids)] = torch.tensor(ids)
     return Speculation(sequences.to(input_ids.device), done)
+
+
+def _config(
+    target: Target, given: GenerationConfig | None, overrides: dict[str, Any]
+) -> GenerationConfig:
+    """The fields as `generate` merges them: overrides, what is given, the target's own."""
+    own = target.model.generation_config
+    config = copy.deepcopy(given) if given is not None else GenerationConfig()
+    try:
+        config.update(**own.to_dict(), defaults_only=True)
+        unknown = config.update(**overrides)
+    except ValueError as error:
+        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
+    fields = vars(GenerationConfig())
+    for name in unknown:
+        raise UserError(f"generation_config.{name} is unknown{nearest(name, fields)}")
+    if _asks(config, "num_beams"):
+        raise UserError(
+            f"generation_config.num_beams={config.num_beams} is not done here: call "
+            "specdec.beam.beam_search, or give num_beams=1"
+        )
+    for name in fields:
+        if name not in READ | HARMLESS and _asks(config, name):
+            value = getattr(config, name)
+            raise UserError(f"generation_config.{name}={value} is not supported: leave it out")
+    start = config.decoder_start_token_id
+    if isinstance(target, Seq2SeqTarget) and start not in (None, target.reader.start):
+        raise UserError(
+            f"generation_config.decoder_start_token_id={start} is not the {target.reader.start} "
+            "that the target was loaded with: set it in the model's config"
+        )
+    return config
+
+
+def _asks(config: GenerationConfig, name: str) -> bool:
+    """Whether the field asks for something."""
+    value = getattr(config, name, None)
+    return value is not None and value is not False and value != NEUTRAL.get(name)
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
@@ -144,39 +205,65 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
-def _limit(config: GenerationConfig, prompts: list[list[int]]) -> int:
+def _limit(config: GenerationConfig, longest: int) -> int:
     if config.max_new_tokens is not None:
         return config.max_new_tokens
-    longest = max(map(len, prompts))
     if config.max_length is None or config.max_length <= longest:
         raise UserError("max_new_tokens is missing: give it in generation_config or as an argument")
     return config.max_length - longest
 
 
+def _late(config: GenerationConfig) -> bool:
+    """Whether a warper is asked for that must see what temperature, top-k and top-p leave."""
+    return bool(config.do_sample) and any(_asks(config, name) for name in LATE)
+
+
 def _sampler(config: GenerationConfig) -> Sampler:
     if not config.do_sample:
         return Sampler(0.0)
+    if _late(config):
+        return Sampler(1.0)  # the processors warp
     temperature = 1.0 if config.temperature is None else config.temperature
     top_k = 50 if config.top_k is None else config.top_k
     return Sampler(temperature, top_k, 1.0 if config.top_p is None else config.top_p)
 
 
 def _processors(
-    config: GenerationConfig, eos: tuple[int, ...], prompts: list[list[int]]
+    config: GenerationConfig,
+    target: Target,
+    eos: tuple[int, ...],
+    seen: list[int],
+    limit: int,
+    given: Sequence[Processor],
 ) -> list[Processor]:
-    found = []
-    for name, (nothing, make) in PROCESSORS.items():
-        value = getattr(config, name, None)
-        if value not in (None, nothing) and (config.do_sample or name not in SAMPLED):
-            found.append(make(value))
-    if words := config.bad_words_ids:
-        found.append(warpers.NoBadWordsLogitsProcessor(words, list(eos)))
-    least = config.min_new_tokens or 0
-    if least:
-        if len({len(p) for p in prompts}) > 1:
-            raise UserError("min_new_tokens with prompts of unequal length: give them apart")
-        found.append(warpers.MinNewTokensLengthLogitsProcessor(len(prompts[0]), least, list(eos)))
-    return found
+    """What `generate` would run, by its own list. Warpers are among them only where the `Sampler`
+    cannot do all: it is quicker, and leaves a draft's vocabulary as small as it is. `seen` counts
+    the tokens before each row's answer, `limit` those in it."""
+    for name in COUNTED:
+        if len(set(seen)) > 1 and _asks(config, name):
+            raise UserError(
+                f"generation_config.{name} with prompts of unequal length: give them apart"
+            )
+    require(
+        bool(eos) or not _asks(config, "exponential_decay_length_penalty"),
+        "generation_config.exponential_decay_length_penalty is of the eos: give eos_token_id",
+    )
+    config = copy.deepcopy(config)
+    config.do_sample = _late(config)
+    config.top_k = 50 if config.top_k is None else config.top_k
+    config.max_length = seen[0] + limit
+    config._eos_token_tensor = torch.tensor(eos, device=target.device) if eos else None
+    try:
+        return list(
+            target.model._get_logits_processor(
+                config,
+                input_ids_seq_length=seen[0],
+                logits_processor=LogitsProcessorList(given),
+                device=str(target.device),
+            )
+        )
+    except ValueError as error:
+        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
 
 
 def _ids(value: int | list[int] | Tensor | None) -> tuple[int, ...]:

@@ -5,14 +5,17 @@ Letters: B batch, T time, D width, F concatenated features, V vocabulary, S part
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._inductor import config as inductor_config
 from transformers import (
     AttentionInterface,
@@ -29,6 +32,7 @@ from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
 
+GRAPHS = 64  # that passes of one kind may be compiled to; Dynamo's own limit is 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,7 +48,7 @@ class TargetConfig:
     dtype: str = "bfloat16"
     device: str = "auto"  # auto: a GPU where there is one, else the CPU
     revision: str | None = None
-    attn_implementation: str = "grouped"  # sdpa without copies of K and V; sdpa, eager, …
+    attn_implementation: str = "grouped"  # sdpa without copies of K and V, where sdpa can
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
 
@@ -60,8 +64,14 @@ def grouped_attention(
     """transformers' `sdpa`, but the query heads of a KV head are further rows of its query.
 
     For the few tokens of a decoding step, over keys that would else be copied for every head.
-    query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E].
+    query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError where
+    a model asks for attention sinks or a soft cap, which sdpa has not.
     """
+    if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        raise UserError(
+            f"{type(module).__name__} has attention sinks or a soft cap, which sdpa leaves out: "
+            "give target.attn_implementation=eager"
+        )
     B, H, T, E = query.shape
     groups = H // key.shape[1]
     few = T == 1 or (attention_mask is not None and groups * T <= 256)
@@ -116,6 +126,7 @@ class Target:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+        grouped = cfg.attn_implementation == "grouped"
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
             config = AutoConfig.from_pretrained(path, **options)
@@ -124,9 +135,11 @@ class Target:
                 path,
                 config=config,
                 dtype=DTYPES[cfg.dtype],
-                attn_implementation=cfg.attn_implementation,
+                attn_implementation=None if grouped else cfg.attn_implementation,
                 **options,
             )
+            if grouped and model.config._attn_implementation == "sdpa":  # else it can eager only
+                model.set_attn_implementation("grouped")
         except (OSError, ValueError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(
@@ -222,7 +235,13 @@ class Target:
             return ctx, self.logits(final_BTD)
         place = cache.place(*size(ids_BT), parents_BT)
         inputs = model_inputs(self.config, place, self.dtype)
-        final_BTD, layers, logits_BTV = self.compiled(needs)(ids_BT, cache, **inputs)
+        try:
+            final_BTD, layers, logits_BTV = self.compiled(needs)(ids_BT, cache, **inputs)
+        except FailOnRecompileLimitHit as error:
+            raise UserError(
+                f"more than {GRAPHS} graphs of the target would be compiled, one for each number "
+                "of rows, tokens and slots: leave compile off for inputs as varied as these"
+            ) from error
         final = final_BTD if needs.final_hidden else None
         return Context(ids_BT, layers, final), logits_BTV
 
@@ -250,7 +269,11 @@ class Target:
             built = torch.compile(run, dynamic=False, mode="reduce-overhead")
         else:
             inductor_config.freezing = True  # packs the weights; dynamo reads it as well
-            built = torch.compile(run, dynamic=False)
+            options: dict[str, Any] = {"guard_filter_fn": _guards_of_shapes}
+            built = torch.compile(_own_code(run), dynamic=False, options=options)
+        dynamo_config.recompile_limit = GRAPHS  # of one function
+        dynamo_config.accumulated_recompile_limit = max(256, GRAPHS)
+        dynamo_config.fail_on_recompile_limit_hit = True  # else decoding goes on uncompiled
         self._compiled[needs] = built
         return built
 
@@ -311,6 +334,24 @@ class Target:
                 f"target {self.name!r} ({type(self.model).__name__}) turns hidden states into "
                 "logits in a way that specdec/target.py does not know: add it to _head_scaling"
             )
+
+
+def _own_code(function: Any) -> Any:
+    """The function with a code object that is its own: Dynamo keeps graphs by code object, and
+    closures of one `def` share theirs."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, closure=function.__closure__)
+
+
+def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
+    """Of what Dynamo would check before every pass, over a millisecond's worth, what can change
+    between passes of one target: shapes of the inputs and of the cache, and global state."""
+    changing = ("ids_BT", "inputs", "cache.capacity", "cache.shown", "cache.slots")
+    names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]
+    return [
+        not name or name.startswith(changing) or name.startswith("cache.layers[0].keys")
+        for name in names
+    ]
 
 
 def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

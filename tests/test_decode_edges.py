@@ -260,3 +260,24 @@ def test_the_call_gives_each_row_its_seed(target: Target) -> None:
     made = speculative_generate(target, None, ids, max_new_tokens=12, do_sample=True, seed=3)
     again = speculative_generate(target, None, ids[:1], max_new_tokens=12, do_sample=True, seed=4)
     assert made.sequences[1].tolist() == again.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lm", "suffix"])
+def test_the_same_prompt_is_read_once_for_all_its_rows(
+    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_drafter(name, target, noise=0.05)
+    asked, seeds = [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], [3, 4, 5, 6]
+    options: dict[str, Any] = {"max_new_tokens": 12, "drafter": drafter, "sampler": T1}
+    alone = [decode(target, [p], seeds=[s], **options)[0] for p, s in zip(asked, seeds)]
+    read: list[int] = []
+    features = target.features
+
+    def counted(ids_BT: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        read.append(len(ids_BT))
+        return features(ids_BT, *args, **kwargs)
+
+    monkeypatch.setattr(target, "features", counted)
+    made = decode(target, asked, seeds=seeds, **options)
+    assert read[0] == 2
+    assert [(g.ids, g.rounds) for g in made] == [(g.ids, g.rounds) for g in alone]

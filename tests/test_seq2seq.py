@@ -366,7 +366,6 @@ def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path / "t5")
     tokenizer.save_pretrained(tmp_path / "t5")
-    overrides = {"num_layers": 1, "num_decoder_layers": 1}
     tau = job.job(
         tmp_path / "run",
         "seq2seq_lm",
@@ -374,7 +373,7 @@ def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
         "data.answers=target",
         "drafter.source=random",
         "drafter.depth=2",
-        f"drafter.overrides={overrides}",
+        "drafter.overrides={num_layers: 1, num_decoder_layers: 1}",
     )
     at = json.loads((tmp_path / "run" / "report" / "results.json").read_text())["temperatures"][0]
     assert at["identical"] == 2  # float32, greedy

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benches.subject import console, drafts_of, held_out, target_of
+from benches.subject import console, drafts_of, held_out, target_of, timed, warm_ups
 from rich.table import Table
 
-from specdec import export
+from specdec import checkpoint, export
 from specdec.decode import Generation, generate
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from specdec.progress import bars
 
 METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
@@ -21,6 +21,9 @@ HERE = Path(__file__).parent.parent
 
 def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ours: bool) -> None:
     """τ, accepted counts and tokens/s of both; `ours` compiled as well as eager."""
+    family = checkpoint.read_card(folder)["family"]
+    known = ", ".join(sorted(METHODS))
+    require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
     venv = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
     if not (venv / "bin" / "python").exists():
         raise UserError(f"{venv} holds no serving environment: run scripts/serving-env first")
@@ -34,7 +37,7 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         target.save(root / "target")
         (root / "prompts.json").write_text(json.dumps(asked))
         theirs = {
-            "speculative": _serve(venv, root, METHODS[drafter.config.name], gamma, new, dtype),
+            "speculative": _serve(venv, root, METHODS[family], gamma, new, dtype),
             "plain": _serve(venv, root, "none", gamma, new, dtype),
         }
     variants: dict[str, dict[str, Any]] = {
@@ -44,14 +47,19 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
     if ours:
         variants |= {f"{k}, compiled": v | {"compiled": True} for k, v in variants.items()}
     made: dict[str, list[Generation]] = {k: [] for k in variants}
+    spent = dict.fromkeys(variants, 0.0)
     for options in variants.values():  # compiles, and warms up
-        for prompt in (asked[0], max(asked, key=len)):
-            decode_one(target, prompt, new, options)
+        for prompt in warm_ups(asked, options.get("compiled", False)):
+            generate(target, prompt, max_new_tokens=new, **options)
     with bars(console) as progress:
         task = progress.add_task("our decoder", total=len(asked))
         for prompt in asked:
             for name, options in variants.items():  # they take turns
-                made[name].append(decode_one(target, prompt, new, options))
+                seconds, result = timed(
+                    lambda: generate(target, prompt, max_new_tokens=new, **options)  # noqa: B023
+                )
+                made[name].append(result)
+                spent[name] += seconds
             progress.advance(task)
     table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
     for name, counts in theirs.items():
@@ -65,24 +73,20 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(gamma)]
         engines = theirs["speculative" if "spec" in name else "plain"]["ids"]
         same = sum(g.ids == ids for g, ids in zip(results, engines, strict=True))
-        seconds = sum(g.seconds + g.prefill_seconds for g in results)
         table.add_row(
             f"ours, {name}",
             f"{sum(g.emitted for g in results) / len(rounds):.3f}" if "spec" in name else "",
             " ".join(f"{a:.3f}" for a in by_position) if "spec" in name else "",
             str(len(rounds)),
             f"{same} of {len(asked)}",
-            f"{sum(len(g.ids) for g in results) / seconds:.1f}",
+            f"{sum(len(g.ids) for g in results) / spent[name]:.1f}",
         )
     console.print(
         f"{len(asked)} held-out prompts, up to {new} new tokens, greedy, γ = {gamma}, {dtype}, one "
-        "stream; tokens/s with prefill"
+        "stream; tokens/s of whole calls, with prefill, after warming up on whole prompts; vLLM "
+        "runs eagerly (enforce_eager), as scripts/engine.py starts its CPU engine"
     )
     console.print(table)
-
-
-def decode_one(target, prompt, new: int, options: dict[str, Any]) -> Generation:
-    return generate(target, prompt, max_new_tokens=new, **options)
 
 
 def _serve(venv: Path, root: Path, method: str, gamma: int, new: int, dtype: str) -> dict[str, Any]:

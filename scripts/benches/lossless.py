@@ -10,6 +10,7 @@ from rich.table import Table
 
 from specdec.decode import decode
 from specdec.drafters import Drafter
+from specdec.errors import require
 from specdec.progress import bars
 from specdec.sampler import Sampler
 from specdec.target import Target
@@ -76,7 +77,7 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
     broken = Rule(whole=_keeps_all, siblings="none", lossless=False)
     table = Table("rule", "χ²", "degrees of freedom", "p-value", "verdict")
     with bars(console) as progress:
-        task = progress.add_task("continuations", total=3 * samples * count)
+        task = progress.add_task("continuations", total=3 * samples * len(asked))
 
         def drawn(i: int, side: int, judged: Rule | None) -> Counter[tuple[int, ...]]:
             cells: Counter[tuple[int, ...]] = Counter()
@@ -88,14 +89,15 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
                 progress.advance(task, size)
             return cells
 
-        plain = [drawn(i, 0, None) for i in range(count)]
+        plain = [drawn(i, 0, None) for i in range(len(asked))]
         for side, (name, judged) in enumerate(
             ((rule, RULES[rule]), ("broken on purpose", broken)), start=1
         ):
             statistic = freedom = 0.0
-            for i in range(count):
+            for i in range(len(asked)):
                 chi, df = homogeneity(plain[i], drawn(i, side, judged))
                 statistic, freedom = statistic + chi, freedom + df
+            require(freedom > 0, "no continuation came often enough: give more --samples")
             p_value = float(
                 torch.special.gammaincc(
                     torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()
@@ -104,8 +106,8 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
             verdict = "not rejected" if p_value > 0.001 else "rejected"
             table.add_row(name, f"{statistic:.0f}", f"{freedom:.0f}", f"{p_value:.3g}", verdict)
     console.print(
-        f"{2 * samples * count:,} continuations a rule, of {count} held-out prompts, T = 1, "
-        "3 tokens each"
+        f"{2 * samples * len(asked):,} continuations a rule, of {len(asked)} held-out prompts, "
+        "T = 1, 3 tokens each"
     )
     console.print(table)
 

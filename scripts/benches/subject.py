@@ -1,16 +1,16 @@
 """What the benchmarks measure: a target, drafts of it, and held-out prompts."""
 
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from specdec import checkpoint
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from specdec.target import Target, TargetConfig
 from train.config import data_of_run
 from train.data import load, prompts
@@ -39,21 +39,31 @@ def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
 
 
 def held_out(draft: Path, target: Target, count: int) -> list[list[int]]:
-    """Prompts from the held-out side of a draft's run."""
+    """Prompts from the held-out side of a draft's run. Raises UserError where there is none."""
+    require(count >= 1, f"--prompts {count}: give 1 or more")
     data = data_of_run(draft.parent)
     data.limit = max(data.limit or 0, 30 * count)  # the held-out side of more data holds this one
     conversations = load(data, target.tokenizer).held_out
-    return [p.ids for p in prompts(conversations, target.tokenizer, data)][:count]
+    found = [p.ids for p in prompts(conversations, target.tokenizer, data)][:count]
+    require(bool(found), f"{draft.parent} has no held-out prompts: train on more conversations")
+    return found
+
+
+def warm_ups(prompts: list[list[int]], compiled: bool) -> list[list[int]]:
+    """What is decoded before anything is timed: all prompts where passes are compiled, so that no
+    graph is built on the clock, else the first and the longest."""
+    return prompts if compiled else [prompts[0], max(prompts, key=len)]
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a whole call, a GPU's work included, and its result."""
+    _finish()
     started = time.perf_counter()
     result = run()
+    _finish()
     return time.perf_counter() - started, result
 
 
-def median(run: Callable[[], Any], times: int = 15, warm: int = 3) -> float:
-    """Median seconds of a call."""
-    for _ in range(warm):
-        run()
-    return statistics.median(timed(run)[0] for _ in range(times))
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,92 @@
+"""What the scripts compute on their own: text while it streams, a two-sample test, warm-ups.
+
+Run alone: python -m pytest tests/test_scripts.py
+"""
+
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from specdec.stream import Stream
+from tests.tiny import REPOSITORY, process
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, as byte-level BPE has for what its merges do not cover."""
+    vocab = {c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_character_comes_with_the_token_that_completes_it() -> None:
+    """é takes 2 bytes, 🙂 4: "aé🙂b" is 8 tokens."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("aé🙂b")
+    stream = Stream(tokenizer)
+    assert [stream.add([i]) for i in ids] == ["a", "", "é", "", "", "", "🙂", "b"]
+    assert stream.rest() == "" and stream.text() == "aé🙂b"
+    for cut in range(len(ids) + 1):  # however rounds cut it
+        stream = Stream(tokenizer)
+        assert stream.add(ids[:cut]) + stream.add(ids[cut:]) == "aé🙂b"
+    stream = Stream(tokenizer)
+    assert stream.add(ids[:2]) == "a" and stream.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_homogeneity_of_two_samples() -> None:
+    """Two cells of 30, 20 and 20, 30: each of the four is 5 off its 25, χ² = 4 · 25 / 25. Rare
+    cells are pooled, here 2 and 1 of one side with 1 and 2 of the other: 3 and 3, no deviation."""
+    from benches.lossless import homogeneity
+
+    one, two = Counter(a=30, b=20), Counter(a=20, b=30)
+    assert homogeneity(one, two) == (pytest.approx(4.0), 1)
+    assert homogeneity(one, one) == (0.0, 1)
+    chi, freedom = homogeneity(one + Counter(c=2, d=1), two + Counter(c=1, d=2))
+    assert (chi, freedom) == (pytest.approx(4.0), 2)
+
+
+def test_every_prompt_warms_up_what_is_compiled() -> None:
+    from benches.speed import Variant, in_turn, ratio
+
+    calls: dict[str, list[int]] = {"eager": [], "compiled": []}
+    variants = {
+        name: Variant(
+            lambda prompt, seen=seen: seen.append(len(prompt)),
+            lambda _prompt, _result: 1,
+            name == "compiled",
+        )
+        for name, seen in calls.items()
+    }
+    in_turn(variants, [[1] * n for n in (2, 5, 3)])
+    assert calls == {"eager": [2, 5, 2, 5, 3], "compiled": [2, 5, 3, 2, 5, 3]}
+    assert ratio([3.0], [2.0]) == "1.50 (one prompt)"
+    assert ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4) == "2.50 (1.25 to 3.75)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["scripts/generate", "x", "hello", "--beams", "2", "--top-p", "0.9"], "--top-p"),
+        (["scripts/generate", "x", "hello", "--beams", "2", "--compile"], "--compile"),
+        (["scripts/generate", "x"], "no prompt"),
+        (["scripts/bench", "samples", "x", "--gamma", "3"], "--gamma"),
+        (["scripts/bench", "lossless", "x", "--dtype", "float16"], "--dtype"),
+        (["scripts/bench", "trees", "x", "y"], "y"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_options_that_would_be_ignored_are_refused(arguments: list[str], part: str) -> None:
+    done = process(arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert part in done.stderr.splitlines()[-1]
