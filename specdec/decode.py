@@ -20,12 +20,12 @@ from specdec.cache import SlotCache
 from specdec.choose import Choose, Processor
 from specdec.context import Context, Needs, Proposal
 from specdec.drafters.base import Drafter, last_of
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, require
 from specdec.length import Length
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import Chain, Shape, line
-from specdec.verify import RULES, Rule, Verdict, greedy, verify
+from specdec.verify import Rule, Verdict, greedy, named, verify
 
 
 @dataclass
@@ -189,7 +189,7 @@ def decode(
         [torch.Generator(device).manual_seed(s) for s in seeds or range(B)],
         None if drafter is None else drafter.vocab_S,
         target.vocab_size,
-        processors,
+        target.shown(processors),
     )
     needs = Needs() if drafter is None else drafter.needs
     draft_cache = drafter.new_cache() if drafter else None
@@ -298,9 +298,7 @@ def fitting_rule(
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
     if name == "auto":
         name = "block" if not tree else "point_mass" if picked or greedy_draft else "recursive"
-    if name not in RULES:
-        raise UserError(f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
-    rule = RULES[name]
+    rule = named(name)
     if tree and not rule.trees and not sampler.greedy:
         raise UserError(f"decode.rule={name} judges chains only: give recursive for a tree")
     if tree and picked and rule.siblings != "fixed" and not sampler.greedy:

@@ -130,8 +130,6 @@ def speculative_generate(
     eos = given or (() if "eos_token_id" in overrides else target.eos)
     limit = _limit(config, max(seen))
     processors = _processors(config, target, eos, seen, limit, logits_processor)
-    if isinstance(target, Seq2SeqTarget):
-        processors = target.shown(processors)
     stop = config.stop_strings or ()
     done = decode(
         target,

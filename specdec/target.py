@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.cache import SlotCache, model_inputs, new_cache, size
+from specdec.choose import Processor
 from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
@@ -182,6 +183,10 @@ class Target:
         """Write model and tokenizer as engines load them (a GGUF target comes out dense)."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def shown(self, processors: Sequence[Processor]) -> list[Processor]:
+        """The processors, each shown the tokens that transformers shows it: here, all."""
+        return list(processors)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)

@@ -18,7 +18,7 @@ from specdec.speculative import speculative_generate
 from specdec.strategy import DecodeConfig, strategy
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape, Static
-from specdec.verify import RULES, law
+from specdec.verify import RULES, law, named, rule_name
 from tests.test_contract import CONFIGS, L, V, make_drafter, make_target, text
 from tests.tiny import architectures, compose, random_drafter, random_target
 
@@ -247,6 +247,31 @@ def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
     how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS)
     assert how.shape.nodes == 4
+
+
+def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
+    for words in ("block", "lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"):
+        assert rule_name(named(words)) == words
+    drafter = make_drafter("lm", target, noise=0.3)
+    kept = [
+        sum(g.emitted for g in made) / sum(len(g.rounds) for g in made)
+        for factor in ("1", "0.2")
+        for made in [
+            decode(
+                target, PROMPTS * 4, max_new_tokens=24, drafter=drafter, sampler=T1, eos=(),
+                rule=f"lenience:factor={factor}",
+            )
+        ]
+    ]  # fmt: skip
+    assert kept[1] > kept[0]
+    for wrong, words in (
+        ("lenience:foo=1", "known: factor"),
+        ("block:x=1", "no parameters"),
+        ("lenience:factor", "factor=0.8"),
+        ("lenient", "lenience"),
+    ):
+        with pytest.raises(UserError, match=words):
+            DecodeConfig(rule=wrong)
 
 
 def test_seeds_are_one_a_row(target: Target) -> None:

@@ -253,7 +253,7 @@ def test_an_encoder_decoder_sees_its_answer_only(kind: str, fields: dict[str, An
 def test_decode_takes_processors_of_the_decoder() -> None:
     target = seq2seq.make_target("t5")
     many = seq2seq.prompts(target)
-    processors = target.shown([RepetitionPenaltyLogitsProcessor(3.0)])
+    processors = [RepetitionPenaltyLogitsProcessor(3.0)]
     for prompt, g in zip(
         many, decode(target, many, max_new_tokens=9, eos=(), processors=processors)
     ):
