@@ -42,7 +42,7 @@ def held_out(draft: Path, target: Target, count: int) -> list[list[int]]:
     """Prompts from the held-out side of a draft's run. Raises UserError where there is none."""
     require(count >= 1, f"--prompts {count}: give 1 or more")
     data = data_of_run(draft.parent)
-    data.limit = max(data.limit or 0, 30 * count)  # the held-out side of more data holds this one
+    data.limit = max(data.limit or 0, 40 * count)  # the held-out side of more data holds this one
     conversations = load(data, target.tokenizer).held_out
     found = [p.ids for p in prompts(conversations, target.tokenizer, data)][:count]
     require(bool(found), f"{draft.parent} has no held-out prompts: train on more conversations")
