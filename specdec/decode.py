@@ -221,7 +221,7 @@ def decode(
     rows.extend(new, Context(rows.ids()), [0] * B, None)
     del features, final_BTD, first_BV
     prefill_done = time.perf_counter()
-    last: list[Round | None] = [None] * B
+    last: list[Round] = []  # of each row; none yet
 
     while True:
         ended = []
@@ -232,7 +232,7 @@ def decode(
             if row in done:  # it ended, but has not left the batch
                 continue
             if on_tokens:
-                on_tokens(row, answers[row][before:end], last[b])
+                on_tokens(row, answers[row][before:end], last[b] if last else None)
             if end is not None:
                 ended.append(b)
                 done[row] = Generation(
@@ -268,21 +268,25 @@ def decode(
             logits_BMV = choose.processed(logits_BMV, partial(_paths, proposal))
         verdict = _judged(judge, proposal, logits_BMV, choose)
         t3 = time.perf_counter()
-        accepted = verdict.accepted_B.tolist()
+        tokens = tokens_BN.tolist()
+        last = _rounds(tokens, proposal.parents_BN, verdict, rows.texts)
+        accepted = [r.accepted for r in last]
         path_BK = None
         if parents_BN is not None:
             path_BK = verdict.path_BN[:, : max(accepted)].clamp_min(0)
             path_BK = torch.cat([path_BK.new_zeros(len(accepted), 1), path_BK + 1], 1)
-        new = _committed(tokens_BN, path_BK, accepted, verdict.next_B.tolist())
-        last = _rounds(proposal, verdict, rows.texts)
+        new = [
+            [ids[i] for i in r.path] + [following]
+            for ids, r, following in zip(tokens, last, verdict.next_B.tolist(), strict=True)
+        ]
         for b, row in enumerate(alive):
             if row not in done:
-                rounds[row].append(last[b])  # type: ignore[arg-type]
+                rounds[row].append(last[b])
         counts = [n + 1 for n in accepted]
         cache.keep(counts, path_BK)
         rows.extend(new, features, counts, path_BK)
         if length is not None:
-            length.observe([r.drafted for r in last if r], accepted)
+            length.observe([r.drafted for r in last], accepted)
         t4 = time.perf_counter()
         for name, seconds in zip(spent, (t1 - t0, t2 - t1, t3 - t2, t4 - t3), strict=True):
             spent[name] += seconds
@@ -387,34 +391,23 @@ def _judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) 
     return Verdict(accepted_B, next_B, torch.cat(paths))
 
 
-def _committed(
-    tokens_BN: Tensor, path_BK: Tensor | None, accepted: list[int], following: list[int]
-) -> list[list[int]]:
-    """The tokens that each row's round commits."""
-    drafted = tokens_BN.tolist()
-    if path_BK is not None:
-        drafted = [[ids[i - 1] for i in path[1:]] for ids, path in zip(drafted, path_BK.tolist())]
-    return [
-        ids[:count] + [token]
-        for ids, count, token in zip(drafted, accepted, following, strict=True)
-    ]
-
-
-def _rounds(proposal: Proposal, verdict: Verdict, texts: list[list[int]]) -> list[Round | None]:
+def _rounds(
+    tokens: list[list[int]], parents_BN: Tensor | None, verdict: Verdict, texts: list[list[int]]
+) -> list[Round]:
     """What became of each row's draft."""
-    tokens, paths = proposal.tokens_BN.tolist(), verdict.path_BN.tolist()
-    found: list[Round | None] = []
+    paths = verdict.path_BN.tolist()
+    parents = parents_BN.tolist() if parents_BN is not None else None
+    found = []
     for b, ids in enumerate(tokens):
         nodes = sum(t >= 0 for t in ids)
         path = tuple(i for i in paths[b] if i >= 0)
         depth, went_on = nodes, nodes > len(path)
-        if proposal.parents_BN is not None:
+        if parents is not None:
             depths, last = [0], path[-1] if path else -1
-            parents = proposal.parents_BN[b].tolist()
-            for t, parent in zip(ids, parents, strict=True):
+            for t, parent in zip(ids, parents[b], strict=True):
                 depths.append(1 + depths[parent + 1] if t >= 0 else 0)
             depth = max(depths)
-            went_on = any(t >= 0 and p == last for t, p in zip(ids, parents, strict=True))
+            went_on = any(t >= 0 and p == last for t, p in zip(ids, parents[b], strict=True))
         tested = len(path) + went_on
         found.append(Round(len(texts[b]) - 1, depth, len(path), nodes, tested, path))
     return found

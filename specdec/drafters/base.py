@@ -132,6 +132,8 @@ class Drafter(nn.Module):
         drafted. `stop` ends chains early. Families that copy tokens replace this method.
         """
         proposal = shape.draft(self.begin(ctx, cache), choose, stop)
+        if ctx.cache is not None:
+            ctx.cache.drop()  # what was drafted in the target's own slots, which it writes next
         q_BNS = proposal.q_BNV
         if q_BNS is not None and q_BNS.shape[-1] < self.target_vocab:
             assert self.vocab_S is not None

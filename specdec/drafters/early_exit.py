@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache import SlotCache, model_inputs, size
-from specdec.choose import Choose
-from specdec.context import Context, Proposal
+from specdec.context import Context
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, require
-from specdec.trees import Growth, Shape, Stop
+from specdec.trees import Growth
 
 if TYPE_CHECKING:
     from specdec.target import Target
@@ -75,20 +74,6 @@ class EarlyExit(Drafter):
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         return super().begin(ctx) if ctx.cache is None else Shared(self, ctx, ctx.cache)
-
-    @torch.no_grad()
-    def draft(
-        self,
-        ctx: Context,
-        shape: Shape,
-        choose: Choose,
-        cache: Any = None,
-        stop: Stop | None = None,
-    ) -> Proposal:
-        proposal = super().draft(ctx, shape, choose, cache, stop)
-        if ctx.cache is not None:
-            ctx.cache.drop()  # the target writes the same slots, in all of its layers
-        return proposal
 
     def read(self, ids_BT: Tensor, cache: SlotCache, parents_BT: Tensor | None) -> Tensor:
         """Logits [B, T, S] of tokens that continue what the target's cache holds."""
