@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from threading import get_native_id
 from typing import Any
 
 import torch
@@ -143,6 +144,13 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
             raise UserError(f"{where}: not written, tensor {name!r} has values that are not finite")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file; a reader, or what comes after a kill, finds it as it was or as it is now."""
+    partial = path.with_name(f".{path.name}.{get_native_id()}")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 class replaced:

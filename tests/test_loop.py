@@ -12,16 +12,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from specdec import progress
+from specdec.checkpoint import write_whole
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.target import Target
@@ -35,7 +41,8 @@ from tests.tiny import (
     process,
     records,
 )
-from train import optim, pipeline
+from train import features, optim, pipeline
+from train.data import Row
 from train.loop import OBJECTIVES, Diverged, LoopConfig, _order, _steps
 from train.optim import OptimConfig
 
@@ -388,6 +395,61 @@ def test_two_processes_on_a_cpu_know_of_each_other(tiny: Tiny, tmp_path: Path) -
     done = process(command)
     assert done.returncode == 0, reasons(done.stderr)
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 7))
+
+
+def test_no_shard_of_features_is_left_out_when_a_process_is_slow_to_look(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both share out the same list: the slow one must not see what the other made meanwhile."""
+    monkeypatch.setattr(features, "SHARD", 1)
+    cfg = tiny.config("medusa", f"features.root={tmp_path}")
+    target = Target.load(cfg.target)
+    drafter = pipeline._drafter(cfg, target, [])
+    rows = [Row([1, n, 2], [True] * 3, [0] * 3, [0, 1, 2]) for n in range(3, 9)]
+    look, together = features.Disk.missing, threading.Barrier(2)
+
+    def missing(store: features.Disk) -> list[int]:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)
+        return look(store)
+
+    def share(rank: int) -> features.Online:
+        everyone: Any = SimpleNamespace(
+            num_processes=2, process_index=rank, wait_for_everyone=lambda: together.wait(10)
+        )
+        with progress.bars(Console(quiet=True), False) as bar:
+            return pipeline._features(cfg, target, drafter, [], "train", everyone, bar)
+
+    monkeypatch.setattr(pipeline, "pack", lambda *_: rows)
+    monkeypatch.setattr(features.Disk, "missing", missing)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(share, 1)
+        store = share(0)
+        other.result()
+    assert isinstance(store, features.Disk)
+    assert look(store) == []
+
+
+def test_a_file_is_read_whole_while_another_process_writes_it(tmp_path: Path) -> None:
+    path, text = tmp_path / "meta.json", "x" * 100_000
+    write_whole(path, text)
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(lambda: [write_whole(path, text) for _ in range(200)])
+        while not writing.done():
+            assert path.read_text() == text
+        writing.result()
+    assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
+
+
+def test_a_damaged_description_of_a_feature_cache_is_named(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    root = f"features.root={tmp_path / 'features'}"
+    tiny.job(tmp_path / "a", "medusa", root)
+    for path in (tmp_path / "features").rglob("meta.json"):
+        path.write_text("")
+    with pytest.raises(UserError, match=r"meta\.json is damaged.*delete that folder"):
+        tiny.job(tmp_path / "b", "medusa", root)
 
 
 @pytest.mark.slow

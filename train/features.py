@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import get_native_id
 
 import torch
 from rich.progress import Progress
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdec.checkpoint import write_whole
 from specdec.context import Context, Needs
 from specdec.errors import UserError
 from specdec.forcing import Batch, summarise
@@ -104,7 +106,7 @@ class Disk(Online):
                 f"the feature cache needs {self.bytes / 1e9:.1f} GB, {self.folder} has "
                 f"{free / 1e9:.1f} GB free: set features.cache=online or another features.root"
             )
-        (self.folder / "meta.json").write_text(json.dumps(self.meta, indent=1))
+        write_whole(self.folder / "meta.json", json.dumps(self.meta, indent=1))
         total = sum(len(r.ids) for s in shards for r in self.rows[s * SHARD : (s + 1) * SHARD])
         task = progress.add_task("target features", total=total)
         for s in shards:
@@ -112,7 +114,7 @@ class Disk(Online):
             for i in range(s * SHARD, min((s + 1) * SHARD, len(self.rows))):
                 tensors |= {f"{i}.{name}": x for name, x in self._row(i).items()}
                 progress.advance(task, len(self.rows[i].ids))
-            partial = self._file(s).with_suffix(f".partial{s}")
+            partial = self._file(s).with_suffix(f".partial-{get_native_id()}")
             save_file(tensors, partial)
             partial.rename(self._file(s))
         progress.remove_task(task)
@@ -159,7 +161,12 @@ class Disk(Online):
         path = self.folder / "meta.json"
         if not path.exists():
             return
-        theirs = json.loads(path.read_text())
+        try:
+            theirs = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"the feature cache's {path} is damaged ({error}): delete that folder"
+            ) from error
         for name, ours in self.meta.items():
             if theirs.get(name) != ours:
                 raise UserError(

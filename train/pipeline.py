@@ -194,6 +194,7 @@ def _features(
     if missing:
         console.print(f"feature cache {store.folder}: {store.bytes / 1e6:,.0f} MB to be on disk")
     world, rank = accelerator.num_processes, accelerator.process_index
+    accelerator.wait_for_everyone()  # all have seen the same shards missing
     store.fill(progress, missing[rank::world])
     accelerator.wait_for_everyone()
     return store
@@ -266,9 +267,7 @@ def _require_same_run(folder: Path, cfg: Config) -> None:
 
 
 def _write_config(folder: Path, cfg: Config) -> None:
-    partial = folder / ".config.json"
-    partial.write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
-    partial.rename(folder / "config.json")
+    drafts.write_whole(folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
 
 
 def _precision(cfg: Config) -> str:

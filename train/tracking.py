@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoint import write_whole
+
 
 @dataclass
 class TrackConfig:
@@ -60,7 +62,7 @@ class Tracker:
         """Drop the records after `step`: a resumed run writes them again."""
         if self.main and self.path.exists():
             kept = [r for r in read(self.path) if r["step"] <= step]
-            self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+            write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         if self._wandb:
@@ -108,7 +110,7 @@ def _run_id(folder: Path) -> str:
     """The W&B id of this folder's run, made once, so that a resumed run goes on as the same."""
     path = folder / "wandb-id"
     if not path.exists():
-        path.write_text(os.urandom(4).hex())
+        write_whole(path, os.urandom(4).hex())
     return path.read_text()
 
 
