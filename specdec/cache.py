@@ -56,7 +56,8 @@ class SlotLayer(CacheLayerMixin):
             elif where.dim() == 1:
                 buffer.index_copy_(2, where, states)
             else:
-                buffer.scatter_(2, where[:, None, :, None].expand_as(states), states)
+                rows_B1 = torch.arange(len(where), device=where.device)[:, None]
+                buffer[rows_B1, :, where] = states.transpose(1, 2)  # scatter_ copies the buffer
         return self.keys[:, :, :shown], self.values[:, :, :shown]
 
     def get_seq_length(self) -> int:
@@ -164,11 +165,10 @@ class SlotCache(Cache):
             if not torch.equal(path_BK, ordered.expand_as(path_BK)):
                 length_B1 = torch.tensor(self.lengths, device=path_BK.device)[:, None]
                 source, goal = length_B1 + path_BK.clamp_min(0), length_B1 + ordered
+                rows_B1 = torch.arange(len(path_BK), device=path_BK.device)[:, None]
                 for layer in self.slot_layers:
                     for buffer in (layer.keys, layer.values):
-                        wide = (-1, buffer.shape[1], -1, buffer.shape[3])
-                        moved = buffer.gather(2, source[:, None, :, None].expand(wide))
-                        buffer.scatter_(2, goal[:, None, :, None].expand(wide), moved)
+                        buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         self.drop()
 

@@ -50,7 +50,7 @@ class Table(NamedTuple):
     alpha: Acceptance  # each [N, K]; 0 where not valid
 
 
-def summarise(target: Target, final_BTD: Tensor, sampler: Sampler, chunk: int = 512) -> Summary:
+def summarise(target: Target, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
     """`Sampler.summarise` of the target's logits, a chunk of positions at a time; [B, T] each."""
     parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
     return Summary(*(torch.cat(p).view(final_BTD.shape[:2]) for p in zip(*parts, strict=True)))

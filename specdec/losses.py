@@ -32,7 +32,7 @@ class LossConfig:
     depth_decay: float = 0.8
     beta: float = 0.5  # jsd: the weight of p in the mixture
     eta: float = 3.0  # lk_hybrid: how fast KL gives way to TV as α grows
-    chunk: int = 256  # anchors whose logits exist at a time
+    chunk: int = 512  # anchors whose logits exist at a time
 
     def __post_init__(self) -> None:
         require(self.chunk >= 1, f"loss.chunk={self.chunk}: give 1 or more")
@@ -75,8 +75,11 @@ def tv(pair: Pair, cfg: LossConfig) -> Tensor:
 def nla(pair: Pair, cfg: LossConfig) -> Tensor:
     """-log β, the negative log acceptance. ∂/∂z = ∂TV/∂z / β: strong where β is small."""
     log_min = torch.minimum(pair.log_p, pair.log_q)  # from logarithms: β itself may underflow
-    disjoint = log_min.detach().amax(-1, keepdim=True).isneginf()
-    return -log_min.masked_fill(disjoint, LOG_FLOOR).logsumexp(-1)
+    log_beta = log_min.logsumexp(-1)
+    disjoint = log_beta.isneginf()
+    if disjoint.any():
+        log_beta = log_min.masked_fill(disjoint[:, None], LOG_FLOOR).logsumexp(-1)
+    return -log_beta
 
 
 def lk_hybrid(pair: Pair, cfg: LossConfig) -> Tensor:

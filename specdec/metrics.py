@@ -57,13 +57,15 @@ class Pair:
         return overlap(self.p, self.q)
 
 
+@torch.no_grad()
 def acceptance(pair: Pair) -> Acceptance:
     """The three variants of α at each position. A row of q without mass accepts nothing."""
-    log_best_N, best_N = pair.log_q.detach().max(-1)
+    beta = torch.minimum(pair.log_p, pair.log_q).exp_().sum(-1)  # `overlap`, from logarithms
+    log_best_N, best_N = pair.log_q.max(-1)
     has_mass = ~log_best_N.isneginf()
-    greedy_draft = pair.p.detach().gather(-1, best_N[:, None])[:, 0] * has_mass
+    greedy_draft = pair.log_p.gather(-1, best_N[:, None])[:, 0].exp() * has_mass
     greedy = (best_N == pair.target_argmax) & has_mass
-    return Acceptance(pair.beta.detach(), greedy_draft, greedy.float())
+    return Acceptance(beta, greedy_draft, greedy.float())
 
 
 def expected_tokens(alpha_NK: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn at all."""
+        return self.top_k > 0 or self.top_p < 1
+
     def log_probs(self, logits: Tensor) -> Tensor:
         """Log-probabilities [..., V] in float32, -inf where a token cannot be drawn.
 
@@ -60,13 +65,14 @@ class Sampler:
             hit = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, best, 0.0)
             return hit.masked_fill(logits.isneginf(), -torch.inf)
         scaled = self._scaled(logits)
-        empty = scaled.detach().amax(-1, keepdim=True).isneginf()
-        if empty.any():  # log_softmax of such a row, and its gradient, would be NaN
-            whole = scaled.masked_fill(empty, 0.0)
-            return self.log_probs(whole * self.temperature).masked_fill(empty, -torch.inf)
-        if self.top_k or self.top_p < 1:
+        if self.truncates:
             scaled = scaled.masked_fill(scaled < self._threshold(scaled), -torch.inf)
-        return scaled - scaled.logsumexp(-1, keepdim=True)
+        log_z = scaled.logsumexp(-1, keepdim=True)
+        empty = log_z.isneginf()
+        if empty.any():  # the difference below, and its gradient, would be NaN
+            whole = self._scaled(logits).masked_fill(empty, 0.0)
+            return self.log_probs(whole * self.temperature).masked_fill(empty, -torch.inf)
+        return scaled - log_z
 
     def probs(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V] in float32; see `log_probs`."""
@@ -76,7 +82,7 @@ class Sampler:
         """Reduce target logits to what `log_probs_of` needs. Temperature must be above 0."""
         scaled = self._scaled(logits_NV)
         argmax = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
-        if self.top_k or self.top_p < 1:
+        if self.truncates:
             threshold = self._threshold(scaled)
             log_z = scaled.masked_fill(scaled < threshold, -torch.inf).logsumexp(-1)
             return Summary(log_z, threshold[:, 0], argmax)
@@ -87,6 +93,8 @@ class Sampler:
         """log p [N, S] over part of the vocabulary, normalised over all of it."""
         scaled = self._scaled(logits_NS)
         log_p = scaled - summary.log_z_N[:, None]
+        if not self.truncates:
+            return log_p
         return log_p.masked_fill(scaled < summary.threshold_N[:, None], -torch.inf)
 
     def _scaled(self, logits: Tensor) -> Tensor:

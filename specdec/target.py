@@ -5,7 +5,7 @@ Letters: B batch, T time, D width, F concatenated features, V vocabulary, S part
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
 
+LIKE = 0.9  # documents at least this much of the longest are read in one batch with it
 GRAPHS = 64  # that passes of one kind may be compiled to; Dynamo's own limit is 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -206,25 +207,49 @@ class Target:
 
         The one way in: online training, the feature cache, evaluation and decoding use it.
         Logits are `logits(final)`, apart, so that a caller can take them in chunks. With
-        `position_BT` restarting at 0 and no cache, documents of a packed row do not see each
-        other. With `cache`, `ids_BT` continues what it holds, as a tree where `parents_BT` says
-        so (see `SlotCache.place`); what it then keeps is the caller's to say.
+        `position_BT` and no cache, documents, which begin where it is 0, are read one by one or
+        with others of their length, and padding (`document_BT` below 0) is 0. With `cache`,
+        `ids_BT` continues what it holds, as a tree where `parents_BT` says so (see
+        `SlotCache.place`); what it then keeps is the caller's to say.
         """
-        inputs: dict[str, Any] = {"position_ids": position_BT}
         if cache is not None:
             place = cache.place(*size(ids_BT), parents_BT)
             inputs = model_inputs(self.config, place, self.dtype)
+            layers, final_BTD = self._read(ids_BT, needs, past_key_values=cache, **inputs)
+        elif position_BT is not None:
+            layers, final_BTD = self._read_apart(ids_BT, needs, position_BT, document_BT)
+        else:
+            layers, final_BTD = self._read(ids_BT, needs)
+        final = final_BTD if needs.final_hidden else None
+        return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
+
+    def _read(self, ids_BT: Tensor, needs: Needs, **inputs: Any) -> tuple[Tensor | None, Tensor]:
+        """The layers asked for [B, T, F] and the final hidden state [B, T, D] of one pass."""
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for k in needs.layers:
                 stack.enter_context(self._hook(k, seen))
             out = self.model.base_model(
-                input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None, **inputs
+                input_ids=ids_BT, use_cache="past_key_values" in inputs, **inputs
             )
-        final_BTD = out.last_hidden_state
         layers = torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None
-        final = final_BTD if needs.final_hidden else None
-        return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
+        return layers, out.last_hidden_state
+
+    def _read_apart(
+        self, ids_BT: Tensor, needs: Needs, position_BT: Tensor, document_BT: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """As `_read`, each document of the rows by itself: causal attention alone, which is faster
+        than a mask over whole rows and right for every architecture."""
+        final_BTD = torch.zeros(*ids_BT.shape, self.width, dtype=self.dtype, device=ids_BT.device)
+        layers_BTF = None
+        if needs.layers:
+            layers_BTF = final_BTD.repeat(1, 1, len(needs.layers))
+        for slots_NL, mine_NL in _documents(position_BT, document_BT):
+            layers, final = self._read(ids_BT.flatten()[slots_NL], needs)
+            final_BTD.flatten(0, 1)[slots_NL[mine_NL]] = final[mine_NL]
+            if layers is not None and layers_BTF is not None:
+                layers_BTF.flatten(0, 1)[slots_NL[mine_NL]] = layers[mine_NL]
+        return layers_BTF, final_BTD
 
     def step(
         self,
@@ -339,6 +364,27 @@ class Target:
                 f"target {self.name!r} ({type(self.model).__name__}) turns hidden states into "
                 "logits in a way that specdec/target.py does not know: add it to _head_scaling"
             )
+
+
+def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The documents of packed rows in groups of like length: their slots [N, L] among all of the
+    batch, and which of these are theirs; what a shorter one reads after its end is not."""
+    begins_BT = position_BT == 0
+    if document_BT is not None:
+        begins_BT &= document_BT >= 0
+    number_BT = begins_BT.flatten().cumsum(0) - 1
+    if document_BT is not None:
+        number_BT = number_BT[document_BT.flatten() >= 0]
+    lengths, order = torch.bincount(number_BT).sort()
+    begins = begins_BT.flatten().nonzero()[:, 0][order]
+    longest = lengths.tolist()
+    while longest:
+        N = sum(n >= LIKE * longest[-1] for n in longest)
+        step_L = torch.arange(longest[-1], device=begins.device)
+        mine_NL = step_L < lengths[len(longest) - N : len(longest), None]
+        slots_NL = begins[len(longest) - N : len(longest), None] + step_L
+        yield slots_NL.clamp_max(position_BT.numel() - 1), mine_NL
+        del longest[-N:]
 
 
 def _own_code(function: Any) -> Any:
