@@ -1,7 +1,7 @@
 """Evaluation: a drafter on held-out prompts, measured by the decoder and by teacher forcing.
 
-For each temperature, every prompt is answered plainly and speculatively in turn in the same
-process; α is then taken over the target's own plain text, at all its positions and at the
+For each temperature, every batch of prompts is answered plainly and speculatively in turn in the
+same process; α is then taken over the target's own plain text, at all its positions and at the
 anchors that the decoder visited. All intervals are bootstraps over prompts.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec.decode import Generation, fitting_rule, generate
+from specdec.decode import Generation, decode, fitting_rule
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing import Answer, TeacherForcing, answers, batch_of
@@ -47,15 +47,22 @@ def evaluate(
     compiled = {"compiled": cfg.compile}
     policy = how.length and how.length()
     speculative = compiled | {"drafter": drafter, "shape": how.shape, "length": policy}
-    for prompt in chosen if cfg.compile else chosen[:1]:  # lengths compile to graphs of their own
+    batches = [chosen[i : i + cfg.batch] for i in range(0, len(chosen), cfg.batch)]
+    for batch in batches if cfg.compile else batches[:1]:  # lengths compile to graphs of their own
         for options in (compiled, speculative):
-            generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
+            decode(target, batch, max_new_tokens=cfg.max_new_tokens, **options)
     results = []
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        results.append(_at(target, drafter, chosen, cfg, how, sampler, on_prompt))
+        results.append(_at(target, drafter, batches, cfg, how, sampler, on_prompt))
     cost = costs(
-        target, drafter, chosen[0], how.shape, compiled=cfg.compile, new=cfg.max_new_tokens
+        target,
+        drafter,
+        chosen[0],
+        how.shape,
+        compiled=cfg.compile,
+        batch=cfg.batch,
+        new=cfg.max_new_tokens,
     )
     for at in results:
         at["oracle"] = _oracle(at.pop("pairs"), cost)
@@ -67,6 +74,7 @@ def evaluate(
         "notes": how.notes,
         "learned_on": f"{len(learning)} other prompts" if learning else "the measured prompts",
         "prompts": len(chosen),
+        "batch": cfg.batch,
         "max_new_tokens": cfg.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -86,57 +94,54 @@ def _oracle(rounds: list[tuple[int, int]], cost: dict[str, float]) -> dict[str, 
 def _at(
     target: Target,
     drafter: Drafter,
-    prompts: list[list[int]],
+    batches: list[list[list[int]]],
     cfg: DecodeConfig,
     how: Strategy,
     sampler: Sampler,
     on_prompt: Callable[[str], None] | None,
 ) -> dict[str, Any]:
-    """All figures at one temperature."""
+    """All figures at one temperature; seconds are of whole batches."""
     plain: list[Generation] = []
     spec: list[Generation] = []
-    plain_seconds, spec_seconds = [], []
+    weight: list[int] = []  # of each batch, the tokens of its plain answers: the same on both sides
+    plain_seconds, spec_seconds = [], []  # a token
+    spent: list[dict[str, float]] = []
     rule = fitting_rule(cfg.rule, how.shape, sampler, cfg.greedy_draft)
     policy = how.length and how.length()
-    for i, prompt in enumerate(prompts):
+    drafts: dict[str, Any] = {
+        "drafter": drafter,
+        "shape": how.shape,
+        "length": policy,
+        "rule": cfg.rule,
+        "greedy_draft": cfg.greedy_draft,
+    }
+    for batch in batches:
         pairs = []
         for repeat in range(cfg.repeats):
+            first = len(plain)
             options: dict[str, Any] = {
                 "max_new_tokens": cfg.max_new_tokens,
                 "sampler": sampler,
-                "seed": cfg.seed + i * 1009 + repeat,
+                "seeds": [cfg.seed + i * 1009 + repeat for i in range(first, first + len(batch))],
                 "compiled": cfg.compile,
             }
-            both = [
-                generate(target, prompt, **options),
-                generate(
-                    target,
-                    prompt,
-                    drafter=drafter,
-                    shape=how.shape,
-                    length=policy,
-                    rule=cfg.rule,
-                    greedy_draft=cfg.greedy_draft,
-                    **options,
-                ),
-            ]
+            both = [decode(target, batch, **options), decode(target, batch, **drafts, **options)]
             pairs.append(both)
-        plain.append(pairs[0][0])
-        spec.append(pairs[0][1])
-        plain_seconds.append(
-            statistics.median(p.seconds / max(1, len(p.ids) - 1) for p, _ in pairs)
-        )
-        spec_seconds.append(statistics.median(s.seconds / max(1, len(s.ids) - 1) for _, s in pairs))
+        plain += pairs[0][0]
+        spec += pairs[0][1]
+        weight.append(_after_the_first(pairs[0][0]))
+        plain_seconds.append(statistics.median(_seconds_a_token(p) for p, _ in pairs))
+        spec_seconds.append(statistics.median(_seconds_a_token(s) for _, s in pairs))
+        spent.append(max(pairs[0][1], key=lambda g: g.seconds).spent)
         if on_prompt:
             so_far = sum(g.emitted for g in spec) / max(1, sum(len(g.rounds) for g in spec))
-            on_prompt(f"T={sampler.temperature:g}  τ {so_far:.2f}")
+            for _ in batch:
+                on_prompt(f"T={sampler.temperature:g}  τ {so_far:.2f}")
 
     gamma = how.shape.depth
     rounds = [r for g in spec for r in g.rounds]
     tested = [sum(r.tested > k for r in rounds) for k in range(gamma)]
     accepted = [sum(r.accepted > k for r in rounds) for k in range(gamma)]
-    # seconds per token, weighted by the plain answer's tokens: the same work on both sides
-    weight = [max(1, len(p.ids) - 1) for p in plain]
     plain_time = [w * s for w, s in zip(weight, plain_seconds, strict=True)]
     spec_time = [w * s for w, s in zip(weight, spec_seconds, strict=True)]
     forced = _forced(target, drafter, plain, sampler, gamma)
@@ -155,7 +160,7 @@ def _at(
         "drafted": [sum(r.drafted > k for r in rounds) for k in range(gamma)],
         "accepted": accepted,
         "conditional_acceptance": [a / t if t else 0.0 for a, t in zip(accepted, tested)],
-        "seconds_spent": {k: sum(g.spent[k] for g in spec) for k in spec[0].spent},
+        "seconds_spent": {k: sum(times[k] for times in spent) for k in spent[0]},
         "identical": sum(p.ids == s.ids for p, s in zip(plain, spec)) if sampler.greedy else None,
         "repetition": statistics.mean(repetition(p.ids) for p in plain),
         "alpha": forced,
@@ -168,6 +173,15 @@ def _at(
             for s in spec[:6]
         ],
     }
+
+
+def _after_the_first(batch: Sequence[Generation]) -> int:
+    """Tokens after the first of each answer, which prefill emits; at least one."""
+    return max(1, sum(len(g.ids) - 1 for g in batch))
+
+
+def _seconds_a_token(batch: Sequence[Generation]) -> float:
+    return max(g.seconds for g in batch) / _after_the_first(batch)
 
 
 def _forced(

@@ -91,9 +91,10 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         f"# {results['name']}: {results['drafter']['name']} for {results['target']}",
         "",
         f"{results['prompts']} held-out prompts, up to {results['max_new_tokens']} new tokens, "
-        f"batch 1, {drafted(results)}, {results['dtype']}, {results['threads']} threads"
-        f"{', compiled' if results['compiled'] else ''}. Intervals are "
-        "95 % bootstraps over prompts; plain and speculative decoding take turns in one process.",
+        f"batch {results['batch']}, {drafted(results)}, {results['dtype']}, "
+        f"{results['threads']} threads{', compiled' if results['compiled'] else ''}. Intervals are "
+        f"95 % bootstraps over prompts{', of seconds over batches' * (results['batch'] > 1)}; "
+        "plain and speculative decoding take turns in one process.",
         "",
         "| | " + " | ".join(f"T = {at['temperature']:g}" for at in results["temperatures"]) + " |",
         "| --- |" + " --- |" * len(results["temperatures"]),

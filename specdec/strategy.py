@@ -39,7 +39,7 @@ class DecodeConfig:
     recursive or point_mass for trees. `temperatures` are each measured apart, with `top_p` and
     `top_k`. `repeats` times every prompt is decoded, for steadier seconds; counts come from the
     first. `compile` runs the target through torch.compile. A rule's parameters follow its name:
-    lenience:factor=0.8.
+    lenience:factor=0.8. `batch` prompts are answered at a time and timed together.
     """
 
     gamma: int | None = None
@@ -58,10 +58,11 @@ class DecodeConfig:
     settings: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
     repeats: int = 1
+    batch: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "max_new_tokens", "repeats", "nodes", "branches"):
+        for name in ("prompts", "max_new_tokens", "repeats", "batch", "nodes", "branches"):
             value = getattr(self, name)
             require(value >= 1, f"decode.{name}={value}: give 1 or more")
         require(
@@ -138,18 +139,18 @@ def strategy(
         raise UserError(
             f"decode.length={cfg.length} reads q: {drafter.config.name} copies tokens and has none"
         )
+    measured: dict[str, Any] = {"compiled": cfg.compile, "new": cfg.max_new_tokens}
+    measured["batch"] = cfg.batch
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(
             chain, None if not cfg.settings else lambda: length("fixed", settings), notes
         )
     if cfg.length == "optimal" and "c" not in settings:
-        cost = costs(
-            target, drafter, prompts[0], chain, compiled=cfg.compile, new=cfg.max_new_tokens
-        )
+        cost = costs(target, drafter, prompts[0], chain, **measured)
         settings |= {"c": cost["c"], "v": {gamma: cost["v"]}}
     if cfg.length == "goodput" and not settings.get("table"):
-        table = cost_table(target, drafter, prompts[0], gamma, cfg.compile, cfg.max_new_tokens)
+        table = cost_table(target, drafter, prompts[0], gamma, **measured)
         notes["cost_table"] = table.seconds
         goodput = typed(Goodput.Config, settings, "decode.settings")
         return Strategy(chain, lambda: Goodput(goodput, table), notes)
@@ -256,14 +257,15 @@ def cost_table(
     prompt: Sequence[int],
     gamma: int,
     compiled: bool = False,
+    batch: int = 1,
     new: int = 96,
-    batches: Sequence[int] = (1, 4),
 ) -> CostTable:
-    """Seconds of a round by rows and drafted tokens, for `decode.length=goodput`."""
+    """Seconds of a round by rows, up to `batch`, and drafted tokens, for length goodput."""
+    batches = sorted({1, (batch + 1) // 2, batch})
     gammas = sorted({1, (gamma + 1) // 2, gamma})
     seconds = []
-    for batch in batches:
-        found = [costs(target, drafter, prompt, Chain(g), 5, compiled, batch, new) for g in gammas]
+    for rows in batches:
+        found = [costs(target, drafter, prompt, Chain(g), 5, compiled, rows, new) for g in gammas]
         rounds = [cost["verify_seconds"] + cost["draft_seconds"] for cost in found]
         seconds.append([found[0]["step_seconds"], *rounds])
-    return CostTable(list(batches), [0, *gammas], seconds)
+    return CostTable(batches, [0, *gammas], seconds)

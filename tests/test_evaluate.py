@@ -1,0 +1,78 @@
+"""Evaluation in batches: the counts of one prompt at a time, the seconds of whole batches.
+
+Run alone: python -m pytest tests/test_evaluate.py
+"""
+
+from typing import Any
+
+import pytest
+
+from specdec import evaluate as module
+from specdec import report
+from specdec.drafters import Drafter
+from specdec.drafters.medusa import MedusaConfig
+from specdec.evaluate import evaluate
+from specdec.strategy import DecodeConfig
+from specdec.target import Target
+from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
+
+TOKENIZER = make_tokenizer()
+RUN: dict[str, Any] = {"name": "run", "drafter": {"name": "medusa"}, "target": "tiny"}
+RUN |= {"data": "prompts", "training": None}
+
+PROMPTS = [[5, 9, 7, 3], [8, 4], [6, 6, 9, 10, 11], [12, 5, 4], [7]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    target = random_target(architectures(len(TOKENIZER), 4)["llama"])
+    target.tokenizer = TOKENIZER
+    return target
+
+
+def medusa(target: Target) -> Drafter:
+    return random_drafter(MedusaConfig(depth=2, draft_vocab=None), target, 0.05)
+
+
+def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
+    """Of 5 prompts, in batches of 2, 2 and 1; random heads draft, so that rounds differ."""
+    drafter = medusa(target)
+    results = {
+        batch: evaluate(
+            target, drafter, PROMPTS, DecodeConfig(batch=batch, prompts=5, max_new_tokens=12)
+        )
+        for batch in (1, 2)
+    }
+    for one, two in zip(*(results[b]["temperatures"] for b in (1, 2)), strict=True):
+        for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "identical"):
+            assert one[key] == two[key], key
+        assert 0 < sum(one["accepted"]) < sum(one["drafted"])
+    assert results[2]["batch"] == 2
+    assert "batch 2," in report.markdown(results[2] | RUN, {})
+
+
+def test_costs_and_seconds_are_those_of_the_batch(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch counts once, by its slowest row; c and v are measured on as many rows."""
+    asked: list[int] = []
+    measure, decode = module.costs, module.decode
+
+    def costs(*args: Any, **options: Any) -> dict[str, float]:
+        asked.append(options["batch"])
+        return measure(*args, **options)
+
+    def timed(*args: Any, **options: Any) -> Any:
+        made = decode(*args, **options)
+        for i, g in enumerate(made):
+            g.seconds = (1 + i) * (0.5 if "drafter" in options else 1.0)
+        return made
+
+    monkeypatch.setattr(module, "costs", costs)
+    monkeypatch.setattr(module, "decode", timed)
+    cfg = DecodeConfig(batch=2, prompts=4, max_new_tokens=9, temperatures=[0.0])
+    results = evaluate(target, medusa(target), PROMPTS, cfg)
+    assert asked == [2]
+    (at,) = results["temperatures"]
+    assert at["speedup"]["value"] == pytest.approx(2.0)
+    assert at["plain_tokens_per_second"]["value"] == pytest.approx(2 * 8 / 2)
