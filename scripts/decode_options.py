@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -11,37 +12,33 @@ from specdec.length import LENGTHS
 from specdec.strategy import TREES, DecodeConfig
 from specdec.verify import RULES
 
-NAMES = (
-    *("gamma", "max_new_tokens", "top_p", "top_k", "rule", "tree", "nodes", "branches", "paths"),
-    *("length", "compile", "greedy_draft", "seed"),
-)
-
 
 def add(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Add the options that both commands have, with `max_new_tokens` as its default."""
-    add = parser.add_argument
-    add("--dtype", default="bfloat16", help="of target and draft")
-    add("--max-new-tokens", type=int, default=max_new_tokens)
-    add("--gamma", type=int, help="default: the depth that was trained")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0)
-    add("--rule", default="auto", help=f"at T > 0: auto, {', '.join(RULES)}")
-    add("--tree", choices=TREES, help="default: a chain")
-    add("--nodes", type=int, default=12, help="of a tree")
-    add("--branches", type=int, default=4, help="children a node, dynamic trees")
-    add("--paths", type=json.loads, help="of a static tree: [[0], [1], [0, 0]]")
-    add("--length", default="fixed", help=f"of a chain: {', '.join(LENGTHS)}")
-    add("--settings", nargs="*", default=[], help="of the length: threshold=0.4")
-    add("--greedy-draft", action="store_true", help="draft greedily at T > 0")
-    add("--compile", action="store_true", help="through torch.compile")
-    add("--seed", type=int, default=0)
+    option = parser.add_argument
+    option("--dtype", default="bfloat16", help="of target and draft")
+    option("--max-new-tokens", type=int, default=max_new_tokens)
+    option("--gamma", type=int, help="default: the depth that was trained")
+    option("--top-p", type=float, default=1.0)
+    option("--top-k", type=int, default=0)
+    option("--rule", default="auto", help=f"at T > 0: auto, {', '.join(RULES)}")
+    option("--tree", choices=TREES, help="default: a chain")
+    option("--nodes", type=int, default=12, help="of a tree")
+    option("--branches", type=int, default=4, help="children a node, dynamic trees")
+    option("--paths", type=json.loads, help="of a static tree: [[0], [1], [0, 0]]")
+    option("--length", default="fixed", help=f"of a chain: {', '.join(LENGTHS)}")
+    option("--settings", nargs="*", default=[], help="of the length: threshold=0.4")
+    option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
+    option("--compile", action="store_true", help="through torch.compile")
+    option("--seed", type=int, default=0)
 
 
 def config(args: argparse.Namespace, **more: Any) -> DecodeConfig:
-    """What was given, checked; `more` are fields that one of the commands alone has.
+    """What was given, checked: every option that is named as a field; `more` are other fields.
 
     Raises UserError for a value that does not fit.
     """
-    given = {name: getattr(args, name) for name in NAMES} | more
+    named = {field.name for field in fields(DecodeConfig)}
+    given = {name: value for name, value in vars(args).items() if name in named} | more
     given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
     return typed(DecodeConfig, given, "decode")

@@ -56,8 +56,8 @@ class SlotLayer(CacheLayerMixin):
             elif where.dim() == 1:
                 buffer.index_copy_(2, where, states)
             else:
-                rows_B1 = torch.arange(len(where), device=where.device)[:, None]
-                buffer[rows_B1, :, where] = states.transpose(1, 2)  # scatter_ copies the buffer
+                assert self.cache.rows_B1 is not None  # not scatter_, which copies the buffer
+                buffer[self.cache.rows_B1, :, where] = states.transpose(1, 2)
         return self.keys[:, :, :shown], self.values[:, :, :shown]
 
     def get_seq_length(self) -> int:
@@ -81,6 +81,7 @@ class SlotCache(Cache):
         self.lengths: list[int] = [0]  # committed slots of each row
         self.scratch = 0  # slots written behind them, the same in every row
         self.slots: slice | Tensor = slice(0, 0)  # that the pass at hand writes
+        self.rows_B1: Tensor | None = None  # beside slots that differ from row to row
         self.shown = 0  # slots that it sees
         self.offset = 0  # where it starts, in the longest row
         self._sees_BSS: Tensor | None = None  # of scratch slots, their ancestors; None: a chain
@@ -117,8 +118,7 @@ class SlotCache(Cache):
         length_B = torch.tensor(self.lengths, device=device)
         fresh_T = torch.arange(start, self.scratch, device=device)
         self.slots = length_B[:, None] + fresh_T
-        if chain and longest == 0:  # rows of a prefill, padded on the right
-            return Place(self.slots)
+        self.rows_B1 = torch.arange(B, device=device)[:, None]
         depth_BT, sees_BTS = self._follow(B, start, fresh_T, parents_BT)
         slot_P = torch.arange(self.shown, device=device)
         inner_BP = slot_P - length_B[:, None]

@@ -6,8 +6,8 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from threading import get_native_id
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -148,7 +148,7 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file; a reader, or what comes after a kill, finds it as it was or as it is now."""
-    partial = path.with_name(f".{path.name}.{get_native_id()}")
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
     partial.write_text(text)
     partial.replace(path)
 

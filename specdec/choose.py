@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.sampler import Sampler, sample
+from specdec.sampler import Sampler, draws, sample
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
 Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens drafted up to it
@@ -114,8 +114,8 @@ class Choose:
         going = [True] * len(q_BWS) if going_B is None else going_B.tolist()
         if self.siblings != "with":
             count = min(count, q_BWS.shape[-1])
-        for q_WS, generator, draws in zip(q_BWS, self.generators, going, strict=True):
-            if not draws:
+        for q_WS, generator, wanted in zip(q_BWS, self.generators, going, strict=True):
+            if not wanted:
                 index.append(torch.zeros(len(q_WS), count, dtype=torch.long, device=q_WS.device))
                 none.append(torch.ones_like(index[-1], dtype=torch.bool))
                 continue
@@ -123,7 +123,7 @@ class Choose:
                 safe = q_WS.clone() if q_WS.sum(-1).min() <= 0 else q_WS
                 if safe is not q_WS:
                     safe[q_WS.sum(-1) <= 0] = 1
-                drawn = torch.multinomial(safe, count, replacement=True, generator=generator)
+                drawn = draws(safe, count, generator)
             else:  # the order of q / Exp(1) is that of draws without replacement
                 race = torch.empty_like(q_WS).exponential_(generator=generator)
                 drawn = (q_WS / race).topk(count, -1).indices

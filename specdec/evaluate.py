@@ -2,11 +2,12 @@
 
 For each temperature, every batch of prompts is answered plainly and speculatively in turn in the
 same process; α is then taken over the target's own plain text, at all its positions and at the
-anchors that the decoder visited. All intervals are bootstraps over prompts.
+anchors that the decoder visited. Intervals are bootstraps over prompts, of seconds over batches.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from specdec.errors import UserError
 from specdec.forcing import Answer, TeacherForcing, answers, batch_of
 from specdec.length import oracle
 from specdec.metrics import Interval, ratio_interval, repetition, visits
+from specdec.policy import Length
 from specdec.sampler import Sampler
 from specdec.strategy import LEARNING, DecodeConfig, Strategy, costs, strategy
 from specdec.target import Target
@@ -42,15 +44,10 @@ def evaluate(
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
+    cfg = replace(cfg, batch=min(cfg.batch, len(chosen)))
     learning = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     how = strategy(cfg, target, drafter, learning or chosen)
-    compiled = {"compiled": cfg.compile}
-    policy = how.length and how.length()
-    speculative = compiled | {"drafter": drafter, "shape": how.shape, "length": policy}
     batches = [chosen[i : i + cfg.batch] for i in range(0, len(chosen), cfg.batch)]
-    for batch in batches if cfg.compile else batches[:1]:  # lengths compile to graphs of their own
-        for options in (compiled, speculative):
-            decode(target, batch, max_new_tokens=cfg.max_new_tokens, **options)
     results = []
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
@@ -107,26 +104,31 @@ def _at(
     plain_seconds, spec_seconds = [], []  # a token
     spent: list[dict[str, float]] = []
     rule = fitting_rule(cfg.rule, how.shape, sampler, cfg.greedy_draft)
-    policy = how.length and how.length()
-    drafts: dict[str, Any] = {
-        "drafter": drafter,
-        "shape": how.shape,
-        "length": policy,
-        "rule": cfg.rule,
-        "greedy_draft": cfg.greedy_draft,
-    }
+
+    def both(policy: Length | None, first: int, repeat: int) -> tuple[list[Generation], ...]:
+        """The batch that starts with prompt `first`, plainly and speculatively."""
+        batch = batches[first // cfg.batch]
+        options: dict[str, Any] = {
+            "max_new_tokens": cfg.max_new_tokens,
+            "sampler": sampler,
+            "seeds": [cfg.seed + i * 1009 + repeat for i in range(first, first + len(batch))],
+            "compiled": cfg.compile,
+        }
+        drafts: dict[str, Any] = {
+            "drafter": drafter,
+            "shape": how.shape,
+            "length": policy,
+            "rule": cfg.rule,
+            "greedy_draft": cfg.greedy_draft,
+        }
+        return decode(target, batch, **options), decode(target, batch, **drafts, **options)
+
+    policy, untimed = (how.length and how.length() for _ in range(2))
     for batch in batches:
-        pairs = []
-        for repeat in range(cfg.repeats):
-            first = len(plain)
-            options: dict[str, Any] = {
-                "max_new_tokens": cfg.max_new_tokens,
-                "sampler": sampler,
-                "seeds": [cfg.seed + i * 1009 + repeat for i in range(first, first + len(batch))],
-                "compiled": cfg.compile,
-            }
-            both = [decode(target, batch, **options), decode(target, batch, **drafts, **options)]
-            pairs.append(both)
+        first = len(plain)
+        if cfg.compile or not first:  # numbers of rows and tokens compile to graphs of their own
+            both(untimed, first, 0)
+        pairs = [both(policy, first, repeat) for repeat in range(cfg.repeats)]
         plain += pairs[0][0]
         spec += pairs[0][1]
         weight.append(_after_the_first(pairs[0][0]))

@@ -140,7 +140,8 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         "",
         "The two predictions differ because Theorem 3.8 takes every position to accept with the "
         "same α, independently; in truth acceptance falls with depth, and rounds start where the "
-        "last one failed. The first uses the measured τ, so what it misses is the decoder itself.",
+        "last one failed. The first uses the measured τ, so what it misses is the decoder itself"
+        f"{', and that a batch waits for its slowest row' * (results['batch'] > 1)}.",
         "",
         "## Acceptance",
         "",
@@ -196,7 +197,10 @@ def _learned(results: dict[str, Any]) -> list[str]:
 
 
 def _pm(x: dict[str, Any], digits: int = 3) -> str:
-    return f"{x['value']:.{digits}f} [{x['low']:.{digits}f}, {x['high']:.{digits}f}]"
+    value = f"{x['value']:.{digits}f}"
+    if x["low"] == x["high"]:  # of a single prompt or batch there is no interval
+        return value
+    return f"{value} [{x['low']:.{digits}f}, {x['high']:.{digits}f}]"
 
 
 def _identical(at: dict[str, Any], results: dict[str, Any]) -> str:

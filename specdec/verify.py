@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError, nearest
+from specdec.sampler import sample
 
 
 class Law(NamedTuple):
@@ -381,7 +382,7 @@ def verify(
         child_B1 = child_BC.gather(1, taken_BC.long().argmax(-1, keepdim=True))
         at_B = torch.where(going_B1, child_B1 + 1, at_B[:, None])[:, 0]
         next_BV = p_of(at_B)
-    next_B = torch.multinomial(next_BV, 1, generator=generator)[:, 0]
+    next_B = sample(next_BV, generator)
     return _verdict(at_B, next_B, parents_BN)
 
 
@@ -389,9 +390,9 @@ def draw(
     law: Law, parents_BN: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Verdict:
     """A verdict from a law: first where the path ends, then the next token."""
-    end_B = torch.multinomial(law.stop_BM, 1, generator=generator)[:, 0]
+    end_B = sample(law.stop_BM, generator)
     row_B = torch.arange(len(end_B), device=end_B.device)
-    next_B = torch.multinomial(law.next_BMV[row_B, end_B], 1, generator=generator)[:, 0]
+    next_B = sample(law.next_BMV[row_B, end_B], generator)
     return _verdict(end_B, next_B, _parents(law.stop_BM[:, 1:], parents_BN))
 
 

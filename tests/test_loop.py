@@ -406,17 +406,19 @@ def test_no_shard_of_features_is_left_out_when_a_process_is_slow_to_look(
     target = Target.load(cfg.target)
     drafter = pipeline._drafter(cfg, target, [])
     rows = [Row([1, n, 2], [True] * 3, [0] * 3, [0, 1, 2]) for n in range(3, 9)]
-    look, together = features.Disk.missing, threading.Barrier(2)
+    look, together, ahead = features.Disk.missing, threading.Barrier(2), threading.Event()
 
     def missing(store: features.Disk) -> list[int]:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.5)
+            ahead.wait(10)
         return look(store)
 
+    def wait() -> None:
+        ahead.set()  # the main thread waits for the other, or has filled its share
+        together.wait(10)
+
     def share(rank: int) -> features.Online:
-        everyone: Any = SimpleNamespace(
-            num_processes=2, process_index=rank, wait_for_everyone=lambda: together.wait(10)
-        )
+        everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
             return pipeline._features(cfg, target, drafter, [], "train", everyone, bar)
 

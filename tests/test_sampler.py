@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.sampler import Sampler, sample
+from specdec.sampler import Sampler, draws, sample
 
 INF = math.inf
 SETTINGS = [
@@ -68,7 +68,7 @@ def test_against_the_slow_reference(sampler: Sampler) -> None:
     assert got.dtype == torch.float32
     assert torch.equal(got > 1e-30, wanted > 1e-30)
     assert torch.allclose(got, wanted, atol=1e-6 * max(1, 10 / sampler.temperature))
-    assert torch.equal(got, sampler.log_probs(logits).exp())
+    assert torch.allclose(got, sampler.log_probs(logits).exp(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("sampler", SETTINGS, ids=NAMES)
@@ -283,6 +283,28 @@ def test_sample_follows_probabilities() -> None:
     assert counts[1] == 0
     possible = weights > 0
     assert ((counts - expected) ** 2 / expected)[possible].sum() < 21.1
+
+
+def test_draws_of_a_row_are_independent() -> None:
+    """Pairs of two draws, 3 tokens that can occur, 8 degrees of freedom: 31.8 is exceeded once in
+    10,000 times. A mass that is nearly nothing is all there is."""
+    weights = torch.tensor([0.0, 3.0, 1.0, 0.0, 2.0, 0.0])
+    pairs = draws(weights.expand(30_000, 6), 2, torch.Generator().manual_seed(6))
+    counts = torch.bincount(pairs[:, 0] * 6 + pairs[:, 1], minlength=36).view(6, 6)
+    expected = 30_000 * weights[:, None] * weights / weights.sum() ** 2
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    assert ((counts - expected) ** 2 / expected)[possible].sum() < 31.8
+    for only in (torch.tensor([[0.0, 0.0, 1e-38]]), torch.tensor([[1e-38, 0.0, 0.0]])):
+        assert (draws(only, 50) == only.argmax()).all()
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan, INF])
+def test_nothing_is_drawn_from_a_row_without_mass(weight: float) -> None:
+    probs = torch.full((2, 5), 0.2)
+    probs[1] = weight
+    with pytest.raises(RuntimeError, match="nothing to draw from"):
+        draws(probs, 1)
 
 
 def test_sample_keeps_shapes_and_rows() -> None:

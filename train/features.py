@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import get_native_id
+from uuid import uuid4
 
 import torch
 from rich.progress import Progress
@@ -114,7 +114,7 @@ class Disk(Online):
             for i in range(s * SHARD, min((s + 1) * SHARD, len(self.rows))):
                 tensors |= {f"{i}.{name}": x for name, x in self._row(i).items()}
                 progress.advance(task, len(self.rows[i].ids))
-            partial = self._file(s).with_suffix(f".partial-{get_native_id()}")
+            partial = self._file(s).with_suffix(f".partial-{uuid4().hex}")
             save_file(tensors, partial)
             partial.rename(self._file(s))
         progress.remove_task(task)

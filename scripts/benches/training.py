@@ -44,7 +44,10 @@ def loss_memory(kind: str, positions: int) -> None:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     whole = slice(0, positions)
-    loss = part(hidden, whole)[0] if kind == "plain" else chunked(part, hidden, [head], 256)[0]
+    if kind == "plain":
+        loss, _ = part(hidden, whole)
+    else:
+        loss, _ = chunked(part, hidden, [head], LossConfig().chunk)
     loss.backward()
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
