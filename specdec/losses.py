@@ -32,7 +32,7 @@ class LossConfig:
     depth_decay: float = 0.8
     beta: float = 0.5  # jsd: the weight of p in the mixture
     eta: float = 3.0  # lk_hybrid: how fast KL gives way to TV as α grows
-    chunk: int = 512  # anchors whose logits exist at a time
+    chunk: int = 256  # anchors whose logits exist at a time
 
     def __post_init__(self) -> None:
         require(self.chunk >= 1, f"loss.chunk={self.chunk}: give 1 or more")
