@@ -139,8 +139,11 @@ def strategy(
         raise UserError(
             f"decode.length={cfg.length} reads q: {drafter.config.name} copies tokens and has none"
         )
-    measured: dict[str, Any] = {"compiled": cfg.compile, "new": cfg.max_new_tokens}
-    measured["batch"] = cfg.batch
+    measured: dict[str, Any] = {
+        "compiled": cfg.compile,
+        "batch": cfg.batch,
+        "new": cfg.max_new_tokens,
+    }
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(

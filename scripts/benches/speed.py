@@ -291,10 +291,10 @@ def trees(
     require(bool(chosen), f"fewer held-out prompts than {count + 1}: give a smaller --prompts")
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
     found = acceptance_by_rank(target, drafter, chosen, new, depth)
-    for nodes in (6, 12):
+    for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
         if drafter.config.name != "medusa":
-            shapes[f"dynamic, {nodes} nodes"] = Dynamic(depth, nodes, 4)
+            shapes[f"dynamic, {nodes} nodes"] = Dynamic(depth, nodes, max(4, nodes // 4))
         else:
             shapes[f"best-first, {nodes} nodes"] = BestFirst(depth, nodes)
     made: dict[str, list[Generation]] = {name: [] for name in shapes}
