@@ -9,6 +9,7 @@ Letters: B batch, T tokens of a pass, S scratch slots, P slots in all, H heads, 
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,7 +36,13 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
-        self.cache = cache
+        self._cache = ref(cache)  # weakly: in a cycle, its memory would wait for the collector
+
+    @property
+    def cache(self) -> "SlotCache":
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]

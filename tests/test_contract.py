@@ -3,12 +3,15 @@
 Run alone: python -m pytest tests/test_contract.py
 """
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from specdec import checkpoint, export
+from specdec.cache import SlotCache
 from specdec.choose import Choose
 from specdec.context import Context, Proposal
 from specdec.decode import decode, generate
@@ -372,3 +375,27 @@ class _Tokenizer:
 
     def save_pretrained(self, folder) -> None:
         (folder / "tokenizer.json").write_text("{}")
+
+
+def test_the_memory_of_a_generation_is_free_when_it_ends(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the garbage collector: caches of large batches would pile up between its rounds."""
+    made: list[weakref.ref[SlotCache]] = []
+    build = SlotCache.__init__
+
+    def recorded(cache: SlotCache, layers: int, capacity: int | None = None) -> None:
+        build(cache, layers, capacity)
+        made.append(weakref.ref(cache))
+
+    monkeypatch.setattr(SlotCache, "__init__", recorded)
+    gc.collect()
+    gc.disable()
+    try:
+        prompts = [text(1)[0].tolist(), text(2, 9)[0].tolist()]
+        decode(target, prompts, max_new_tokens=6, drafter=drafter, shape=Chain(drafter.depth))
+        alive = sum(cache() is not None for cache in made)
+    finally:
+        gc.enable()
+    assert made
+    assert alive == 0
