@@ -53,18 +53,19 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.keys.shape[2] < self.cache.capacity:
-            self.keys = _grown(self.keys, self.cache.capacity)
-            self.values = _grown(self.values, self.cache.capacity)
-        where, shown = self.cache.slots, self.cache.shown
+        cache = self.cache
+        if self.keys.shape[2] < cache.capacity:
+            self.keys = _grown(self.keys, cache.capacity)
+            self.values = _grown(self.values, cache.capacity)
+        where, shown = cache.slots, cache.shown
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if isinstance(where, slice):
                 buffer[:, :, where] = states
             elif where.dim() == 1:
                 buffer.index_copy_(2, where, states)
             else:
-                assert self.cache.rows_B1 is not None  # not scatter_, which copies the buffer
-                buffer[self.cache.rows_B1, :, where] = states.transpose(1, 2)
+                assert cache.rows_B1 is not None  # not scatter_, which copies the buffer
+                buffer[cache.rows_B1, :, where] = states.transpose(1, 2)
         return self.keys[:, :, :shown], self.values[:, :, :shown]
 
     def get_seq_length(self) -> int:

@@ -8,6 +8,7 @@ Letters: B rows of the batch, S draft vocabulary, K depths.
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -106,7 +107,7 @@ class AcceptanceByDepth:
         return found
 
 
-class Adaptive(Whole):
+class Adaptive(Whole, ABC):
     """The γ of the highest rate that acceptance so far promises, and rarely one more.
 
     Explores by counting rounds, never by chance: the same rounds give the same lengths. It
@@ -118,9 +119,9 @@ class Adaptive(Whole):
         self.acceptance = AcceptanceByDepth(config)
         self.rounds = 0
 
+    @abstractmethod
     def rates(self, alpha: list[float], batch: int) -> list[float]:
         """Tokens over time by γ = 0 … limit, in whatever unit of time."""
-        raise NotImplementedError
 
     def gamma(self, batch: int) -> int:
         self.rounds += 1

@@ -16,7 +16,7 @@ from specdec.choose import Choose
 from specdec.context import Needs
 from specdec.decode import Rows, capacity, fitting_rule, generate
 from specdec.disco import Disco, Recorder, fit
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, last_of
 from specdec.errors import UserError, nearest, require, typed
 from specdec.length import LENGTHS, CostTable, Goodput, length
 from specdec.policy import Length
@@ -212,13 +212,15 @@ def costs(
     and the anchor, one drafting. From them c = draft / (γ · step), the cost of one draft step
     over one target step (γ the depth of the shape), and v = verify / step. `new`: the tokens that
     decoding makes room for, which a compiled pass depends on."""
-    rows = Rows([prompt] * batch, target.device)
+    half = max(1, len(prompt) // 2)
+    prompts = [prompt[b % half :] for b in range(batch)]  # of unlike length, as rows come to be
+    rows = Rows(prompts, target.device)
     cache = target.new_cache(capacity(len(prompt) + new, drafter, shape) if compiled else None)
     draft_cache = drafter.new_cache()
     features, final = target.features(rows.ids(), drafter.needs, cache=cache)
-    counts = [len(prompt)] * batch
+    counts = [len(p) for p in prompts]
     cache.keep(counts)
-    first = target.logits(final[:, -1]).argmax(-1).tolist()
+    first = target.logits(last_of(final, counts)).argmax(-1).tolist()
     rows.extend([[token] for token in first], features, counts, None)
     choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
     ctx = rows.context()

@@ -7,6 +7,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 `target_logits[a + k]`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from specdec.target import Target
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     """Proposes tokens. A family gives `plan`, `hidden` and `unembed`; the rest follows.
 
     A drafter is made of its config (what the user chose) and its shape (a JSON-able dict of
@@ -52,12 +53,12 @@ class Drafter(nn.Module):
             self.vocab_S = torch.arange(size)
 
     @classmethod
+    @abstractmethod
     def plan(cls, config: Any, target: "Target") -> dict[str, Any]:
         """The shape of a drafter with this config for this target.
 
         "target_vocab" is always there; "draft_vocab" where the draft vocabulary is pruned.
         """
-        raise NotImplementedError
 
     @classmethod
     def build(cls, config: Any, target: "Target", vocab_S: Tensor | None = None) -> Self:
@@ -96,17 +97,17 @@ class Drafter(nn.Module):
         """Depths that the loss is taken over; fewer than `depth` where depths are alike."""
         return self.depth
 
+    @abstractmethod
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Hidden states [B, A, K, D] of every depth at every anchor.
 
         `drafted_BAk` are the k = K - 1 tokens drafted so far after each anchor; None stands for
         the text's own next tokens at the trained depth (teacher forcing), K = `depth`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """Draft logits [..., S] of depth k from hidden states [..., D]."""
-        raise NotImplementedError
 
     def unembed_parameters(self) -> list[nn.Parameter]:
         """The trained parameters that `unembed` reads."""

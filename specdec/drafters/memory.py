@@ -7,6 +7,7 @@ the target, and nothing of what was drafted.
 Letters: B batch, T time, A anchors, K depth, V vocabulary, N drafted nodes.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -59,9 +60,9 @@ class Copying(Drafter):
     def plan(cls, config: Any, target: "Target") -> dict[str, Any]:
         return {"target_vocab": target.vocab_size, "draft_vocab": None}
 
+    @abstractmethod
     def memory(self) -> Any:
         """An empty memory, as `Memory` where the family does not draft by itself."""
-        raise NotImplementedError
 
     def new_cache(self) -> Memories:
         return Memories()
