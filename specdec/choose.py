@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.sampler import Sampler, draws, sample
+from specdec.sampler import Sampler
+from specdec.verify import draws, sample
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
 Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens drafted up to it

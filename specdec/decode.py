@@ -364,6 +364,8 @@ def _judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) 
     """The verdict on each row, drawn with its own generator."""
     tokens_BN, parents_BN, q_BNV = proposal.tokens_BN, proposal.parents_BN, proposal.q_BNV
     if choose.sampler.greedy:
+        if rule.at_zero is not None:
+            return rule.at_zero(tokens_BN, parents_BN, logits_BMV.float())
         return greedy(tokens_BN, parents_BN, logits_BMV.float().argmax(-1))
     verdicts = []
     drafted = [

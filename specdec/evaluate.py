@@ -149,8 +149,8 @@ def _at(
     forced = _forced(target, drafter, plain, sampler, gamma)
     return {
         "temperature": sampler.temperature,
-        "rule": "greedy" if sampler.greedy else rule_name(rule),
-        "lossless": sampler.greedy or rule.lossless,
+        "rule": "greedy" if sampler.greedy and rule.at_zero is None else rule_name(rule),
+        "lossless": rule.keeps_p(sampler.greedy),
         "pairs": [(r.drafted, r.accepted) for r in rounds],
         "drafted_per_round": sum(r.nodes for r in rounds) / max(1, len(rounds)),
         "tau": _interval([g.emitted for g in spec], [len(g.rounds) for g in spec]),

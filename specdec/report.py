@@ -206,8 +206,10 @@ def _pm(x: dict[str, Any], digits: int = 3) -> str:
 def _identical(at: dict[str, Any], results: dict[str, Any]) -> str:
     if at["identical"] is None:
         return "by distribution"
-    near_ties = "" if results["dtype"] == "float32" else " (near-ties flip outside float32)"
-    return f"{at['identical']} of {results['prompts']}{near_ties}"
+    why = "" if results["dtype"] == "float32" else " (near-ties flip outside float32)"
+    if not at["lossless"]:
+        why = f" ({at['rule']} is lossy)"
+    return f"{at['identical']} of {results['prompts']}{why}"
 
 
 def _bound(at: dict[str, Any]) -> str:

@@ -264,11 +264,21 @@ def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
         ]
     ]  # fmt: skip
     assert kept[1] > kept[0]
+    zero = [
+        decode(target, PROMPTS, max_new_tokens=24, drafter=drafter, eos=(), rule=rule)
+        for rule in ("auto", "typical", "lenience:factor=1", "lenience:factor=0.2")
+    ]  # at T = 0
+    ids = [[g.ids for g in made] for made in zero]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    rounds = [sum(len(g.rounds) for g in made) for made in zero]
+    assert rounds[3] < rounds[2]
     for wrong, words in (
         ("lenience:foo=1", "known: factor"),
         ("block:x=1", "no parameters"),
         ("lenience:factor", "factor=0.8"),
         ("lenient", "lenience"),
+        ("lenience:factor=2", "factor=2.0; give"),
+        ("lenience:factor=nan", "factor=nan; give"),
     ):
         with pytest.raises(UserError, match=words):
             DecodeConfig(rule=wrong)

@@ -51,6 +51,19 @@ def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
     assert "batch 2," in report.markdown(results[2] | RUN, {})
 
 
+def test_a_lossy_rule_is_called_so(target: Target) -> None:
+    """Typical acceptance at T = 0 is greedy decoding; lenience is lossy at every temperature."""
+    for rule, lossy in (("typical", [False, True]), ("lenience:factor=0.1", [True, True])):
+        cfg = DecodeConfig(prompts=3, max_new_tokens=8, rule=rule)
+        results = evaluate(target, medusa(target), PROMPTS, cfg)
+        at = results["temperatures"]
+        assert [not t["lossless"] for t in at] == lossy
+        assert at[0]["rule"] == (rule if lossy[0] else "greedy") and at[1]["rule"] == rule
+        text = report.markdown(results | RUN, {})
+        assert text.count("LOSSY") == sum(lossy)
+        assert (f"({rule} is lossy)" in text) == lossy[0]
+
+
 def test_costs_and_seconds_are_those_of_the_batch(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

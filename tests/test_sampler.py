@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.sampler import Sampler, draws, sample
+from specdec.sampler import Sampler
+from specdec.verify import draws, sample
 
 INF = math.inf
 SETTINGS = [

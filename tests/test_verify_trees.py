@@ -27,6 +27,7 @@ from specdec.verify import (
     greedy,
     kseq,
     law,
+    lenience_at_zero,
     point_mass,
     recursive,
     rejection,
@@ -507,7 +508,8 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
 
 
 def test_lossy_rules_are_flagged_and_are_lossy() -> None:
-    assert {name for name, rule in RULES.items() if not rule.lossless} == {"typical", "lenience"}
+    lossy = [{n for n, rule in RULES.items() if not rule.keeps_p(zero)} for zero in (False, True)]
+    assert lossy == [{"typical", "lenience"}, {"lenience"}]
     p, q = cases(SHAPES["binary"], 3)
     assert error(RULES["typical"], SHAPES["binary"], p, q, "without") > 0.1
     p, q = cases(CHAIN, 3)
@@ -530,6 +532,31 @@ def test_lenience_bounds_every_token() -> None:
     for factor in (0.0, 1.5):
         with pytest.raises(ValueError, match="factor"):
             judged(RULES["lenience"].tuned(factor=factor), [-1], p, q, found)
+
+
+def test_lenience_at_zero_by_hand() -> None:
+    """p = (.5, .3, .2) everywhere; factor .5 keeps token 1 (.3 >= .25) and not token 2, factor .7
+    neither, factor .4 both. The next token is the argmax, 0, and the deepest path wins."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 5, 3) + 7  # logits are not log p
+    tokens, parents = torch.tensor([[1, 0, 1, 2]]), torch.tensor([[-1, -1, 0, 2]])
+    for factor, path in ((0.7, [1]), (0.5, [0, 2]), (0.4, [0, 2, 3])):
+        rule = RULES["lenience"].tuned(factor=factor)
+        assert rule.at_zero is not None
+        verdict = rule.at_zero(tokens, parents, logits)
+        assert verdict.path_BN.tolist() == [path] and verdict.next_B.tolist() == [0]
+    none = lenience_at_zero(torch.tensor([[-1, -1]]), None, logits[:, :3])
+    assert none.accepted_B.tolist() == [0]
+    g = torch.Generator().manual_seed(1)
+    for _ in range(50):  # without lenience it is `greedy`, where no two logits tie
+        drafted = torch.randint(-1, 3, (6, 5), generator=g)
+        drafted = drafted.where((drafted >= 0).cumprod(-1).bool(), -1)
+        among = torch.randn(6, 6, 3, generator=g)
+        strict = lenience_at_zero(drafted, None, among, 1.0)
+        best = greedy(drafted, None, among.argmax(-1))
+        assert all(torch.equal(a, b) for a, b in zip(strict, best, strict=True))
+    for factor in (0.0, 1.5):
+        with pytest.raises(ValueError, match="factor"):
+            lenience_at_zero(tokens, parents, logits, factor)
 
 
 def test_typical_by_hand() -> None:
