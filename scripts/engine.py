@@ -6,8 +6,10 @@ project:
     .venv-serving/bin/python scripts/engine.py --target DIR --draft DIR --method eagle3 \
         --gamma 3 --prompts ids.json --max-new-tokens 64 --dtype float32 --out counts.json
 
-`ids.json` is a list of lists of token ids. At T > 0 the engine's CPU kernels read uninitialised
-memory (vLLM issue 55005), so sampled decoding is not offered.
+`ids.json` is a list of lists of token ids. With `--ours`, our decoder's answers to them, every
+answer is served once more, up to where the engine's first left ours: in bfloat16 near-ties flip,
+and counts compare over the text that both wrote, not over two texts. At T > 0 the engine's CPU
+kernels read uninitialised memory (vLLM issue 55005), so sampled decoding is not offered.
 """
 
 import argparse
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--ours", type=Path, help="JSON: a list of token ids for each prompt")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
@@ -57,28 +60,44 @@ def main() -> None:
         speculative_config=speculative,
     )
     prompts = json.loads(args.prompts.read_text())
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_new_tokens)
-    for prompt in (prompts[0], max(prompts, key=len)):  # warms up, as our side does
-        engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
-    before = _counts(engine)
-    started = time.perf_counter()
-    ids = []
-    for prompt in prompts:  # one at a time: in bfloat16 a batch's composition flips near-ties
-        out = engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
-        ids.append(list(out[0].outputs[0].token_ids))
-    seconds = time.perf_counter() - started
-    counts = {
-        name: [n - b for n, b in zip(values, before[name], strict=True)]
-        for name, values in _counts(engine).items()
-    }
-    result = {
-        "ids": ids,
-        "drafts": sum(counts.get("num_drafts", [])),
-        "accepted": sum(counts.get("num_accepted_tokens", [])),
-        "accepted_per_pos": counts.get("num_accepted_tokens_per_pos", []),
-        "tokens_per_second": sum(map(len, ids)) / seconds,
-    }
+
+    def served(prompts: list[list[int]], limits: list[int]) -> dict[str, Any]:
+        """Answers of at most so many tokens, one at a time: in bfloat16 the composition of a
+        batch flips near-ties."""
+        before, started, ids = _counts(engine), time.perf_counter(), []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            params = SamplingParams(temperature=0.0, max_tokens=limit)
+            out = engine.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+            ids.append(list(out[0].outputs[0].token_ids))
+        seconds = time.perf_counter() - started
+        counts = {
+            name: [n - b for n, b in zip(values, before[name], strict=True)]
+            for name, values in _counts(engine).items()
+        }
+        return {
+            "ids": ids,
+            "drafts": sum(counts.get("num_drafts", [])),
+            "accepted": sum(counts.get("num_accepted_tokens", [])),
+            "accepted_per_pos": counts.get("num_accepted_tokens_per_pos", []),
+            "tokens_per_second": sum(map(len, ids)) / seconds,
+        }
+
+    warm_up = [prompts[0], max(prompts, key=len)]  # as on our side
+    served(warm_up, [args.max_new_tokens] * len(warm_up))
+    result = served(prompts, [args.max_new_tokens] * len(prompts))
+    if args.ours:
+        ours = json.loads(args.ours.read_text())
+        alike = [_alike(*pair) for pair in zip(result["ids"], ours, strict=True)]
+        some = [i for i, n in enumerate(alike) if n > 0]
+        result["alike"] = alike
+        result["shared"] = served([prompts[i] for i in some], [alike[i] for i in some])
     args.out.write_text(json.dumps(result))
+
+
+def _alike(one: list[int], two: list[int]) -> int:
+    """How many tokens two answers begin with in common."""
+    same = [a == b for a, b in zip(one, two, strict=False)]
+    return same.index(False) if False in same else len(same)
 
 
 def _counts(engine: Any) -> dict[str, list[int]]:

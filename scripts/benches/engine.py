@@ -31,15 +31,6 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
     drafter = next(iter(drafts_of([folder], target).values()))
     gamma = gamma or drafter.depth
     asked = held_out(folder, target, count)
-    with tempfile.TemporaryDirectory() as where:
-        root = Path(where)
-        export.write(root / "draft", drafter, target)
-        target.save(root / "target")
-        (root / "prompts.json").write_text(json.dumps(asked))
-        theirs = {
-            "speculative": _serve(venv, root, METHODS[family], gamma, new, dtype),
-            "plain": _serve(venv, root, "none", gamma, new, dtype),
-        }
     variants: dict[str, dict[str, Any]] = {
         "plain": {},
         "speculative": {"drafter": drafter, "gamma": gamma},
@@ -61,13 +52,28 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
                 made[name].append(result)
                 spent[name] += seconds
             progress.advance(task)
+    with tempfile.TemporaryDirectory() as where:
+        root = Path(where)
+        export.write(root / "draft", drafter, target)
+        target.save(root / "target")
+        (root / "prompts.json").write_text(json.dumps(asked))
+        (root / "ours.json").write_text(json.dumps([g.ids for g in made["speculative"]]))
+        theirs = {
+            "speculative": _serve(venv, root, METHODS[family], gamma, new, dtype),
+            "plain": _serve(venv, root, "none", gamma, new, dtype),
+        }
+    both = theirs["speculative"]
+    alike = both["alike"]
+    shared = [
+        generate(target, prompt, max_new_tokens=n, drafter=drafter, gamma=gamma)
+        for prompt, n in zip(asked, alike, strict=True)
+        if n > 0
+    ]
     table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
     for name, counts in theirs.items():
-        drafts = counts["drafts"]
-        by_position = " ".join(f"{a / drafts:.3f}" for a in counts["accepted_per_pos"])
-        tau = f"{1 + counts['accepted'] / drafts:.3f}" if drafts else ""
-        speed = f"{counts['tokens_per_second']:.1f}"
-        table.add_row(f"vLLM, {name}", tau, by_position if drafts else "", str(drafts), "", speed)
+        drafts, speed = counts["drafts"], f"{counts['tokens_per_second']:.1f}"
+        by_position = " ".join(f"{a / drafts:.3f}" for a in counts["accepted_per_pos"] if drafts)
+        table.add_row(f"vLLM, {name}", _tau(counts), by_position, str(drafts), "", speed)
     for name, results in made.items():
         rounds = [r for g in results for r in g.rounds]
         by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(gamma)]
@@ -75,7 +81,7 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         same = sum(g.ids == ids for g, ids in zip(results, engines, strict=True))
         table.add_row(
             f"ours, {name}",
-            f"{sum(g.emitted for g in results) / len(rounds):.3f}" if "spec" in name else "",
+            _pooled(results) if "spec" in name else "",
             " ".join(f"{a:.3f}" for a in by_position) if "spec" in name else "",
             str(len(rounds)),
             f"{same} of {len(asked)}",
@@ -87,12 +93,26 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         "runs eagerly (enforce_eager), as scripts/engine.py starts its CPU engine"
     )
     console.print(table)
+    console.print(
+        f"over the {sum(alike)} of {sum(map(len, both['ids']))} tokens up to where the eager "
+        f"answers part: τ {_tau(both['shared'])} in vLLM, {_pooled(shared)} here"
+    )
+
+
+def _tau(counts: dict[str, Any]) -> str:
+    return f"{1 + counts['accepted'] / counts['drafts']:.3f}" if counts["drafts"] else ""
+
+
+def _pooled(made: list[Generation]) -> str:
+    return f"{sum(g.emitted for g in made) / max(1, sum(len(g.rounds) for g in made)):.3f}"
 
 
 def _serve(venv: Path, root: Path, method: str, gamma: int, new: int, dtype: str) -> dict[str, Any]:
     arguments = ["--target", root / "target", "--draft", root / "draft", "--method", method]
     arguments += ["--gamma", gamma, "--dtype", dtype, "--prompts", root / "prompts.json"]
     arguments += ["--max-new-tokens", new, "--out", root / "counts.json"]
+    if method != "none":
+        arguments += ["--ours", root / "ours.json"]
     command = [venv / "bin" / "python", HERE / "engine.py", *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
