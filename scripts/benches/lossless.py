@@ -19,10 +19,12 @@ from specdec.verify import RULES, Law, Rule
 
 
 def lossless(folders: list[Path], count: int, new: int, trees: bool, batches: list[int]) -> None:
-    """Every draft × chain and tree × batch: the same ids as plain greedy decoding, in float32."""
+    """Every draft × chain and tree × batch: the same ids as plain greedy decoding, in float32.
+    Some hours for all of them; each line is printed as soon as it is known."""
     target = target_of(folders[0], "float32")
     asked = held_out(folders[0], target, count)
-    table = Table("draft", "shape", "batch", "identical", "τ")
+    console.print(f"{len(asked)} held-out prompts, {new} new tokens, greedy, float32")
+    console.print(f"{'draft':16}{'shape':9}{'batch':>5}  {'identical':12}τ")
     with bars(console) as progress:
         task = progress.add_task("plain", total=len(asked))
         plain = []
@@ -52,15 +54,11 @@ def lossless(folders: list[Path], count: int, new: int, trees: bool, batches: li
                         progress.update(
                             task, advance=len(part), description=f"{label}: {same} the same"
                         )
-                    table.add_row(
-                        name,
-                        type(shape).__name__,
-                        str(batch),
-                        f"{same} of {len(asked)}",
-                        f"{emitted / rounds:.3f}",
+                    progress.remove_task(task)
+                    console.print(
+                        f"{name:16}{type(shape).__name__:9}{batch:5}  "
+                        f"{f'{same} of {len(asked)}':12}{emitted / rounds:.3f}"
                     )
-    console.print(f"{len(asked)} held-out prompts, {new} new tokens, greedy, float32")
-    console.print(table)
 
 
 def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
