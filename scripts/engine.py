@@ -6,10 +6,10 @@ project:
     .venv-serving/bin/python scripts/engine.py --target DIR --draft DIR --method eagle3 \
         --gamma 3 --prompts ids.json --max-new-tokens 64 --dtype float32 --out counts.json
 
-`ids.json` is a list of lists of token ids. With `--ours`, our decoder's answers to them, every
-answer is served once more, up to where the engine's first left ours: in bfloat16 near-ties flip,
-and counts compare over the text that both wrote, not over two texts. At T > 0 the engine's CPU
-kernels read uninitialised memory (vLLM issue 55005), so sampled decoding is not offered.
+`ids.json` is a list of lists of token ids. With `--ours`, our decoder's answers to them, our texts
+are also served in pieces: in bfloat16 near-ties flip, so wherever the engine leaves our text it is
+put back on it, and counts compare over text that both write. At T > 0 the engine's CPU kernels
+read uninitialised memory (vLLM issue 55005), so sampled decoding is not offered.
 """
 
 import argparse
@@ -82,15 +82,24 @@ def main() -> None:
             "tokens_per_second": sum(map(len, ids)) / seconds,
         }
 
+    def pieces(prompt: list[int], text: list[int]) -> list[dict[str, Any]]:
+        """The stretches of our `text` that the engine writes too, each with its counts. A stretch
+        ends γ tokens early: the last round's draft is then of tokens that both write."""
+        found, start = [], 0
+        while start < len(text):
+            before = prompt + text[:start]
+            alike = _alike(served([before], [len(text) - start])["ids"][0], text[start:])
+            if alike > args.gamma + 1:
+                found.append(served([before], [alike - args.gamma]) | {"start": start})
+            start += alike + 1
+        return found
+
     warm_up = [prompts[0], max(prompts, key=len)]  # as on our side
     served(warm_up, [args.max_new_tokens] * len(warm_up))
     result = served(prompts, [args.max_new_tokens] * len(prompts))
     if args.ours:
         ours = json.loads(args.ours.read_text())
-        alike = [_alike(*pair) for pair in zip(result["ids"], ours, strict=True)]
-        some = [i for i, n in enumerate(alike) if n > 0]
-        result["alike"] = alike
-        result["shared"] = served([prompts[i] for i in some], [alike[i] for i in some])
+        result["pieces"] = [pieces(*pair) for pair in zip(prompts, ours, strict=True)]
     args.out.write_text(json.dumps(result))
 
 

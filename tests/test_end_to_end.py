@@ -88,11 +88,9 @@ def plain(target: Target, asked: list[list[int]]) -> list[list[int]]:
     return [generate(target, p, max_new_tokens=NEW).ids for p in asked]
 
 
-def decoded(
-    target: Target, drafter: Drafter, asked: list[list[int]], new: int = NEW
-) -> list[Generation]:
+def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Generation]:
     gamma = min(3, drafter.depth)
-    return [generate(target, p, max_new_tokens=new, drafter=drafter, gamma=gamma) for p in asked]
+    return [generate(target, p, max_new_tokens=NEW, drafter=drafter, gamma=gamma) for p in asked]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -176,22 +174,25 @@ def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
 def test_vllm_accepts_what_our_decoder_accepts(
-    runs: Path, asked: list[list[int]], tmp_path: Path, name: str, dtype: str
+    runs: Path,
+    asked: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: str,
 ) -> None:
     """float32: the same ids, and accepted counts per position within 0.5 % of the drafted ones.
     bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote: within
     2 %."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benches.engine import METHODS, on_shared_text, serve
+
     target = Target.load(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
-    float32 = checkpoint.load(runs / name / "best", target, torch.float32)
-    export.write(tmp_path / "draft", float32, target)
-    target.save(tmp_path / "target")
     drafter = checkpoint.load(runs / name / "best", target)
     results = decoded(target, drafter, asked)
-    (tmp_path / "prompts.json").write_text(json.dumps(asked))
-    (tmp_path / "ours.json").write_text(json.dumps([g.ids for g in results]))
-    theirs = served(
-        tmp_path, {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}[name], dtype
-    )
+    export.write(tmp_path / "draft", drafter, target)
+    target.save(tmp_path / "target")
+    theirs = serve(tmp_path, METHODS[name], results, 3, NEW, dtype)
     if dtype == "float32":
         assert theirs["ids"] == [g.ids for g in results]
         rounds = [r for g in results for r in g.rounds]
@@ -200,26 +201,9 @@ def test_vllm_accepts_what_our_decoder_accepts(
         for ours, engine in zip(counted, theirs["accepted_per_pos"], strict=True):
             assert abs(ours - engine) <= 0.005 * len(rounds)
     else:
-        assert sum(theirs["alike"]) > 0.5 * sum(len(g.ids) for g in results)
-        shared = [
-            decoded(target, drafter, [prompt], new=n)[0]
-            for prompt, n in zip(asked, theirs["alike"], strict=True)
-            if n > 0
-        ]
-        assert theirs["shared"]["ids"] == [g.ids for g in shared]
-        tau = sum(g.emitted for g in shared) / sum(len(g.rounds) for g in shared)
-        engine = theirs["shared"]
-        assert 1 + engine["accepted"] / engine["drafts"] == pytest.approx(tau, rel=0.02)
-
-
-def served(folder: Path, method: str, dtype: str) -> dict:
-    """Counts of the engine, run in its own environment."""
-    venv = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", ROOT / ".venv-serving"))
-    arguments = ["--target", folder / "target", "--draft", folder / "draft", "--method", method]
-    arguments += ["--gamma", 3, "--dtype", dtype, "--prompts", folder / "prompts.json"]
-    arguments += ["--ours", folder / "ours.json"]
-    arguments += ["--max-new-tokens", NEW, "--out", folder / "counts.json"]
-    command = [venv / "bin" / "python", ROOT / "scripts" / "engine.py", *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "counts.json").read_text())
+        ours, pieces = on_shared_text(target, drafter, 3, results, theirs["pieces"])
+        written = sum(len(g.ids) for g in ours)
+        assert written > 0.4 * sum(len(g.ids) for g in results)
+        engine = 1 + sum(p["accepted"] for p in pieces) / sum(p["drafts"] for p in pieces)
+        tau = sum(g.emitted for g in ours) / sum(len(g.rounds) for g in ours)
+        assert engine == pytest.approx(tau, rel=0.02)

@@ -12,11 +12,14 @@ from rich.table import Table
 
 from specdec import checkpoint, export
 from specdec.decode import Generation, generate
+from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.progress import bars
+from specdec.target import Target
 
 METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
 HERE = Path(__file__).parent.parent
+VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
 
 
 def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ours: bool) -> None:
@@ -24,9 +27,8 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
     family = checkpoint.read_card(folder)["family"]
     known = ", ".join(sorted(METHODS))
     require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
-    venv = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
-    if not (venv / "bin" / "python").exists():
-        raise UserError(f"{venv} holds no serving environment: run scripts/serving-env first")
+    if not (VENV / "bin" / "python").exists():
+        raise UserError(f"{VENV} holds no serving environment: run scripts/serving-env first")
     target = target_of(folder, dtype)
     drafter = next(iter(drafts_of([folder], target).values()))
     gamma = gamma or drafter.depth
@@ -56,24 +58,15 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         root = Path(where)
         export.write(root / "draft", drafter, target)
         target.save(root / "target")
-        (root / "prompts.json").write_text(json.dumps(asked))
-        (root / "ours.json").write_text(json.dumps([g.ids for g in made["speculative"]]))
         theirs = {
-            "speculative": _serve(venv, root, METHODS[family], gamma, new, dtype),
-            "plain": _serve(venv, root, "none", gamma, new, dtype),
+            name: serve(root, method, made[name], gamma, new, dtype)
+            for name, method in (("speculative", METHODS[family]), ("plain", "none"))
         }
-    both = theirs["speculative"]
-    alike = both["alike"]
-    shared = [
-        generate(target, prompt, max_new_tokens=n, drafter=drafter, gamma=gamma)
-        for prompt, n in zip(asked, alike, strict=True)
-        if n > 0
-    ]
     table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
     for name, counts in theirs.items():
         drafts, speed = counts["drafts"], f"{counts['tokens_per_second']:.1f}"
         by_position = " ".join(f"{a / drafts:.3f}" for a in counts["accepted_per_pos"] if drafts)
-        table.add_row(f"vLLM, {name}", _tau(counts), by_position, str(drafts), "", speed)
+        table.add_row(f"vLLM, {name}", tau_of(counts), by_position, str(drafts), "", speed)
     for name, results in made.items():
         rounds = [r for g in results for r in g.rounds]
         by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(gamma)]
@@ -81,7 +74,7 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         same = sum(g.ids == ids for g, ids in zip(results, engines, strict=True))
         table.add_row(
             f"ours, {name}",
-            _pooled(results) if "spec" in name else "",
+            pooled(results) if "spec" in name else "",
             " ".join(f"{a:.3f}" for a in by_position) if "spec" in name else "",
             str(len(rounds)),
             f"{same} of {len(asked)}",
@@ -93,27 +86,62 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         "runs eagerly (enforce_eager), as scripts/engine.py starts its CPU engine"
     )
     console.print(table)
+    if dtype == "float32":  # the texts are the same
+        return
+    texts = made["speculative"]
+    shared, pieces = on_shared_text(target, drafter, gamma, texts, theirs["speculative"]["pieces"])
     console.print(
-        f"over the {sum(alike)} of {sum(map(len, both['ids']))} tokens up to where the eager "
-        f"answers part: τ {_tau(both['shared'])} in vLLM, {_pooled(shared)} here"
+        f"over {sum(len(g.ids) for g in shared)} of {sum(len(g.ids) for g in texts)} tokens, those "
+        f"that both write after the same text: τ {tau_of(summed(pieces))} in vLLM, "
+        f"{pooled(shared)} here (eager)"
     )
 
 
-def _tau(counts: dict[str, Any]) -> str:
+def on_shared_text(
+    target: Target,
+    drafter: Drafter,
+    gamma: int,
+    texts: list[Generation],
+    pieces: list[list[dict[str, Any]]],
+) -> tuple[list[Generation], list[dict[str, Any]]]:
+    """Our decoding of the engine's pieces of our texts (see scripts/engine.py), and its counts of
+    those pieces, where both write the same tokens: near-ties flip outside float32."""
+    ours, theirs = [], []
+    for text, found in zip(texts, pieces, strict=True):
+        for piece in found:
+            before, ids = text.prompt + text.ids[: piece["start"]], piece["ids"][0]
+            again = generate(target, before, max_new_tokens=len(ids), drafter=drafter, gamma=gamma)
+            if again.ids == ids:
+                ours.append(again)
+                theirs.append(piece)
+    return ours, theirs
+
+
+def summed(pieces: list[dict[str, Any]]) -> dict[str, int]:
+    return {key: sum(p[key] for p in pieces) for key in ("drafts", "accepted")}
+
+
+def tau_of(counts: dict[str, Any]) -> str:
     return f"{1 + counts['accepted'] / counts['drafts']:.3f}" if counts["drafts"] else ""
 
 
-def _pooled(made: list[Generation]) -> str:
+def pooled(made: list[Generation]) -> str:
     return f"{sum(g.emitted for g in made) / max(1, sum(len(g.rounds) for g in made)):.3f}"
 
 
-def _serve(venv: Path, root: Path, method: str, gamma: int, new: int, dtype: str) -> dict[str, Any]:
+def serve(
+    root: Path, method: str, ours: list[Generation], gamma: int, new: int, dtype: str
+) -> dict[str, Any]:
+    """What scripts/engine.py writes of our prompts, by the target and draft in `root`. Raises
+    UserError where the engine fails."""
+    (root / "prompts.json").write_text(json.dumps([g.prompt for g in ours]))
     arguments = ["--target", root / "target", "--draft", root / "draft", "--method", method]
     arguments += ["--gamma", gamma, "--dtype", dtype, "--prompts", root / "prompts.json"]
     arguments += ["--max-new-tokens", new, "--out", root / "counts.json"]
-    if method != "none":
+    if method != "none" and dtype != "float32":
+        (root / "ours.json").write_text(json.dumps([g.ids for g in ours]))
         arguments += ["--ours", root / "ours.json"]
-    command = [venv / "bin" / "python", HERE / "engine.py", *arguments]
+    command = [VENV / "bin" / "python", HERE / "engine.py", *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"vLLM ended with {done.returncode}: {done.stderr.strip()[-400:]}")
