@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--compiled", action="store_true", help="through torch.compile")
     parser.add_argument("--ours", type=Path, help="JSON: a list of token ids for each prompt")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -52,7 +53,7 @@ def main() -> None:
     engine = LLM(
         args.target,
         dtype=args.dtype,
-        enforce_eager=True,
+        enforce_eager=not args.compiled,
         enable_prefix_caching=False,
         max_model_len=2048,
         max_num_seqs=1,

@@ -22,8 +22,10 @@ HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
 
 
-def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ours: bool) -> None:
-    """τ, accepted counts and tokens/s of both; `ours` compiled as well as eager."""
+def engine(
+    folder: Path, count: int, new: int, dtype: str, gamma: int | None, compiled: bool
+) -> None:
+    """τ, accepted counts and tokens/s of both; `compiled`: through torch.compile too."""
     family = checkpoint.read_card(folder)["family"]
     known = ", ".join(sorted(METHODS))
     require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
@@ -37,7 +39,7 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         "plain": {},
         "speculative": {"drafter": drafter, "gamma": gamma},
     }
-    if ours:
+    if compiled:
         variants |= {f"{k}, compiled": v | {"compiled": True} for k, v in variants.items()}
     made: dict[str, list[Generation]] = {k: [] for k in variants}
     spent = dict.fromkeys(variants, 0.0)
@@ -59,8 +61,16 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         export.write(root / "draft", drafter, target)
         target.save(root / "target")
         theirs = {
-            name: serve(root, method, made[name], gamma, new, dtype)
-            for name, method in (("speculative", METHODS[family]), ("plain", "none"))
+            name: serve(
+                root,
+                METHODS[family] if options.get("drafter") else "none",
+                made[name],
+                gamma,
+                new,
+                dtype,
+                compiled=options.get("compiled", False),
+            )
+            for name, options in variants.items()
         }
     table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
     for name, counts in theirs.items():
@@ -70,8 +80,7 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
     for name, results in made.items():
         rounds = [r for g in results for r in g.rounds]
         by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(gamma)]
-        engines = theirs["speculative" if "spec" in name else "plain"]["ids"]
-        same = sum(g.ids == ids for g, ids in zip(results, engines, strict=True))
+        same = sum(g.ids == ids for g, ids in zip(results, theirs[name]["ids"], strict=True))
         table.add_row(
             f"ours, {name}",
             pooled(results) if "spec" in name else "",
@@ -82,8 +91,7 @@ def engine(folder: Path, count: int, new: int, dtype: str, gamma: int | None, ou
         )
     console.print(
         f"{len(asked)} held-out prompts, up to {new} new tokens, greedy, γ = {gamma}, {dtype}, one "
-        "stream; tokens/s of whole calls, with prefill, after warming up on whole prompts; vLLM "
-        "runs eagerly (enforce_eager), as scripts/engine.py starts its CPU engine"
+        "stream; tokens/s of whole calls, with prefill, after warming up on whole prompts"
     )
     console.print(table)
     if dtype == "float32":  # the texts are the same
@@ -130,7 +138,13 @@ def pooled(made: list[Generation]) -> str:
 
 
 def serve(
-    root: Path, method: str, ours: list[Generation], gamma: int, new: int, dtype: str
+    root: Path,
+    method: str,
+    ours: list[Generation],
+    gamma: int,
+    new: int,
+    dtype: str,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """What scripts/engine.py writes of our prompts, by the target and draft in `root`. Raises
     UserError where the engine fails."""
@@ -138,7 +152,9 @@ def serve(
     arguments = ["--target", root / "target", "--draft", root / "draft", "--method", method]
     arguments += ["--gamma", gamma, "--dtype", dtype, "--prompts", root / "prompts.json"]
     arguments += ["--max-new-tokens", new, "--out", root / "counts.json"]
-    if method != "none" and dtype != "float32":
+    if compiled:
+        arguments += ["--compiled"]
+    elif method != "none" and dtype != "float32":
         (root / "ours.json").write_text(json.dumps([g.ids for g in ours]))
         arguments += ["--ours", root / "ours.json"]
     command = [VENV / "bin" / "python", HERE / "engine.py", *arguments]
