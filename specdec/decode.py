@@ -161,9 +161,9 @@ def decode(
     the likeliest token at T > 0, as engines do by default. `eos` None takes the target's own; ()
     never stops early. `stop` strings end an answer with the token that completes one. `processors`
     are transformers' logits processors, applied to p and q alike. `seeds`: one a row. `compiled`
-    runs the target's passes through `torch.compile`, over a cache of fixed size (256 tokens, or
-    the next power of two). `on_tokens(row, ids, round)` gets what each round committed, cut to the
-    answer (for the first token, which prefill emits, with round None).
+    runs the passes of target and draft through `torch.compile`, over caches of fixed size (256
+    tokens, or the next power of two). `on_tokens(row, ids, round)` gets what each round committed,
+    cut to the answer (for the first token, which prefill emits, with round None).
 
     Raises UserError for no or an empty prompt, an unknown rule, one that does not fit the shape,
     and more tokens than the target has positions.
@@ -192,11 +192,12 @@ def decode(
         target.shown(processors),
     )
     needs = Needs() if drafter is None else drafter.needs
-    draft_cache = drafter.new_cache() if drafter else None
     longest = max(map(len, prompts))
-    cache = target.new_cache(
-        capacity(longest + max_new_tokens, drafter, shape) if compiled else None
-    )
+    slots = capacity(longest + max_new_tokens, drafter, shape) if compiled else None
+    cache = target.new_cache(slots)
+    draft_cache = None
+    if drafter is not None:
+        draft_cache = drafter.compiled_cache(slots) if slots else drafter.new_cache()
     spent = dict.fromkeys(("draft", "verify", "judge", "commit"), 0.0)
     done: dict[int, Generation] = {}
     answers: list[list[int]] = [[] for _ in prompts]

@@ -215,8 +215,9 @@ def costs(
     half = max(1, len(prompt) // 2)
     prompts = [prompt[b % half :] for b in range(batch)]  # of unlike length, as rows come to be
     rows = Rows(prompts, target.device)
-    cache = target.new_cache(capacity(len(prompt) + new, drafter, shape) if compiled else None)
-    draft_cache = drafter.new_cache()
+    slots = capacity(len(prompt) + new, drafter, shape) if compiled else None
+    cache = target.new_cache(slots)
+    draft_cache = drafter.compiled_cache(slots) if slots else drafter.new_cache()
     features, final = target.features(rows.ids(), drafter.needs, cache=cache)
     counts = [len(p) for p in prompts]
     cache.keep(counts)

@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._inductor import config as inductor_config
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -29,12 +25,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.cache import SlotCache, model_inputs, new_cache, size
 from specdec.choose import Processor
+from specdec.compiled import Pass, compiled
 from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
 
 LIKE = 0.9  # documents at least this much of the longest are read in one batch with it
-GRAPHS = 64  # that passes of one kind may be compiled to; Dynamo's own limit is 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -109,7 +105,7 @@ class Target:
         self.head: nn.Linear = model.get_output_embeddings()
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self._scale = _head_scaling(self.config)
-        self._compiled: dict[Needs, Callable[..., tuple[Tensor, Tensor | None, Tensor]]] = {}
+        self._compiled: dict[Needs, Pass] = {}
         self._check_head()
 
     @classmethod
@@ -270,47 +266,25 @@ class Target:
             return ctx, self.logits(final_BTD)
         place = cache.place(*size(ids_BT), parents_BT)
         inputs = model_inputs(self.config, place, self.dtype)
-        try:
-            final_BTD, layers, logits_BTV = self.compiled(needs)(ids_BT, cache, **inputs)
-        except FailOnRecompileLimitHit as error:
-            raise UserError(
-                f"more than {GRAPHS} graphs of the target would be compiled, one for each number "
-                "of rows, tokens and slots: leave compile off for inputs as varied as these"
-            ) from error
-        final = final_BTD if needs.final_hidden else None
-        return Context(ids_BT, layers, final), logits_BTV
+        final, layers, logits = self.compiled(needs)(cache, input_ids=ids_BT, **inputs)
+        assert logits is not None
+        return Context(ids_BT, layers, final if needs.final_hidden else None), logits
 
-    def compiled(self, needs: Needs) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
-        """A pass as `torch.compile` makes it: weights packed for the CPU, a CUDA graph on a GPU.
-
-        One graph for each number of tokens and cache capacity, half a minute each on 2 cores.
-        """
+    def compiled(self, needs: Needs) -> Pass:
+        """A pass of decoding through `torch.compile`: the final hidden state, the layers asked
+        for (None without any) and the logits."""
         if needs in self._compiled:
             return self._compiled[needs]
         seen: dict[int, Tensor] = {}
         for k in needs.layers:
             self._hook(k, seen)  # for good: a graph cannot add hooks
 
-        def run(
-            ids_BT: Tensor, cache: SlotCache, **inputs: Any
-        ) -> tuple[Tensor, Tensor | None, Tensor]:
-            out = self.model.base_model(
-                input_ids=ids_BT, past_key_values=cache, use_cache=True, **inputs
-            )
+        def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+            out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
             layers = torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None
             return out.last_hidden_state, layers, self.logits(out.last_hidden_state)
 
-        if self.device.type == "cuda":
-            built = torch.compile(run, dynamic=False, mode="reduce-overhead")
-        else:
-            inductor_config.freezing = True  # packs the weights; dynamo reads it as well
-            inductor_config.cpp.enable_concat_linear = True  # q, k and v are one product: -19 %
-            options: dict[str, Any] = {"guard_filter_fn": _guards_of_shapes}
-            built = torch.compile(_own_code(run), dynamic=False, options=options)
-        dynamo_config.recompile_limit = GRAPHS  # of one function
-        dynamo_config.accumulated_recompile_limit = max(256, GRAPHS)
-        dynamo_config.fail_on_recompile_limit_hit = True  # else decoding goes on uncompiled
-        self._compiled[needs] = built
+        built = self._compiled[needs] = compiled(run, self.device)
         return built
 
     def logits(self, final: Tensor) -> Tensor:
@@ -387,24 +361,6 @@ def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tupl
         slots_NL = begin_N[group, None] + step_L
         yield slots_NL.clamp_max(position_BT.numel() - 1), step_L < length_N[group, None]
         del lengths[group]
-
-
-def _own_code(function: Any) -> Any:
-    """The function with a code object that is its own: Dynamo keeps graphs by code object, and
-    closures of one `def` share theirs."""
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, closure=function.__closure__)
-
-
-def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
-    """Of what Dynamo would check before every pass, over a millisecond's worth, what can change
-    between passes of one target: shapes of the inputs and of the cache, and global state."""
-    changing = ("ids_BT", "inputs", "cache.capacity", "cache.shown", "cache.slots")
-    names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]
-    return [
-        not name or name.startswith(changing) or name.startswith("cache.layers[0].keys")
-        for name in names
-    ]
 
 
 def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GptOssConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec import target as module
+from specdec import compiled
 from specdec.context import Needs
 from specdec.errors import UserError
 from specdec.target import Target, TargetConfig, grouped_attention
@@ -113,7 +113,7 @@ def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path,
 
 @pytest.mark.slow
 def test_too_many_graphs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRAPHS", 1)
+    monkeypatch.setattr(compiled, "GRAPHS", 1)
     target = Target.load(TargetConfig(str(saved(tmp_path, "llama")), dtype="float32", device="cpu"))
     cache = target.new_cache(capacity=256)
     torch._dynamo.reset()

@@ -118,6 +118,11 @@ class Drafter(nn.Module, ABC):
         None: nothing."""
         return None
 
+    def compiled_cache(self, slots: int) -> Any:
+        """As `new_cache`, with a fixed number of slots: passes over it are compiled. A family
+        that compiles none has the same one."""
+        return self.new_cache()
+
     @torch.no_grad()
     def draft(
         self,
@@ -214,6 +219,11 @@ def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
     index = index + torch.arange(count, device=x_BT.device)
     rows = torch.arange(len(starts), device=x_BT.device)[:, None]
     return x_BT[rows, index.clamp_max(x_BT.shape[1] - 1)]
+
+
+def entries(x_BTD: Tensor, index_BA: Tensor) -> Tensor:
+    """Entries [B, A, D] of each row, at its own indices."""
+    return x_BTD.gather(1, index_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:

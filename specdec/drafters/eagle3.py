@@ -23,8 +23,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specdec.cache import SlotCache, size
+from specdec.compiled import SHORT, Pass, compiled
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, last_of, pieces, text_after, unread
+from specdec.drafters.base import Drafter, entries, pieces, text_after, unread
 from specdec.errors import UserError, nearest
 from specdec.trees import Growth
 
@@ -151,6 +152,7 @@ class Eagle3(Drafter):
         self.rotary = LlamaRotaryEmbedding(llama)
         self._embedding: tuple[nn.Module, ...] = ()
         self._rope: tuple[Tensor, Tensor] | None = None
+        self._compiled: Pass | None = None
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: "Target") -> dict[str, Any]:
@@ -257,7 +259,7 @@ class Eagle3(Drafter):
             mask_BAP &= key_ok_BP[:, None]
             mask_BAP = mask_BAP.scatter(2, pair_BA[..., None], True)  # an empty row would be NaN
         position_BA = position_BP.gather(1, pair_BA)
-        read_BA2D, residual_BAD = _at(read_BP2D, pair_BA), _at(residual_BPD, pair_BA)
+        read_BA2D, residual_BAD = entries(read_BP2D, pair_BA), entries(residual_BPD, pair_BA)
 
         own: list[tuple[Tensor, Tensor]] = []
         steps: list[Tensor] = []
@@ -282,6 +284,41 @@ class Eagle3(Drafter):
     def new_cache(self) -> SlotCache:
         return SlotCache(1)
 
+    def compiled_cache(self, slots: int) -> SlotCache:
+        if self._compiled is None:
+
+            def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor]:
+                return self.read(cache, **inputs)
+
+            self._compiled = compiled(run, self.fc.weight.device)
+        return SlotCache(1, slots)
+
+    def read(
+        self,
+        cache: SlotCache,
+        layers: Tensor | None,
+        own: Tensor | None,
+        embedding: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        last: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer over new pairs: its output [B, W, D] and the logits [B, W, S]; with `last`
+        [B, 1], those of that pair of each row alone. Features are the target's `layers`
+        [B, W, F], or the layer's `own` earlier output [B, W, D]."""
+        layer = self.midlayer
+        feature = own if layers is None else self.fc(layers.to(self.fc.weight.dtype))
+        assert feature is not None
+        read, residual = layer.read(embedding, feature)
+        keys, values = cache.update(*layer.self_attn.keys_values(read, (cos, sin)), 0)
+        if last is not None:
+            read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
+            mask = None if mask is None else entries(mask, last)
+        query = layer.self_attn.query(read, (cos, sin))
+        hidden = layer.finish(residual, layer.self_attn.attend(query, keys, values, mask, []))
+        return hidden, self.unembed(hidden, 0)
+
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
 
@@ -296,57 +333,57 @@ class Cached:
         new = unread(cache, pairs)
         assert ctx.layers_BTF is not None
         layers = pieces(ctx.layers_BTF, cache.lengths, max(new))
-        feature = drafter.fc(layers.to(drafter.fc.weight.dtype))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
-        hidden_BD = self._read(feature, tokens, None, new)
+        # of the anchor, then of every node
+        self.nodes_BWD, logits = self._read(layers, None, tokens, None, new)
         cache.keep(new)
-        self.nodes_BWD = hidden_BD[:, None]  # of the anchor, then of every node
-        self.logits_BS = drafter.unembed(hidden_BD, 0)
+        self.logits_BS = logits[:, 0]
 
     def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        if parents_BW is None:
-            feature = self.nodes_BWD[:, -1:]
-        else:
-            feature = _at(self.nodes_BWD, parents_BW + 1)
-        hidden_BWD = self._read(feature, tokens_BW, parents_BW, None)
+        nodes = self.nodes_BWD
+        own = nodes[:, -1:] if parents_BW is None else entries(nodes, parents_BW + 1)
+        hidden_BWD, logits = self._read(None, own, tokens_BW, parents_BW, None)
         self.nodes_BWD = torch.cat([self.nodes_BWD, hidden_BWD], 1)
-        return self.drafter.unembed(hidden_BWD, 1)
+        return logits
 
     def marginals(self, depth: int) -> Tensor | None:
         return None
 
     def _read(
-        self, feature: Tensor, tokens: Tensor, parents: Tensor | None, counts: list[int] | None
-    ) -> Tensor:
-        """The layer's output for new pairs [B, W, D]; with `counts`, at each row's last [B, D]."""
-        drafter, layer = self.drafter, self.drafter.midlayer
+        self,
+        layers: Tensor | None,
+        own: Tensor | None,
+        tokens: Tensor,
+        parents: Tensor | None,
+        counts: list[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`Eagle3.read` of new pairs; with `counts`, at each row's last."""
+        drafter = self.drafter
         place = self.cache.place(*size(tokens), parents)
-        read, residual = layer.read(drafter.embed(tokens), feature)
-        cos, sin = drafter.rope(place.position_BT, self.cache.shown + 1)
-        new = layer.self_attn.keys_values(read, (cos, sin))
-        keys, values = self.cache.update(*new, 0)
-        mask = place.mask_BTP
+        mask, last = place.mask_BTP, None
         if counts is not None:
-            read, residual = last_of(read, counts)[:, None], last_of(residual, counts)[:, None]
-            cos, sin = last_of(cos, counts)[:, None], last_of(sin, counts)[:, None]
-            if mask is not None:
-                mask = last_of(mask, counts)[:, None]
-            elif len(set(counts)) > 1:  # rows of a prefill: each sees its own pairs
-                ends_B1 = torch.tensor(counts, device=tokens.device)[:, None]
-                slots = torch.arange(keys.shape[2], device=tokens.device)
-                mask = (slots < ends_B1)[:, None]
-        query = layer.self_attn.query(read, (cos, sin))
-        attended = layer.self_attn.attend(query, keys, values, mask, [])
-        hidden = layer.finish(residual, attended)
-        return hidden[:, 0] if counts is not None else hidden
+            last = torch.tensor(counts, device=tokens.device)[:, None] - 1
+            if mask is None and len(set(counts)) > 1:  # a prefill: each row sees its own pairs
+                slots = torch.arange(self.cache.shown, device=tokens.device)
+                mask = (slots <= last)[:, None].expand(-1, tokens.shape[1], -1)
+        cos, sin = drafter.rope(place.position_BT, self.cache.shown + 1)
+        short = self.cache.fixed and tokens.shape[1] <= SHORT
+        run = drafter._compiled if short and drafter._compiled else drafter.read
+        hidden, logits = run(
+            self.cache,
+            layers=layers,
+            own=own,
+            embedding=drafter.embed(tokens),
+            cos=cos,
+            sin=sin,
+            mask=mask,
+            last=last,
+        )
+        assert hidden is not None and logits is not None
+        return hidden, logits
 
 
 def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding of heads, given cos and sin [B, A, E]."""
     cos, sin = (t[:, None].to(x_BHAE.dtype) for t in rope)
     return x_BHAE * cos + rotate_half(x_BHAE) * sin
-
-
-def _at(x_BPD: Tensor, index_BA: Tensor) -> Tensor:
-    """Rows [B, A, D] of x at each index."""
-    return x_BPD.gather(1, index_BA[..., None].expand(-1, -1, x_BPD.shape[-1]))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.cache import SlotCache, model_inputs, new_cache, size
+from specdec.compiled import SHORT, Pass, compiled
 from specdec.context import Context
-from specdec.drafters.base import Drafter, last_of, pieces, unread
+from specdec.drafters.base import Drafter, entries, pieces, unread
 from specdec.errors import UserError
 from specdec.trees import Growth
 
@@ -47,6 +48,7 @@ class LM(Drafter):
         super().__init__(config, shape)
         self.model = fresh(AutoModelForCausalLM, shape["model"], config.train_embeddings)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
+        self._compiled: Pass | None = None
 
     @property
     def train_depth(self) -> int:
@@ -128,6 +130,21 @@ class LM(Drafter):
     def new_cache(self) -> SlotCache:
         return new_cache(self.model.config)
 
+    def compiled_cache(self, slots: int) -> SlotCache:
+        if self._compiled is None:
+
+            def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor]:
+                return self.read(cache, **inputs)
+
+            self._compiled = compiled(run, self.model.device)
+        return new_cache(self.model.config, slots)
+
+    def read(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
+        """Logits [B, T, V] of a pass over the cache; with `last` [B, 1], those there alone."""
+        out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
+        hidden = out.last_hidden_state
+        return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
+
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
 
@@ -139,25 +156,25 @@ class Cached:
         self.drafter, self.cache = drafter, cache
         new = unread(cache, ctx.counts())
         ids = pieces(ctx.ids_BT, cache.lengths, max(new))
-        hidden_BTD = self._read(ids, None)
+        last_B1 = torch.tensor(new, device=ids.device)[:, None] - 1
+        self.logits_BS = self._read(ids, None, last_B1)[:, 0]
         cache.keep(new)
-        self.logits_BS = drafter.unembed(last_of(hidden_BTD, new), 0)
 
     def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        return self.drafter.unembed(self._read(tokens_BW, parents_BW), 1)
+        return self._read(tokens_BW, parents_BW, None)
 
     def marginals(self, depth: int) -> Tensor | None:
         return None
 
-    def _read(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
-        model = self.drafter.model
+    def _read(self, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None) -> Tensor:
+        drafter, model = self.drafter, self.drafter.model
         place = self.cache.place(*size(ids_BT), parents_BT)
-        return model.base_model(
-            input_ids=ids_BT,
-            past_key_values=self.cache,
-            use_cache=True,
-            **model_inputs(model.config, place, model.dtype),
-        ).last_hidden_state
+        inputs = model_inputs(model.config, place, model.dtype)
+        short = self.cache.fixed and ids_BT.shape[1] <= SHORT
+        run = drafter._compiled if short and drafter._compiled else drafter.read
+        (logits,) = run(self.cache, last=last_B1, input_ids=ids_BT, **inputs)
+        assert logits is not None
+        return logits
 
 
 def fresh(family: Any, shape: dict[str, Any], train_embeddings: bool) -> Any:
