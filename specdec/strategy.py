@@ -38,8 +38,8 @@ class DecodeConfig:
     `settings` (the fields of its config in specdec/length.py). `rule` auto is block for chains,
     recursive or point_mass for trees. `temperatures` are each measured apart, with `top_p` and
     `top_k`. `repeats` times every prompt is decoded, for steadier seconds; counts come from the
-    first. `compile` runs the target through torch.compile. A rule's parameters follow its name:
-    lenience:factor=0.8. `batch` prompts are answered at a time and timed together.
+    first. `compile` runs target and draft (eagle3, lm) through torch.compile. A rule's parameters
+    follow its name: lenience:factor=0.8. `batch` prompts are answered at a time and timed together.
     """
 
     gamma: int | None = None
