@@ -171,8 +171,10 @@ def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
 
 
 @pytest.mark.serving
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("eagle3", "float32"), ("medusa", "float32"), ("lm", "float32"), ("eagle3", "bfloat16")],
+)
 def test_vllm_accepts_what_our_decoder_accepts(
     runs: Path,
     asked: list[list[int]],
