@@ -5,11 +5,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._inductor import config as inductor_config
 
+from specdec.cache import SlotCache
 from specdec.errors import UserError
 
 GRAPHS = 64  # that passes of one kind may be compiled to; Dynamo's own limit is 8
@@ -50,6 +51,25 @@ def compiled(run: Pass, device: torch.device) -> Pass:
             ) from error
 
     return call
+
+
+class Short:
+    """A drafter's pass, compiled over a cache of fixed capacity where it is short; else as it
+    stands. `run(cache, **inputs)` is of the module `owner`."""
+
+    def __init__(self, owner: nn.Module, run: Pass) -> None:
+        self.owner, self.run = owner, run
+        self.built: Pass | None = None
+
+    def __call__(self, cache: SlotCache, tokens: int, **inputs: Any) -> tuple[Tensor | None, ...]:
+        """A pass of so many tokens a row."""
+        if not cache.fixed or tokens > SHORT:
+            return self.run(cache, **inputs)
+        if self.built is None:
+            run = self.run
+            device = next(self.owner.parameters()).device
+            self.built = compiled(lambda cache, **inputs: run(cache, **inputs), device)
+        return self.built(cache, **inputs)
 
 
 def _own_code(function: Any) -> Any:

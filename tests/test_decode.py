@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from specdec import compiled as module
 from specdec.decode import Round, decode, generate
 from specdec.drafters import Drafter
 from specdec.errors import UserError
@@ -235,19 +236,25 @@ def test_a_tree_path_needs_its_parent_and_prompts_their_room(target: Target) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "lm"])
-def test_compiled_passes_decode_the_same(target: Target, name: str) -> None:
+def test_compiled_passes_decode_the_same(
+    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of target and draft: rows of unlike length, and a tree. The draft's passes are compiled in
     fact."""
     drafter = make_drafter(name, target, noise=0.05)
-    drafter.compiled_cache(256)  # makes drafter._compiled
-    built: Any = drafter._compiled
     passes: list[int] = []
+    build = module.compiled
 
-    def counted(cache: Any, **inputs: Any) -> Any:
-        passes.append(cache.capacity)
-        return built(cache, **inputs)
+    def counted(run: module.Pass, device: torch.device) -> module.Pass:
+        built = build(run, device)
 
-    drafter._compiled = counted  # type: ignore[assignment]
+        def call(cache: Any, **inputs: Any) -> Any:
+            passes.append(cache.capacity)
+            return built(cache, **inputs)
+
+        return call
+
+    monkeypatch.setattr(module, "compiled", counted)  # which drafts call, and the target does not
     cases: list[tuple[Shape, list[list[int]]]] = [(Chain(2), PROMPTS[:2])]
     if name == "eagle3":
         cases.append((Dynamic(2, 5, 3), PROMPTS[1:2]))

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specdec.cache import SlotCache, size
-from specdec.compiled import SHORT, Pass, compiled
+from specdec.compiled import Short
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, entries, pieces, text_after, unread
 from specdec.errors import UserError, nearest
@@ -152,7 +152,7 @@ class Eagle3(Drafter):
         self.rotary = LlamaRotaryEmbedding(llama)
         self._embedding: tuple[nn.Module, ...] = ()
         self._rope: tuple[Tensor, Tensor] | None = None
-        self._compiled: Pass | None = None
+        self.short = Short(self, self.read)
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: "Target") -> dict[str, Any]:
@@ -285,12 +285,6 @@ class Eagle3(Drafter):
         return SlotCache(1)
 
     def compiled_cache(self, slots: int) -> SlotCache:
-        if self._compiled is None:
-
-            def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor]:
-                return self.read(cache, **inputs)
-
-            self._compiled = compiled(run, self.fc.weight.device)
         return SlotCache(1, slots)
 
     def read(
@@ -367,10 +361,9 @@ class Cached:
                 slots = torch.arange(self.cache.shown, device=tokens.device)
                 mask = (slots <= last)[:, None].expand(-1, tokens.shape[1], -1)
         cos, sin = drafter.rope(place.position_BT, self.cache.shown + 1)
-        short = self.cache.fixed and tokens.shape[1] <= SHORT
-        run = drafter._compiled if short and drafter._compiled else drafter.read
-        hidden, logits = run(
+        hidden, logits = drafter.short(
             self.cache,
+            tokens.shape[1],
             layers=layers,
             own=own,
             embedding=drafter.embed(tokens),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.cache import SlotCache, model_inputs, new_cache, size
-from specdec.compiled import SHORT, Pass, compiled
+from specdec.compiled import Short
 from specdec.context import Context
 from specdec.drafters.base import Drafter, entries, pieces, unread
 from specdec.errors import UserError
@@ -48,7 +48,7 @@ class LM(Drafter):
         super().__init__(config, shape)
         self.model = fresh(AutoModelForCausalLM, shape["model"], config.train_embeddings)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
-        self._compiled: Pass | None = None
+        self.short = Short(self, self.read)
 
     @property
     def train_depth(self) -> int:
@@ -131,12 +131,6 @@ class LM(Drafter):
         return new_cache(self.model.config)
 
     def compiled_cache(self, slots: int) -> SlotCache:
-        if self._compiled is None:
-
-            def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor]:
-                return self.read(cache, **inputs)
-
-            self._compiled = compiled(run, self.model.device)
         return new_cache(self.model.config, slots)
 
     def read(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
@@ -170,9 +164,9 @@ class Cached:
         drafter, model = self.drafter, self.drafter.model
         place = self.cache.place(*size(ids_BT), parents_BT)
         inputs = model_inputs(model.config, place, model.dtype)
-        short = self.cache.fixed and ids_BT.shape[1] <= SHORT
-        run = drafter._compiled if short and drafter._compiled else drafter.read
-        (logits,) = run(self.cache, last=last_B1, input_ids=ids_BT, **inputs)
+        (logits,) = drafter.short(
+            self.cache, ids_BT.shape[1], last=last_B1, input_ids=ids_BT, **inputs
+        )
         assert logits is not None
         return logits
 
