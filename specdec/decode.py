@@ -22,10 +22,11 @@ from specdec.context import Context, Needs, Proposal
 from specdec.drafters.base import Drafter, last_of
 from specdec.errors import UserError, require
 from specdec.length import Length
+from specdec.rules import named
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import Chain, Shape, line
-from specdec.verify import Rule, Verdict, greedy, named, verify
+from specdec.verify import Rule, Verdict, greedy, verify
 
 
 @dataclass

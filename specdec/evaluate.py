@@ -19,10 +19,10 @@ from specdec.forcing import Answer, TeacherForcing, answers, batch_of
 from specdec.length import oracle
 from specdec.metrics import Interval, ratio_interval, repetition, visits
 from specdec.policy import Length
+from specdec.rules import rule_name
 from specdec.sampler import Sampler
 from specdec.strategy import LEARNING, DecodeConfig, Strategy, costs, strategy
 from specdec.target import Target
-from specdec.verify import rule_name
 
 VARIANTS = ("sampled", "greedy_draft", "greedy")
 

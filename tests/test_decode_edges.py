@@ -13,12 +13,13 @@ from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.length import length
 from specdec.policy import Whole
+from specdec.rules import named, rule_name
 from specdec.sampler import Sampler
 from specdec.speculative import speculative_generate
 from specdec.strategy import DecodeConfig, strategy
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape, Static
-from specdec.verify import RULES, law, named, rule_name
+from specdec.verify import RULES, law
 from tests.test_contract import CONFIGS, L, V, make_drafter, make_target, text
 from tests.tiny import architectures, compose, random_drafter, random_target
 
