@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/test_scripts.py
 """
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders
@@ -11,8 +12,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from specdec.errors import UserError
 from specdec.stream import Stream
-from tests.tiny import REPOSITORY, process
+from tests.tiny import REPOSITORY, architectures, process, random_target
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,16 @@ def test_every_prompt_warms_up_what_is_compiled() -> None:
     assert calls == {"eager": [2, 5, 2, 5, 3], "compiled": [2, 5, 3, 2, 5, 3]}
     assert ratio([3.0], [2.0]) == "1.50 (one prompt)"
     assert ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4) == "2.50 (1.25 to 3.75)"
+
+
+def test_drafts_that_know_nothing_yet_are_not_measured() -> None:
+    from benches.subject import drafts_of
+
+    target = random_target(architectures(16, 2)["llama"])
+    assert list(drafts_of([Path("ngram"), Path("suffix")], target)) == ["ngram", "suffix"]
+    for name in ("bigram", "unigram", "eagle3"):
+        with pytest.raises(UserError, match=f"{name} learns from texts: run `python train.py"):
+            drafts_of([Path(name)], target)
 
 
 @pytest.mark.slow

@@ -25,15 +25,20 @@ def target_of(draft: Path, dtype: str) -> Target:
 
 
 def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
-    """Drafts by the name of their run, or of their family where they need no training."""
+    """Drafts by the name of their run, or of their family where they need no training. Raises
+    UserError for a family that knows nothing before it has seen texts."""
     found = {}
     for draft in drafts:
         if draft.exists() or str(draft) not in DRAFTERS:
             found[draft.absolute().parent.name] = checkpoint.load(draft, target)
             continue
         kind = DRAFTERS[str(draft)]
-        if kind.trainable:
-            raise UserError(f"{draft} is trained: give the folder of a run, such as runs/NAME/best")
+        counted = kind.fit is not Drafter.fit and not kind.copies
+        if kind.trainable or counted:
+            raise UserError(
+                f"{draft} learns from texts: run `python train.py drafter={draft} name=NAME` and "
+                "give runs/NAME/best"
+            )
         found[str(draft)] = kind.build(kind.Config(), target)
     return found
 
