@@ -12,9 +12,10 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 import train
-from specdec.errors import UserError
+from specdec.errors import UserError, of_files
 from train.config import explain, register, resolve
 from train.loop import Diverged
 
@@ -34,6 +35,8 @@ def main(cfg: DictConfig) -> float:
         return 0.0  # finite and worst: a sweeper goes on
     except UserError as error:  # here, or Hydra prints lines of its own first
         sys.exit(explain(error))
+    except (OSError, SafetensorError) as error:
+        sys.exit(explain(of_files(error)))
 
 
 if __name__ == "__main__":
@@ -41,6 +44,8 @@ if __name__ == "__main__":
         main()
     except (UserError, HydraException, OmegaConfBaseException) as error:
         sys.exit(explain(error))
+    except OSError as error:  # Hydra makes the run's folder
+        sys.exit(explain(of_files(error)))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -6,8 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from specdec.errors import typed
+from specdec.errors import UserError, typed
 from specdec.length import LENGTHS
 from specdec.strategy import TREES, DecodeConfig
 from specdec.verify import RULES
@@ -40,5 +42,8 @@ def config(args: argparse.Namespace, **more: Any) -> DecodeConfig:
     """
     named = {field.name for field in fields(DecodeConfig)}
     given = {name: value for name, value in vars(args).items() if name in named} | more
-    given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
+    try:
+        given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"--settings {' '.join(args.settings)}: give NAME=VALUE") from error
     return typed(DecodeConfig, given, "decode")

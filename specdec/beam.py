@@ -316,7 +316,7 @@ def beam_search(
     first eos. `eos` None takes the target's own; () has none.
 
     Raises UserError for an empty prompt, numbers out of range, `draft_beams` below `beams`, and
-    more tokens than the target has positions.
+    more tokens than target or draft have positions.
     """
     width = 2 * beams if draft_beams is None else draft_beams
     _require(target, prompt, max_new_tokens, beams, early_stopping, drafter, width, gamma)
@@ -389,19 +389,23 @@ def _require(
     width: int,
     gamma: int,
 ) -> None:
-    room, tokens = target.config.max_position_embeddings, len(prompt)
-    require(tokens > 0, "the prompt has no tokens: there is nothing to continue")
+    require(len(prompt) > 0, "the prompt has no tokens: there is nothing to continue")
     require(beams >= 1, f"beams={beams}: give 1 or more")
     require(new >= 1, f"max_new_tokens={new}: give 1 or more")
     require(
         early_stopping in (True, False, "never"),
         f"early_stopping={early_stopping!r} is unknown: give true, false or never",
     )
-    require(
-        tokens + new <= room,
-        f"a prompt of {tokens} tokens and {new} new ones do not fit the {room} positions of the "
-        "target: give fewer",
-    )
+    tokens = target.placed(prompt)
+    rooms = {"target": target.config.max_position_embeddings}
+    if drafter is not None and drafter.positions is not None:
+        rooms["draft"] = drafter.positions
+    for name, room in rooms.items():
+        require(
+            tokens + new <= room,
+            f"a prompt of {tokens} tokens and {new} new ones do not fit the {room} positions of "
+            f"the {name}: give fewer",
+        )
     if drafter is not None:
         deepest = drafter.max_depth or gamma
         require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")

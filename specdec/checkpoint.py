@@ -20,6 +20,13 @@ from specdec.target import Target
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
+PARTS: dict[str, Any] = {"family": str, "config": dict, "shape": dict, "target": dict}  # of a card
+TARGET: dict[str, Any] = {
+    "name": str,
+    "revision": str | None,
+    "fingerprint": str,
+    "vocab_size": int,
+}
 
 
 def save(
@@ -37,7 +44,7 @@ def save(
     state = drafter.state_dict() if weights is None else weights
     kept = untied(drafter.state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
-    require_finite(tensors, folder)
+    require_finite(tensors, f"{folder}: not written")
     card = {
         "format": FORMAT,
         "family": drafter.config.name,
@@ -78,15 +85,23 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Draf
     kind = family(card["family"])
     try:
         drafter = kind(kind.Config(**card["config"]), card["shape"])
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{folder / CARD} is not a draft's card: {error}") from error
+    except UserError as error:
+        raise UserError(f"{folder / CARD}: {error}") from error
+    except Exception as error:  # whatever a family's parts say of values that were not theirs
+        raise UserError(f"{folder / CARD} is not a draft's card: {_line(error)}") from error
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{folder / WEIGHTS} cannot be read ({error}): the file is cut short or damaged"
         ) from error
-    require_same(tensors, untied(drafter.state_dict()), folder / WEIGHTS)
+    wanted = untied(drafter.state_dict())
+    require_same(tensors, wanted, folder / WEIGHTS)
+    for name, x in tensors.items():
+        if x.is_floating_point() != wanted[name].is_floating_point():
+            raise UserError(f"{folder / WEIGHTS}: tensor {name!r} is of type {x.dtype}")
+    require_finite(tensors, folder / WEIGHTS)
+    _require_vocabulary(tensors.get("vocab_S"), target.vocab_size, folder / WEIGHTS)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: what is tied comes along
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
@@ -97,16 +112,21 @@ def read_card(folder: Path) -> dict[str, Any]:
     """The card of a draft folder. Raises UserError where there is none, or a newer one."""
     try:
         card = json.loads((folder / CARD).read_text())
-        known = card["format"] == FORMAT and {"family", "config", "shape", "target"} <= set(card)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
             f"{folder} holds no draft ({CARD} is missing): give the checkpoint folder of a run, "
             "such as runs/NAME/best"
         ) from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder / CARD} is not a draft's card: {error}") from error
-    if not known:
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
         raise UserError(f"{folder / CARD} is not of a format that this version reads ({FORMAT})")
+    for where, keys in ((card, PARTS), (card.get("target"), TARGET)):
+        for key, kind in keys.items():
+            if not isinstance(where, dict) or not isinstance(where.get(key), kind):
+                raise UserError(
+                    f"{folder / CARD} is not a draft's card: {key!r} is missing, or of a wrong type"
+                )
     return card
 
 
@@ -143,7 +163,19 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
     """Raise UserError naming the first tensor with a value that is not a finite number."""
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
-            raise UserError(f"{where}: not written, tensor {name!r} has values that are not finite")
+            raise UserError(f"{where}: tensor {name!r} has values that are not finite")
+
+
+def _require_vocabulary(vocab_S: Tensor | None, size: int, where: Path) -> None:
+    if vocab_S is not None and not (
+        bool((vocab_S[1:] > vocab_S[:-1]).all()) and vocab_S[0] >= 0 and vocab_S[-1] < size
+    ):
+        raise UserError(f"{where}: the draft vocabulary does not rise within 0 to {size - 1}")
+
+
+def _line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or repr(error)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -90,8 +90,9 @@ class Choose:
             return logits_BWV
         out = logits_BWV.float().clone()
         for b, of_row in enumerate(paths()):
+            text_T = torch.tensor(self.texts[b], device=out.device)
             for w, path in enumerate(of_row):
-                ids = torch.tensor([self.texts[b] + path], device=out.device)
+                ids = torch.cat([text_T, text_T.new_tensor(path)])[None]
                 for processor in self.processors:
                     if out[b, w].isneginf().all():  # nothing to choose from, and some raise on it
                         break

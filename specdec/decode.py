@@ -40,6 +40,11 @@ class Round:
     tested: int  # `accepted`, and one more where the draft went on after those
     path: tuple[int, ...] = ()  # the nodes that were kept
 
+    @property
+    def bonus(self) -> bool:
+        """Whether the target's own token of the round corrected none: no draft was there."""
+        return self.tested == self.accepted
+
 
 @dataclass
 class Generation:
@@ -155,8 +160,10 @@ def decode(
     """Continue every prompt, speculatively where there is a drafter.
 
     Prompts may be of any lengths, and the same one several times, which is then read once; rows
-    that end leave the batch, and no row's output depends on its neighbours. `shape` is what a
-    round drafts (None: a chain of the trained depth), `length` a policy that shortens chains.
+    that end leave the batch, and no row's output depends on its neighbours (sampled, its law does
+    not; its draws may, by a `length` that looks at the batch, and where the longest row is about
+    to use up the positions). `shape` is what a round drafts (None: a chain of the trained depth),
+    `length` a policy that shortens chains.
     `sampler` None is greedy. `rule` judges sampled drafts; "auto" takes block for chains,
     recursive for static trees, point_mass for trees picked by likelihood. `greedy_draft` drafts
     the likeliest token at T > 0, as engines do by default. `eos` None takes the target's own; ()
@@ -169,8 +176,13 @@ def decode(
     Raises UserError for no or an empty prompt, an unknown rule, one that does not fit the shape,
     and more tokens than the target has positions.
     """
-    _require(target, prompts, max_new_tokens)
+    require_room(target, prompts, max_new_tokens)
     eos, B, device = target.eos if eos is None else eos, len(prompts), target.device
+    require("" not in stop, "stop='' would end every answer at once: give strings of some length")
+    require(
+        not stop or target.tokenizer is not None,
+        "stop strings need the target's tokenizer, and it has none: give eos ids instead",
+    )
     require(
         seeds is None or len(seeds) == B,
         f"{len(seeds or ())} seeds for {B} prompts: give one a row",
@@ -315,13 +327,14 @@ def fitting_rule(
     return rule
 
 
-def _require(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def require_room(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raise UserError for no or an empty prompt, and where an answer would not fit."""
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     require(
         all(len(p) > 0 for p in prompts), "the prompt has no tokens: there is nothing to continue"
     )
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
-    longest, room = max(map(len, prompts)), target.config.max_position_embeddings
+    longest, room = max(map(target.placed, prompts)), target.config.max_position_embeddings
     require(
         longest + max_new_tokens <= room,
         f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the {room} "
@@ -344,7 +357,8 @@ def _drafted(
     if drafter is None or shape is None:
         return Proposal(rows.anchors()[:, :0])
     positions = target.config.max_position_embeddings
-    room = min(positions, drafter.positions or positions) - max(map(len, rows.texts))
+    taken = max(cache.lengths) + 1  # the anchor's, too
+    room = min(positions, drafter.positions or positions) - taken
     if isinstance(shape, Chain):
         shape = replace(shape, depth=min(room, shape.depth))
     if room < max(1, shape.depth):
@@ -470,12 +484,13 @@ def generate(
     *,
     max_new_tokens: int,
     drafter: Drafter | None = None,
-    gamma: int = 0,
+    gamma: int | None = None,
     seed: int = 0,
     on_tokens: Callable[[list[int], Round | None], None] | None = None,
     **options: object,
 ) -> Generation:
-    """`decode` of one prompt, by a chain of γ = `gamma` tokens (0: plain)."""
+    """`decode` of one prompt, by a chain of γ = `gamma` tokens (None: as deep as the drafter was
+    trained; 0: plain)."""
     show = None
     if on_tokens is not None:
 
@@ -484,7 +499,7 @@ def generate(
 
     if "shape" not in options:
         options["shape"] = Chain(gamma) if gamma else None
-        drafter = drafter if gamma else None
+        drafter = None if gamma == 0 else drafter
     return decode(
         target,
         [prompt],

@@ -131,7 +131,7 @@ class Recorder(Whole):
     """Drafts a fixed length and keeps what `fit` needs: decode with it before `Disco`.
 
     A drafted token is a record if all before it were accepted: what became of the others says
-    nothing of them. The token at the last depth is none, since `stop` is not asked there.
+    nothing of them.
     """
 
     reads_q = True

@@ -1,6 +1,9 @@
 """Errors that speak to the user."""
 
 import difflib
+import errno
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -8,8 +11,13 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 T = TypeVar("T")
+OF_FILES = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
 
 
 class UserError(Exception):
@@ -43,10 +51,28 @@ def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
         raise UserError(f"{where}.{field}: {said}" if field else f"{where}: {said}") from error
 
 
+def of_files(error: OSError | SafetensorError) -> UserError:
+    """What a disk that is full, or a place that cannot be written, is told as. Raises the error
+    itself where it is another."""
+    code = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"\(os error (\d+)\)", str(error)):
+        code = int(found[1])
+    if code not in OF_FILES:
+        raise error
+    where = getattr(error, "filename", None) or "a file"
+    return UserError(
+        f"{where} cannot be written ({os.strerror(code)}): make room, or give another place; what "
+        "was saved before is whole, and the same command goes on from there"
+    )
+
+
 def command(main: Callable[[], None]) -> None:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2."""
     try:
-        main()
+        try:
+            main()
+        except (OSError, SafetensorError) as error:
+            raise of_files(error) from error
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

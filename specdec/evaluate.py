@@ -199,8 +199,11 @@ def _forced(
     forcing = TeacherForcing(drafter, target, warm)
     found: list[Answer] = []
     for generation in plain:
-        if len(generation.ids) > drafter.depth + 1:
-            found += forced_answers(forcing, target, generation.prompt, generation.ids, warm)
+        ids = generation.ids
+        if drafter.positions is not None:  # beyond them nothing is drafted either
+            ids = ids[: max(0, drafter.positions - target.placed(generation.prompt))]
+        if len(ids) > drafter.depth + 1:
+            found += forced_answers(forcing, target, generation.prompt, ids, warm)
     every: dict[str, list[dict[str, Any]]] = {}
     visited: dict[str, list[dict[str, Any]]] = {}
     for variant in VARIANTS:

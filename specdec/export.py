@@ -21,10 +21,11 @@ from specdec.drafters import Drafter
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.lm import LM
 from specdec.drafters.medusa import Medusa
-from specdec.errors import UserError, nearest
+from specdec.errors import UserError, nearest, require
 from specdec.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MARK = "draftsmith.json"  # of an export of ours, which a new one may replace
 
 Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]  # tensors and config, as an engine reads
 
@@ -134,7 +135,8 @@ def write(folder: Path, drafter: Drafter, target: Target, layout: str = "hf") ->
 
     The checkpoint is written, read back as an engine would, and must give the same logits as
     the drafter on real input; a folder appears only if it does. Raises UserError for a layout
-    that this family has not, or for a weight that is missing or not finite.
+    that this family has not, for a weight that is missing or not finite, and for a folder that
+    holds something else than an earlier export.
     """
     name = drafter.config.name
     if (name, layout) not in LAYOUTS:
@@ -142,13 +144,20 @@ def write(folder: Path, drafter: Drafter, target: Target, layout: str = "hf") ->
         if not known:
             raise UserError(f"drafter {name!r} has no weights: engines have it built in")
         raise UserError(f"export layout {layout!r} of {name!r} is unknown{nearest(layout, known)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        require(
+            (folder / MARK).is_file(),
+            f"{folder} holds something that is no export of ours: give a folder that is not there",
+        )
     tensors, config = LAYOUTS[name, layout](drafter, target)
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
-    require_finite(tensors, folder)
+    require_finite(tensors, f"{folder}: not written")
     config["dtype"] = config["torch_dtype"] = str(_dtype(tensors)).removeprefix("torch.")
     with replaced(folder) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
+        about = {"drafter": name, "layout": layout, "target": target.name}
+        (partial / MARK).write_text(json.dumps(about, indent=1))
         if name == "lm":
             target.tokenizer.save_pretrained(partial)
         gap, best = compare(drafter, read(partial, drafter, target), target)

@@ -37,6 +37,10 @@ class LossConfig:
     def __post_init__(self) -> None:
         require(self.chunk >= 1, f"loss.chunk={self.chunk}: give 1 or more")
         require(
+            0 <= self.depth_decay < math.inf,
+            f"loss.depth_decay={self.depth_decay}: give a number of at least 0",
+        )
+        require(
             self.name in LOSSES, f"loss.name={self.name!r} is unknown{nearest(self.name, LOSSES)}"
         )
 

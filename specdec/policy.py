@@ -42,7 +42,8 @@ class Length(Protocol):
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
         """Rows that draft no further [B] bool, after `token_B`, an index into S, was drawn at
-        `depth` from q. The token stays in the chain. Not asked where the round ends anyway."""
+        `depth` from q. The token stays in the chain. Asked after the last one, too: what is
+        learned from rounds of one token needs its answer."""
         ...
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from specdec.theory import expected_tokens as tokens
-from specdec.theory import walltime_factor
+from specdec.theory import round_cost, walltime_factor
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
 VARIANTS = {
@@ -61,10 +61,10 @@ def predictions(results: dict[str, Any], at: dict[str, Any]) -> dict[str, float]
     costs, gamma = results["costs"], results["gamma"]
     variant = "greedy" if at["temperature"] == 0 else "sampled"
     alpha = at["alpha"]["all"][variant][0]["value"]
-    # a tree always drafts all of its depth; of a chain that is cut short, the part drafted counts
+    # a tree always drafts all of its depth
     share = 1.0 if results["tree"] else at["drafted_per_round"] / gamma
     return {
-        "measured τ": at["tau"]["value"] / (share * (gamma * costs["c"] + costs["v"] - 1) + 1),
+        "measured τ": at["tau"]["value"] / round_cost(gamma, costs["c"], costs["v"], share),
         "closed form": walltime_factor(alpha, gamma, costs["c"]),
         "closed form τ": tokens(alpha, gamma),
     }
@@ -94,7 +94,8 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         f"batch {results['batch']}, {drafted(results)}, {results['dtype']}, "
         f"{results['threads']} threads{', compiled' if results['compiled'] else ''}. Intervals are "
         f"95 % bootstraps over prompts{', of seconds over batches' * (results['batch'] > 1)}; "
-        "plain and speculative decoding take turns in one process.",
+        "plain and speculative decoding take turns in one process. Seconds are of the tokens after "
+        "the first, which the target's prefill gives; the draft's own prefill is in them.",
         "",
         "| | " + " | ".join(f"T = {at['temperature']:g}" for at in results["temperatures"]) + " |",
         "| --- |" + " --- |" * len(results["temperatures"]),
@@ -128,6 +129,10 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         f"({'lossless' if at['lossless'] else '**LOSSY**'})"
         for at in results["temperatures"]
     )
+    followed = "; at T = 0 it is what the decoder counts"
+    lossy = any(not at["lossless"] for at in results["temperatures"] if at["temperature"] == 0)
+    if results["tree"] or results["length"] != "fixed" or lossy:
+        followed = f", of a lossless decoder whose every round drafts a chain of {gamma}"
     lines += [
         "",
         "Costs: a plain step "
@@ -147,8 +152,8 @@ def markdown(results: dict[str, Any], pictures: dict[str, Path]) -> str:
         "",
         "α *over all positions* of the target's own text is not what a decoder sees: its rounds "
         "start where the last one failed, and those anchors are harder. *At visited anchors* is "
-        "the share of rounds that accept depth k (and all before it), from teacher forcing; at "
-        "T = 0 it is what the decoder counts. Engines report this one.",
+        "the share of rounds that accept depth k (and all before it), from teacher forcing"
+        f"{followed}. Engines report this one.",
     ]
     for at in results["temperatures"]:
         lines += ["", f"### T = {at['temperature']:g}", ""]

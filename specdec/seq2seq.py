@@ -43,7 +43,7 @@ class Seq2SeqCache(SlotCache):
         self.starts: list[int] = []  # where each row's decoder starts in its text; []: not read
         self.memory_BSD: Tensor | None = None
         self.memory_mask_BS: Tensor | None = None  # None: no row is padded
-        self.both = EncoderDecoderCache(self, DynamicCache())
+        self.cross = DynamicCache()
         self._prefilled = False
 
     def known(self) -> list[int]:
@@ -67,7 +67,7 @@ class Seq2SeqCache(SlotCache):
         self.memory_BSD = self.memory_BSD[index]
         if self.memory_mask_BS is not None:
             self.memory_mask_BS = self.memory_mask_BS[index]
-        self.both.cross_attention_cache.batch_select_indices(index)
+        self.cross.batch_select_indices(index)
 
 
 class Split(NamedTuple):
@@ -218,7 +218,7 @@ class Reader:
                 attention_mask=mask,
                 encoder_hidden_states=memory_BSD,
                 encoder_attention_mask=memory_mask_BS,
-                past_key_values=None if cache is None else cache.both,
+                past_key_values=None if cache is None else EncoderDecoderCache(cache, cache.cross),
                 use_cache=cache is not None,
             ).last_hidden_state
         finally:
@@ -340,6 +340,9 @@ class Seq2SeqTarget(Target):
             f"which must {ends}: give those alone, and mask padding with attention_mask",
         )
         return text
+
+    def placed(self, prompt: Sequence[int]) -> int:
+        return len(prompt) - self.reader.starts(torch.tensor([prompt]))[0]
 
     def shown(self, processors: Sequence[Processor]) -> list[Processor]:
         """The processors, each shown what transformers shows it: the decoder's tokens, from the

@@ -194,8 +194,8 @@ def _asks(config: GenerationConfig, name: str) -> bool:
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    if input_ids.dim() != 2:
-        raise UserError(f"input_ids have {input_ids.dim()} dimensions: give [rows, tokens]")
+    if input_ids.dim() != 2 or not len(input_ids):
+        raise UserError(f"input_ids have the shape {list(input_ids.shape)}: give [rows, tokens]")
     if attention_mask is None:
         return input_ids.tolist()
     if attention_mask.shape != input_ids.shape:

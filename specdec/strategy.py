@@ -17,8 +17,8 @@ from specdec.context import Needs
 from specdec.decode import Rows, capacity, fitting_rule, generate
 from specdec.disco import Disco, Recorder, fit
 from specdec.drafters.base import Drafter, last_of
-from specdec.errors import UserError, nearest, require, typed
-from specdec.length import LENGTHS, CostTable, Goodput, length
+from specdec.errors import nearest, require, typed
+from specdec.length import LENGTHS, CostTable, Fixed, Goodput, length
 from specdec.policy import Length
 from specdec.sampler import Sampler
 from specdec.target import Target
@@ -112,11 +112,8 @@ def strategy(
     What must be measured for them is measured on the first of `prompts`, which are best not
     those that the result is then measured on.
     """
+    require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-    if drafter.max_depth is not None and gamma > drafter.max_depth:
-        raise UserError(
-            f"decode.gamma={gamma}: this drafter has {drafter.max_depth} heads and drafts no more"
-        )
     learning = prompts[:LEARNING]
     notes: dict[str, Any] = {}
     if cfg.tree == "dynamic":
@@ -126,19 +123,10 @@ def strategy(
     if cfg.tree == "static":
         if cfg.paths:
             return Strategy(Static(cfg.paths), None, notes)
-        if drafter.copies:
-            raise UserError(
-                f"decode.tree=static: {drafter.config.name} copies tokens and has no ranks to "
-                "measure: give decode.tree=dynamic, or decode.paths"
-            )
         found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
         shape = best_static(found, cfg.nodes)
         notes["paths"] = [list(p) for p in shape.paths]
         return Strategy(shape, None, notes)
-    if drafter.copies and LENGTHS[cfg.length].reads_q:
-        raise UserError(
-            f"decode.length={cfg.length} reads q: {drafter.config.name} copies tokens and has none"
-        )
     measured: dict[str, Any] = {
         "compiled": cfg.compile,
         "batch": cfg.batch,
@@ -146,9 +134,7 @@ def strategy(
     }
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
-        return Strategy(
-            chain, None if not cfg.settings else lambda: length("fixed", settings), notes
-        )
+        return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit), None, notes)
     if cfg.length == "optimal" and "c" not in settings:
         cost = costs(target, drafter, prompts[0], chain, **measured)
         settings |= {"c": cost["c"], "v": {gamma: cost["v"]}}
@@ -165,8 +151,46 @@ def strategy(
         classifier = fit(*recorder.records())
         disco = typed(Disco.Config, settings, "decode.settings")
         return Strategy(chain, lambda: Disco(disco, classifier), notes)
-    length(cfg.length, settings)  # raises where the settings are wrong
     return Strategy(chain, lambda: length(cfg.length, settings), notes | {"settings": settings})
+
+
+def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
+    """Raise UserError where `cfg` asks what the drafter, or the length policy, cannot do; before
+    anything is measured."""
+    name, most = drafter.config.name, drafter.max_depth
+    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+    if cfg.paths is not None:
+        gamma = Static(cfg.paths).depth
+    require(
+        most is None or gamma <= most,
+        f"decode.gamma={gamma}, or that depth of decode.paths: this drafter has {most} heads and "
+        "drafts no more",
+    )
+    require(
+        cfg.tree != "best_first" or most is not None,
+        f"decode.tree=best_first is for parallel heads (medusa), not for {name}: give static or "
+        "dynamic",
+    )
+    require(
+        not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
+        f"decode.tree=static: {name} copies tokens and has no ranks to measure: give "
+        "decode.tree=dynamic, or decode.paths",
+    )
+    require(
+        not drafter.copies or not LENGTHS[cfg.length].reads_q,
+        f"decode.length={cfg.length} reads q: {name} copies tokens and has none",
+    )
+    settings = {"limit": gamma} | dict(cfg.settings)
+    limit = typed(LENGTHS[cfg.length].Config, settings, "decode.settings").limit
+    require(limit >= 1, f"decode.settings.limit={limit}: give 1 or more")
+    require(
+        limit <= gamma,
+        f"decode.settings.limit={limit} is above γ = {gamma} and would never be reached: give "
+        f"decode.gamma={limit}",
+    )
+    given = {"optimal": "c", "goodput": "table", "disco": "path"}.get(cfg.length)
+    if cfg.tree is None and (given is None or settings.get(given)):  # else it is measured
+        length(cfg.length, settings)
 
 
 def acceptance_by_rank(
@@ -208,10 +232,13 @@ def costs(
     batch: int = 1,
     new: int = 96,
 ) -> dict[str, float]:
-    """Medians in seconds after a prompt: one plain step, one verification of all drafted tokens
-    and the anchor, one drafting. From them c = draft / (γ · step), the cost of one draft step
-    over one target step (γ the depth of the shape), and v = verify / step. `new`: the tokens that
-    decoding makes room for, which a compiled pass depends on."""
+    """Medians in seconds after a prompt: one plain step, one verification of as many tokens as the
+    shape can draft and the anchor, one drafting. From them c = draft / (γ · step), the cost of one
+    draft step over one target step (γ the depth of the shape), and v = verify / step. `new`: the
+    tokens that decoding makes room for, which a compiled pass depends on. Of a prompt that leaves
+    the draft no positions, the end alone is read."""
+    if drafter.positions is not None:
+        prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
     half = max(1, len(prompt) // 2)
     prompts = [prompt[b % half :] for b in range(batch)]  # of unlike length, as rows come to be
     rows = Rows(prompts, target.device)
@@ -245,8 +272,8 @@ def costs(
         cache.drop()
 
     plain = clock(lambda: step(1, Needs()))
-    proposal = drafter.draft(ctx, shape, choose, draft_cache)
-    verify = clock(lambda: step(1 + proposal.tokens_BN.shape[1], drafter.needs))
+    room = target.config.max_position_embeddings - max(cache.lengths)
+    verify = clock(lambda: step(min(1 + shape.nodes, room), drafter.needs))
     draft = clock(lambda: drafter.draft(ctx, shape, choose, draft_cache))
     return {
         "step_seconds": plain,

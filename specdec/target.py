@@ -104,7 +104,7 @@ class Target:
         self.layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.head: nn.Linear = model.get_output_embeddings()
         self.embedding: nn.Embedding = model.get_input_embeddings()
-        self._scale = _head_scaling(self.config)
+        self._scale = head_scaling(self.config)
         self._compiled: dict[Needs, Pass] = {}
         self._check_head()
 
@@ -145,7 +145,13 @@ class Target:
                 "folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
                 "package:NAME"
             ) from error
-        model.to(torch.device(device))  # type: ignore[arg-type]
+        try:
+            model.to(torch.device(device))  # type: ignore[arg-type]
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            raise UserError(
+                f"target.device={device!r} cannot be had ({str(error).splitlines()[0]}): give "
+                "auto, cpu or cuda"
+            ) from error
         if config.is_encoder_decoder:
             from specdec.seq2seq import Seq2SeqTarget  # which imports this module
 
@@ -184,6 +190,10 @@ class Target:
     def shown(self, processors: Sequence[Processor]) -> list[Processor]:
         """The processors, each shown the tokens that transformers shows it: here, all."""
         return list(processors)
+
+    def placed(self, prompt: Sequence[int]) -> int:
+        """How many of the decoder's positions a prompt takes."""
+        return len(prompt)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)
@@ -342,7 +352,7 @@ class Target:
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
             raise UserError(
                 f"target {self.name!r} ({type(self.model).__name__}) turns hidden states into "
-                "logits in a way that specdec/target.py does not know: add it to _head_scaling"
+                "logits in a way that specdec/target.py does not know: add it to head_scaling"
             )
 
 
@@ -371,7 +381,7 @@ def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     return found[0]
 
 
-def _head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
+def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     """Gemma's soft cap, Cohere's factor, Granite's divisor; most have none of them."""
     if cap := getattr(config, "final_logit_softcapping", None):
         return lambda z: cap * torch.tanh(z / cap)

@@ -76,6 +76,12 @@ def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float
     return expected_tokens(alpha, gamma) / (gamma * c + v)
 
 
+def round_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
+    """Plain steps that a round costs: γc + v; where rounds draft only a `share` of γ on average,
+    so much of the way from a plain step to there."""
+    return share * (gamma * c + v - 1) + 1
+
+
 def guaranteed_factor(alpha: float, c: float) -> float:
     """What the best γ gains at least: (1 + α) / (1 + c) where α > c, else 1 (Corollary 3.9).
 

@@ -10,7 +10,7 @@ Letters: B batch, N nodes, W nodes grown at once, C children, S draft vocabulary
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,7 +85,9 @@ class Chain:
         going: Tensor | None = None  # rows that still draft; None: all
 
         def paths() -> list[list[list[int]]]:
-            so_far = torch.stack(tokens, 1).tolist() if tokens else [[]] * len(logits_BWS)
+            if not tokens:
+                return [[[]]] * len(logits_BWS)
+            so_far = torch.stack(tokens, 1).clamp_min(0).tolist()  # of absent nodes any token
             return [[path] for path in so_far]
 
         for k in range(self.depth):
@@ -167,7 +169,7 @@ class Static:
         grown: dict[int, int] = {-1: -1}
 
         def paths() -> list[list[list[int]]]:
-            rows = [t.tolist() for t in tokens]
+            rows = [t.clamp_min(0).tolist() for t in tokens]  # of absent nodes any token
             return [[[rows[i][b] for i in self._line(w)] for w in parents] for b in range(B)]
 
         for level in self._levels:
@@ -214,9 +216,7 @@ class Dynamic:
     fixed: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("depth", "nodes", "top_k"):
-            value = getattr(self, name)
-            require(value >= 1, f"tree: {name}={value}: give 1 or more")
+        _require_positive(self, "depth", "nodes", "top_k")
 
     @property
     def grown(self) -> int:
@@ -271,6 +271,9 @@ class BestFirst:
     nodes: int = 24
     fixed: bool = True
     grown: int = 0  # heads do not read each other's tokens
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "depth", "nodes")
 
     def draft(self, growth: Growth, choose: Choose, stop: Stop | None = None) -> Proposal:
         marginals_BKS = growth.marginals(self.depth)
@@ -329,6 +332,12 @@ def pruned(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int)
     old_BN = parents_BN.gather(1, kept_BN)
     parents = torch.where(old_BN < 0, -1, number_BN.gather(1, old_BN.clamp_min(0)))
     return Proposal(tokens_BN.gather(1, kept_BN), None, parents)
+
+
+def _require_positive(shape: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(shape, name)
+        require(value >= 1, f"tree: {name}={value}: give 1 or more")
 
 
 def line(tokens: list[list[int]], parents: list[list[int]], b: int, node: int) -> list[int]:

@@ -416,10 +416,34 @@ def test_a_draft_file_that_is_damaged(
         checkpoint.load(tmp_path / "best", target)
 
 
-@pytest.mark.parametrize("card", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 99}'])
-def test_a_card_that_is_none(tmp_path: Path, card: str) -> None:
-    (tmp_path / checkpoint.CARD).write_text(card)
-    with pytest.raises(UserError, match=r"drafter\.json"):
+@pytest.mark.parametrize(
+    "card", [b"", b"[]", b"{}", b"null", b'{"format": 1}', b'{"format": 99}', b"\x93\xff\x00"]
+)
+def test_a_card_that_is_none(tmp_path: Path, card: bytes) -> None:
+    (tmp_path / checkpoint.CARD).write_bytes(card)
+    with pytest.raises(UserError, match=r"drafter\.json") as caught:
+        checkpoint.read_card(tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="holds no draft"):  # a file of the folder, not the folder
+        checkpoint.read_card(tmp_path / checkpoint.CARD)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"target": {}}, "'name'"),
+        ({"target": [1]}, "'target'"),
+        ({"family": ["x"]}, "'family'"),
+        ({"shape": [1]}, "'shape'"),
+        ({"config": None}, "'config'"),
+    ],
+)
+def test_a_card_with_a_part_of_a_wrong_type(
+    trained: Path, tmp_path: Path, change: dict[str, Any], part: str
+) -> None:
+    card = checkpoint.read_card(trained / "best")
+    (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
+    with pytest.raises(UserError, match=f"{part} is missing, or of a wrong type"):
         checkpoint.read_card(tmp_path)
 
 

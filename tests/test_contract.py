@@ -5,10 +5,16 @@ Run alone: python -m pytest tests/test_contract.py
 
 import gc
 import itertools
+import json
 import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import CohereConfig, GraniteConfig, PreTrainedConfig
 
 from specdec import checkpoint, export
 from specdec.cache import SlotCache
@@ -208,8 +214,23 @@ def test_cached_draft_equals_the_uncached_default(
                 torch.testing.assert_close(cached.q_BNV[b], plain.q_BNV[0], atol=1e-4, rtol=1e-4)
 
 
-def test_oracle_draft_has_alpha_one_at_every_depth(target: Target) -> None:
-    """A draft that is the target: α = 1; with labels shifted by one it would be far lower."""
+LIKE_LLAMA = {k: v for k, v in TARGETS["llama"].to_dict().items() if k != "model_type"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TARGETS["llama"],
+        TARGETS["gemma2"],
+        CohereConfig(**LIKE_LLAMA, logit_scale=0.25),
+        GraniteConfig(**LIKE_LLAMA, logits_scaling=8.0),
+    ],
+    ids=lambda c: c.model_type,
+)
+def test_oracle_draft_has_alpha_one_at_every_depth(kind: PreTrainedConfig) -> None:
+    """A draft that is the target: α = 1; with labels shifted by one, or without the scale that its
+    kind gives logits, it would be far lower."""
+    target = random_target(kind)
     config = LMConfig(depth=3, layers=list(range(L)), train_embeddings=True)
     drafter = DRAFTERS["lm"].build(config, target).float().eval()
     ids = text(8, 40)[0].tolist()
@@ -327,12 +348,43 @@ def test_saved_and_loaded_weights_give_the_same_logits(
     assert torch.equal(*same)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("lm", lambda card, x: card["shape"]["model"].update(hidden_size="wide"), "draft's card"),
+        ("lm", lambda card, x: card["shape"]["model"].update(num_attention_heads=0), "card"),
+        ("eagle3", lambda card, x: card["shape"].clear(), "draft's card"),
+        ("eagle3", lambda card, x: card["config"].update(depth=0), "drafter.json: "),
+        (
+            "eagle3",
+            lambda card, x: x.update({"fc.weight": x["fc.weight"].long()}),
+            "'fc.weight' is",
+        ),
+        ("eagle3", lambda card, x: x["fc.weight"].fill_(torch.nan), "'fc.weight' .* not finite"),
+        ("eagle3", lambda card, x: x["vocab_S"].add_(V - 1), "rise within 0 to 60"),
+        ("eagle3", lambda card, x: x["vocab_S"].sub_(1), "rise within 0 to 60"),
+        ("eagle3", lambda card, x: x.update(vocab_S=x["vocab_S"].flip(0)), "rise within 0 to 60"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_told_in_one_line(
+    target: Target, tmp_path: Path, name: str, change: Callable[[Any, Any], Any], words: str
+) -> None:
+    folder = tmp_path / "draft"
+    checkpoint.save(folder, make_drafter(name, target), target)
+    card = json.loads((folder / checkpoint.CARD).read_text())
+    tensors = load_file(folder / checkpoint.WEIGHTS)
+    change(card, tensors)
+    (folder / checkpoint.CARD).write_text(json.dumps(card))
+    save_file(tensors, folder / checkpoint.WEIGHTS)
+    with pytest.raises(UserError, match=words) as caught:
+        checkpoint.load(folder, target)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name,layout", list(export.LAYOUTS))
 def test_export_reads_back_and_names_what_is_wrong(
     target: Target, tmp_path, name: str, layout: str
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     target = Target(target.model, _Tokenizer(), "tiny")
     drafter = make_drafter(name, target)
     export.write(tmp_path / "out", drafter, target, layout)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec.decode import capacity, decode, generate
 from specdec.drafters.lm import LMConfig
@@ -16,9 +17,9 @@ from specdec.policy import Whole
 from specdec.rules import named, rule_name
 from specdec.sampler import Sampler
 from specdec.speculative import speculative_generate
-from specdec.strategy import DecodeConfig, strategy
+from specdec.strategy import DecodeConfig, costs, strategy
 from specdec.target import Target
-from specdec.trees import Chain, Dynamic, Shape, Static
+from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.verify import RULES, law
 from tests.test_contract import CONFIGS, L, V, make_drafter, make_target, text
 from tests.tiny import architectures, compose, random_drafter, random_target
@@ -113,6 +114,34 @@ def test_rows_that_draft_less_draw_as_if_alone(
         assert alone.ids == g.ids and alone.rounds == g.rounds
 
 
+@pytest.mark.parametrize(
+    ("shape", "sampler", "policy"),
+    [
+        (Chain(5), T1, "confidence"),
+        (Static([[0], [1], [2], [0, 0], [2, 0], [2, 0, 0]]), Sampler(1.0, top_k=2), ""),
+    ],
+    ids=["chain", "static"],
+)
+def test_processors_see_tokens_where_a_row_has_none(
+    target: Target, shape: Shape, sampler: Sampler, policy: str
+) -> None:
+    """Absent nodes, -1, are no index for a processor; those that are there draw as if alone."""
+    drafter = make_drafter("lm", target, noise=0.05)
+    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "sampler": sampler}
+    options |= {"processors": [RepetitionPenaltyLogitsProcessor(1.3)], "max_new_tokens": 12}
+
+    def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
+        how = length(policy, {"limit": 5, "threshold": 0.05}) if policy else None
+        return decode(target, prompts, seeds=seeds, length=how, **options)
+
+    together = run(PROMPTS, [7, 8, 9])
+    nodes = zip(*[[r.nodes for r in g.rounds] for g in together])
+    assert any(min(n) + 1 < (max(n) if policy else shape.nodes) for n in nodes)  # a level went on
+    for g, prompt, seed in zip(together, PROMPTS, (7, 8, 9), strict=True):
+        (alone,) = run([prompt], [seed])
+        assert (alone.ids, alone.rounds) == (g.ids, g.rounds)
+
+
 class Pausing(Whole):
     """Two plain rounds, then three drafted tokens."""
 
@@ -137,8 +166,6 @@ def test_rows_may_leave_before_anything_was_drafted(target: Target, name: str) -
 
 def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> None:
     """A pruned vocabulary, processors and T = 0: q and the token's index are of one vocabulary."""
-    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
-
     drafter = make_drafter("eagle3", target, noise=0.05)
     seen: list[float] = []
 
@@ -193,6 +220,8 @@ def test_what_was_tested_is_the_kept_path_and_its_children(target: Target) -> No
     leaves = [r for r in rounds if r.path == (1,)]
     assert leaves and all(r.tested == r.accepted == 1 for r in leaves)
     assert all(r.tested == r.accepted + 1 for r in rounds if r.path in ((), (0,), (0, 2)))
+    assert all(r.bonus == (r.path in ((1,), (0, 2, 3))) for r in rounds)
+    assert all(r.bonus for r in generate(target, PROMPTS[0], max_new_tokens=5, eos=()).rounds)
 
 
 def test_a_stop_string_of_many_bytes_is_found(target: Target) -> None:
@@ -226,6 +255,8 @@ def test_a_stop_string_of_many_bytes_is_found(target: Target) -> None:
         ({"tree": "dynamic", "settings": {"limit": 3}}, "chains"),
         ({"paths": [[0]]}, "static"),
         ({"tree": "static", "paths": [[1]]}, "sibling"),
+        ({"settings": {"limit": 4}}, "would never be reached: give decode.gamma=4"),
+        ({"gamma": 2, "length": "confidence", "settings": {"limit": 3}}, "above γ = 2"),
     ],
 )
 def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
@@ -248,6 +279,39 @@ def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
     how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS)
     assert how.shape.nodes == 4
+
+
+@pytest.mark.parametrize("shape", [Chain(3), Static([[0], [1], [0, 0]])], ids=["chain", "tree"])
+def test_a_verification_costs_all_that_the_shape_can_draft(
+    target: Target, monkeypatch: pytest.MonkeyPatch, shape: Shape
+) -> None:
+    """After two tokens prompt lookup has one to copy at most, or none."""
+    widths, step = set(), target.step
+
+    def recorded(ids_BT: torch.Tensor, *args: Any) -> Any:
+        widths.add(ids_BT.shape[1])
+        return step(ids_BT, *args)
+
+    monkeypatch.setattr(target, "step", recorded)
+    costs(target, make_drafter("ngram", target), [5], shape, repeats=1)
+    assert widths == {1, 1 + shape.nodes}
+
+
+def test_no_gamma_is_the_trained_depth_and_0_is_plain(target: Target) -> None:
+    drafter = make_drafter("lm", target, noise=0.05)
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos": ()}
+    made = [generate(target, PROMPTS[0], drafter=drafter, gamma=g, **options) for g in (None, 3, 0)]
+    assert made[0].rounds == made[1].rounds and made[0].rounds[0].drafted == drafter.depth == 3
+    assert made[2].rounds == generate(target, PROMPTS[0], **options).rounds
+
+
+def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
+    for stop, words in (([""], "at once"), (["x"], "tokenizer, and it has none")):
+        with pytest.raises(UserError, match=words):
+            decode(target, PROMPTS, max_new_tokens=2, stop=stop)
+    for depth, nodes, words in ((3, 0, "nodes=0"), (0, 3, "depth=0")):
+        with pytest.raises(UserError, match=words):
+            BestFirst(depth, nodes)
 
 
 def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:

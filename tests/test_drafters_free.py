@@ -25,6 +25,7 @@ from specdec.drafters.counts import BigramConfig, UnigramConfig
 from specdec.drafters.early_exit import EarlyExitConfig, shallow
 from specdec.drafters.lookahead import LookaheadConfig, Pool
 from specdec.drafters.memory import merged
+from specdec.drafters.ngram import NgramConfig, Text
 from specdec.drafters.sparse import SparseConfig, attention, voted
 from specdec.drafters.suffix import Index, SuffixConfig, Suffixes, suffix_order
 from specdec.errors import UserError
@@ -159,6 +160,24 @@ def test_copying_waits_for_a_unique_suffix() -> None:
     assert memory.chain(2) == [4, 8]  # 2 stood twice, [9, 2] once
     memory = fed(Aligned(CopyConfig(max_match=1)), [1, 2, 3, 9, 2, 4, 8, 7, 2])
     assert memory.chain(2) == [4, 8]  # still ambiguous: the latest
+
+
+@pytest.mark.parametrize(("least", "most", "symbols"), [(1, 3, 3), (2, 4, 2), (1, 1, 4), (3, 3, 2)])
+def test_prompt_lookup_is_what_it_says(least: int, most: int, symbols: int) -> None:
+    """At every token of a random text, by looking through all of it: the longest n-gram that ends
+    there and somewhere before, the last of those places."""
+    ids = [t % symbols for t in text(12, 80)]
+    memory = Text(NgramConfig(min_ngram=least, max_ngram=most))
+    for a in range(len(ids)):
+        memory.push(ids[a])
+        places = [
+            (n, end)
+            for n in range(least, most + 1)
+            for end in range(n, a + 1)
+            if ids[end - n : end] == ids[a + 1 - n : a + 1]
+        ]
+        end = max(places)[1] if places else a + 1
+        assert memory.chain(5) == ids[end : a + 1][:5]
 
 
 # --- suffix decoding -------------------------------------------------------------------------
@@ -541,6 +560,8 @@ def test_copied_trees_are_sampled_losslessly_as_fixed_children(target: Target, n
         ("suffix", {"threshold": 0.0}, "drafter.threshold"),
         ("suffix", {"max_match": 256}, "drafter.max_match"),
         ("lookahead", {"ngram": 1}, "drafter.ngram"),
+        ("ngram", {"min_ngram": 0}, "drafter.min_ngram=0"),
+        ("ngram", {"min_ngram": 3, "max_ngram": 2}, "max_ngram=2"),
         ("copy", {"max_match": 0}, "drafter.max_match"),
         ("early_exit", {"layers": L + 1}, "drafter.layers"),
         ("sparse", {"method": "snapvk"}, "did you mean.*snapkv"),

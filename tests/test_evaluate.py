@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/test_evaluate.py
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from specdec import evaluate as module
 from specdec import report
 from specdec.drafters import Drafter
+from specdec.drafters.lm import LMConfig
 from specdec.drafters.medusa import MedusaConfig
 from specdec.evaluate import evaluate
 from specdec.strategy import DecodeConfig
@@ -62,6 +64,34 @@ def test_a_lossy_rule_is_called_so(target: Target) -> None:
         text = report.markdown(results | RUN, {})
         assert text.count("LOSSY") == sum(lossy)
         assert (f"({rule} is lossy)" in text) == lossy[0]
+
+
+def test_a_draft_of_fewer_positions_is_measured(target: Target) -> None:
+    """The first prompt takes all 16 of them and more; of the second, of 2 tokens, 14 tokens of the
+    answer remain, 11 of which three others follow."""
+    short = random_target(architectures(len(TOKENIZER), 4, positions=16)["gpt2"])
+    drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
+    cfg = DecodeConfig(prompts=2, max_new_tokens=20)
+    results = evaluate(target, drafter, [PROMPTS[0] * 5, PROMPTS[1]], cfg)
+    for at in results["temperatures"]:
+        assert [x["n"] for x in at["alpha"]["all"]["greedy"]] == [11, 11, 11]
+    assert results["temperatures"][0]["identical"] == 2
+
+
+def test_what_the_decoder_counts_is_claimed_of_fixed_chains_only(target: Target) -> None:
+    cfg = DecodeConfig(prompts=1, max_new_tokens=8, temperatures=[0.0])
+    results = evaluate(target, medusa(target), PROMPTS, cfg) | RUN
+    for change, counted in (({}, 1), ({"tree": "dynamic"}, 0), ({"length": "confidence"}, 0)):
+        text = report.markdown(results | change, {})
+        assert text.count("at T = 0 it is what the decoder counts") == counted
+        assert text.count("whose every round drafts a chain of 2") == 1 - counted
+    lossy = replace(cfg, rule="lenience:factor=0.1")
+    text = report.markdown(evaluate(target, medusa(target), PROMPTS, lossy) | RUN, {})
+    assert "of a lossless decoder whose every round drafts" in text
+    shorter = evaluate(target, medusa(target), PROMPTS, replace(cfg, settings={"limit": 1}))
+    assert (
+        shorter["gamma"] == 1 and len(shorter["temperatures"][0]["alpha"]["visited"]["greedy"]) == 1
+    )
 
 
 def test_costs_and_seconds_are_those_of_the_batch(

@@ -4,7 +4,10 @@ Run alone: python -m pytest tests/test_seq2seq.py
 """
 
 import copy
+import gc
 import json
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 from transformers.models.llama import LlamaForCausalLM
 
 from specdec import checkpoint
+from specdec.beam import beam_search
 from specdec.choose import Choose
 from specdec.context import Context, Needs, Proposal
 from specdec.decode import decode, generate
@@ -35,7 +39,7 @@ from specdec.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.errors import UserError
 from specdec.forcing import Table, TeacherForcing, batch_of
 from specdec.sampler import Sampler
-from specdec.seq2seq import Seq2SeqTarget
+from specdec.seq2seq import Seq2SeqCache, Seq2SeqTarget
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape, Static
 from specdec.verify import RULES, law
@@ -170,6 +174,47 @@ def test_speculation_is_greedy_decoding(kind: str, name: str, shape: Shape) -> N
     assert [g.rounds for g in together] == [g.rounds for g in alone]
     if name == "seq2seq_lm":
         assert sum(r.accepted for g in alone for r in g.rounds) > 0
+
+
+def test_only_the_decoders_own_tokens_take_its_positions() -> None:
+    """BART has 128 for either side: an encoder's 121 leave 127 new ones after the start token."""
+    target = make_target("bart")
+    (prompt,) = prompts(target, (120,))
+    options = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
+    theirs, beams = (
+        target.model.generate(torch.tensor([prompt[:-1]]), num_beams=n, **options)[0, 1:].tolist()
+        for n in (1, 2)
+    )
+    medusa = make_drafter("medusa", target)
+    made = generate(target, prompt, max_new_tokens=12, drafter=medusa, gamma=3, eos=())
+    assert made.ids == generate(target, prompt, max_new_tokens=12, eos=()).ids == theirs
+    assert all(r.drafted == 3 for r in made.rounds)
+    assert beam_search(target, prompt, beams=2, max_new_tokens=12, eos=()).ids == beams
+    for decoded in (generate, partial(beam_search, beams=2)):
+        with pytest.raises(UserError, match="a prompt of 1 tokens and 128 new ones"):
+            decoded(target, prompt, max_new_tokens=128)
+
+
+def test_the_memory_of_a_generation_is_free_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, as of a causal target."""
+    target = make_target("t5")
+    drafter = make_drafter("seq2seq_lm", target)
+    made: list[weakref.ref[Seq2SeqCache]] = []
+    build = Seq2SeqCache.__init__
+
+    def recorded(cache: Seq2SeqCache, layers: int, capacity: int | None = None) -> None:
+        build(cache, layers, capacity)
+        made.append(weakref.ref(cache))
+
+    monkeypatch.setattr(Seq2SeqCache, "__init__", recorded)
+    gc.collect()
+    gc.disable()
+    try:
+        decode(target, prompts(target), max_new_tokens=6, drafter=drafter)
+        alive = [cache() is not None for cache in made]
+    finally:
+        gc.enable()
+    assert alive == [False, False]  # the target's and the draft's
 
 
 def test_one_pass_over_documents_is_each_alone() -> None:

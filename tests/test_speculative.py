@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/test_speculative.py
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,13 @@ def test_what_is_left_out_is_the_targets_own() -> None:
 def test_what_is_not_done_is_said(target: Target, fields: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         speculative_generate(target, None, torch.tensor(PROMPTS), **{"max_new_tokens": 4} | fields)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4,)])
+def test_input_ids_are_rows_of_tokens(target: Target, shape: tuple[int, ...]) -> None:
+    ids = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(UserError, match=re.escape(f"the shape {list(shape)}: give [rows, tokens]")):
+        speculative_generate(target, None, ids, max_new_tokens=2)
 
 
 def test_what_counts_the_prompt_wants_prompts_of_one_length(target: Target) -> None:

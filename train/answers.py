@@ -1,18 +1,21 @@
-"""On-policy data: the target answers the prompts itself, in batches, into a file that resumes."""
+"""On-policy data: the target answers the prompts itself, in batches, into files that resume."""
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.decode import decode
+from specdec.errors import require
 from specdec.sampler import Sampler
 from specdec.target import Target
 from train.data import Document, Prompt
+from train.jsonl import records
 
 
 @dataclass
@@ -26,6 +29,12 @@ class AnswersConfig:
     seed: int = 0
     root: str = "cache/answers"
 
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("batch", 1), ("seed", 0), ("temperature", 0)):
+            value = getattr(self, name)
+            require(value >= least, f"answers.{name}={value}: give {least} or more")
+        require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a share above 0, up to 1")
+
 
 def answered(
     target: Target,
@@ -36,83 +45,65 @@ def answered(
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
-    Answers are appended to a file as each batch ends, so that an interrupted run goes on where
-    it stopped. Each batch has a seed of its own: the answers do not depend on interruptions,
-    nor on the number of processes that share the batches, each with a file of its own.
+    Answers are appended to a file as each batch ends, by the prompt they answer: an interrupted
+    run goes on where it stopped, and one with more conversations answers those alone. Each prompt
+    has a seed of its own, so that answers do not depend on the batch, on interruptions, nor on
+    the number of processes that share the work.
     """
-    world, rank = accelerator.num_processes, accelerator.process_index
-    folder = Path(cfg.root) / _key(target, prompts, cfg)
+    folder = Path(cfg.root) / _key(target, cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    known = _read_all(folder)
+    names = [_name(p.ids) for p in prompts]
+    known = _read(folder)
     accelerator.wait_for_everyone()
-    path = folder / f"{rank}.jsonl"
+    todo = {name: p.ids for name, p in zip(names, prompts, strict=True) if name not in known}
     # Prompts of like length go together: less padding. Windows keep the order roughly, so that
-    # the batches of a smaller `data.limit` are among those of a larger one.
-    window = 8 * cfg.batch
+    # what an interruption leaves is spread over all lengths.
+    order, window = list(todo), 8 * cfg.batch
     order = [
-        i
-        for start in range(0, len(prompts), window)
-        for i in sorted(
-            range(start, min(start + window, len(prompts))), key=lambda i: len(prompts[i].ids)
-        )
+        name
+        for start in range(0, len(order), window)
+        for name in sorted(order[start : start + window], key=lambda name: len(todo[name]))
     ]
     batches = [order[i : i + cfg.batch] for i in range(0, len(order), cfg.batch)]
-    todo = [(n, b) for n, b in enumerate(batches) if any(prompts[i].id not in known for i in b)]
-    todo = todo[rank::world]
-    task = progress.add_task(
-        "target's answers", total=sum(len(b) for _, b in todo) * cfg.max_new_tokens
-    )
+    batches = batches[accelerator.process_index :: accelerator.num_processes]
+    total = sum(map(len, batches)) * cfg.max_new_tokens
+    task = progress.add_task("target's answers", total=total)
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
-    for n, batch in todo:
+    path = folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
+    for batch in batches:
         answers = decode(
             target,
-            [prompts[i].ids for i in batch],
+            [todo[name] for name in batch],
             max_new_tokens=cfg.max_new_tokens,
             sampler=sampler,
-            seeds=[(cfg.seed * 1_000_003 + n) * 1_009 + b for b in range(len(batch))],
+            seeds=[int(name, 16) % (1 << 62) + cfg.seed for name in batch],
             on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
         )
         with path.open("a") as file:
-            for i, answer in zip(batch, answers, strict=True):
-                file.write(json.dumps({"id": prompts[i].id, "ids": answer.ids}) + "\n")
+            for name, answer in zip(batch, answers, strict=True):
+                file.write(json.dumps({"prompt": name, "ids": answer.ids}) + "\n")
     progress.remove_task(task)
     accelerator.wait_for_everyone()
-    known = _read_all(folder)
+    known = _read(folder)
     return [
-        Document(p.id, p.ids + known[p.id], [False] * len(p.ids) + [True] * len(known[p.id]))
-        for p in prompts
+        Document(p.id, p.ids + known[n], [False] * len(p.ids) + [True] * len(known[n]))
+        for n, p in zip(names, prompts, strict=True)
     ]
 
 
-def _key(target: Target, prompts: Sequence[Prompt], cfg: AnswersConfig) -> str:
-    """One folder for each target, sampler and set of prompts."""
-    how = [target.fingerprint(), str(target.dtype), cfg.temperature, cfg.top_p]
-    how += [cfg.max_new_tokens, cfg.batch, cfg.seed]
-    digest = hashlib.blake2b(json.dumps(how).encode(), digest_size=8)
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.id, prompt.ids]).encode())
-    return digest.hexdigest()
+def _key(target: Target, cfg: AnswersConfig) -> str:
+    """One folder for each target and way of answering."""
+    how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
+    for name in ("batch", "root"):  # which change no answer
+        del how[name]
+    return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _read_all(folder: Path) -> dict[str, list[int]]:
-    """The answers of all processes, also of an earlier run that had more of them."""
-    known: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        known |= _read(path)
-    return known
+def _name(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=12).hexdigest()
 
 
-def _read(path: Path) -> dict[str, list[int]]:
-    """The answers that are there already; a last line that was cut short is cut off the file."""
-    known, whole = {}, 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            entry = json.loads(line)
-            known[entry["id"]] = entry["ids"]
-            whole += len(line)
-    if whole < path.stat().st_size:
-        with path.open("rb+") as file:
-            file.truncate(whole)
-    return known
+def _read(folder: Path) -> dict[str, list[int]]:
+    """The answers of all runs and processes."""
+    files = sorted(folder.glob("*.jsonl"))
+    return {r["prompt"]: r["ids"] for path in files for r in records(path, ("prompt", "ids"))}

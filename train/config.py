@@ -15,7 +15,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from specdec.drafters import DRAFTERS
+from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest
 from specdec.export import LAYOUTS
 from specdec.losses import LOSSES, LossConfig
@@ -76,9 +76,20 @@ def resolve(cfg: DictConfig) -> Config:
         if not path:
             raise UserError(f"{name}.path is missing: add {name}.path=…, see the README")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
-    if config.export is not None and config.export not in {layout for _, layout in LAYOUTS}:
-        layouts = {layout for _, layout in LAYOUTS}
-        raise UserError(f"export={config.export!r} is unknown{nearest(config.export, layouts)}")
+    drafter: str = config.drafter.name
+    if not isinstance(config.drafter, family(drafter).Config):
+        raise UserError(
+            f"drafter.name={drafter} was set apart from the other keys of a drafter: give "
+            f"drafter={drafter}"
+        )
+    layouts = {layout for name, layout in LAYOUTS if name == drafter}
+    layouts = layouts or {layout for _, layout in LAYOUTS}
+    if config.export is not None and config.export not in layouts:
+        raise UserError(
+            f"export={config.export!r} is unknown for {drafter}{nearest(config.export, layouts)}"
+        )
+    if not config.name or Path(config.name).name != config.name or config.name == "..":
+        raise UserError(f"name={config.name!r} is to be a folder of runs/: give a plain name")
     return config
 
 

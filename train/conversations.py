@@ -184,7 +184,11 @@ def _records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
         files = [find_package_file(cfg.path.removeprefix("package:"), ".json")]
     elif (path := Path(cfg.path)).is_dir():
         skip = ("dataset_info.json", "state.json")  # what datasets writes beside its arrow files
-        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.name not in skip)
+        files = sorted(
+            f
+            for f in path.rglob("*")
+            if f.suffix in SUFFIXES and f.name not in skip and f.is_file()
+        )
         if not files:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} file in this folder")
     elif path.exists():
@@ -231,7 +235,7 @@ def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
                     continue
                 try:
                     record = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):  # the latter: nested a thousand deep
                     tally.count(tally.unread, "broken JSON line", f"line {n} of {path.name}")
                     continue
                 yield f"{path.stem}:{n}", record

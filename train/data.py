@@ -387,8 +387,8 @@ def pack(documents: Sequence[Document], length: int) -> list[Row]:
         need = len(documents[i].ids)
         if need > length:
             raise UserError(
-                f"document {documents[i].id!r} has {need} tokens and a row {length}: "
-                "make rows longer or data.max_length smaller"
+                f"document {documents[i].id!r} has {need} tokens and a row {length}: give a larger "
+                "data.max_length"
             )
         at = bisect_left(room, (need, 0))
         left, row = room.pop(at) if at < len(room) else (length, len(rows))

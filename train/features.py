@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 from rich.progress import Progress
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -77,22 +77,20 @@ class Disk(Online):
             "dtype": str(target.dtype),
             "layers": list(needs.layers),
             "sampler": asdict(sampler),
-            "rows": _digest(rows),
+            "rows": digest(rows),
         }
         key = hashlib.blake2b(json.dumps(self.meta).encode(), digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / key
         self._check()
 
-    @property
-    def bytes(self) -> int:
-        """Size on disk once filled."""
+    def bytes(self, shards: Sequence[int]) -> int:
+        """Size on disk of these shards."""
         width = self.target.width * (len(self.needs.layers) + 1)
-        return sum(len(r.ids) for r in self.rows) * (width * self.target.dtype.itemsize + 16)
+        return self._tokens(shards) * (width * self.target.dtype.itemsize + 16)
 
     def missing(self) -> list[int]:
-        """Shards that are not there yet."""
-        shards = range(-(-len(self.rows) // SHARD))
-        return [s for s in shards if not self._file(s).exists()]
+        """Shards that are not there yet, or cut short."""
+        return [s for s in range(-(-len(self.rows) // SHARD)) if not self._whole(s)]
 
     def fill(self, progress: Progress, shards: Sequence[int]) -> None:
         """Make shards; one that was cut off is not there and is made again.
@@ -100,15 +98,14 @@ class Disk(Online):
         Raises UserError where the disk cannot hold them.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder).free
-        if shards and self.bytes > free:
+        free, wanted = shutil.disk_usage(self.folder).free, self.bytes(shards)
+        if wanted > free:
             raise UserError(
-                f"the feature cache needs {self.bytes / 1e9:.1f} GB, {self.folder} has "
-                f"{free / 1e9:.1f} GB free: set features.cache=online or another features.root"
+                f"the feature cache needs {wanted / 1e6:,.0f} MB more, {self.folder} has "
+                f"{free / 1e6:,.0f} MB free: set features.cache=online or another features.root"
             )
         write_whole(self.folder / "meta.json", json.dumps(self.meta, indent=1))
-        total = sum(len(r.ids) for s in shards for r in self.rows[s * SHARD : (s + 1) * SHARD])
-        task = progress.add_task("target features", total=total)
+        task = progress.add_task("target features", total=self._tokens(shards))
         for s in shards:
             tensors: dict[str, Tensor] = {}
             for i in range(s * SHARD, min((s + 1) * SHARD, len(self.rows))):
@@ -153,6 +150,18 @@ class Disk(Online):
             names = [n for n in shard.keys() if n.startswith(f"{i}.")]  # noqa: SIM118
             return {n.split(".", 1)[1]: shard.get_tensor(n) for n in names}
 
+    def _tokens(self, shards: Sequence[int]) -> int:
+        return sum(len(r.ids) for s in shards for r in self.rows[s * SHARD : (s + 1) * SHARD])
+
+    def _whole(self, shard: int) -> bool:
+        """Whether a shard is there, with its last row."""
+        last = min((shard + 1) * SHARD, len(self.rows)) - 1
+        try:
+            with safe_open(self._file(shard), framework="pt") as found:
+                return f"{last}.final" in found.keys()  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return False
+
     def _file(self, shard: int) -> Path:
         return self.folder / f"rows-{shard:05d}.safetensors"
 
@@ -162,8 +171,8 @@ class Disk(Online):
         if not path.exists():
             return
         try:
-            theirs = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            theirs = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
             raise UserError(
                 f"the feature cache's {path} is damaged ({error}): delete that folder"
             ) from error
@@ -175,10 +184,11 @@ class Disk(Online):
                 )
 
 
-def _digest(rows: Sequence[Row]) -> str:
+def digest(rows: Sequence[Row]) -> str:
+    """A checksum of what is trained or measured on."""
     digest = hashlib.blake2b(digest_size=12)
     for row in rows:
-        digest.update(torch.tensor([row.ids, row.position]).numpy().tobytes())
+        digest.update(torch.tensor([row.ids, row.position, row.mask]).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -28,7 +28,7 @@ from specdec.forcing import (
 )
 from specdec.target import Target
 from train import checkpoint, optim
-from train.features import Online
+from train.features import Online, digest
 from train.optim import OptimConfig
 from train.tracking import Tracker
 
@@ -59,9 +59,12 @@ class LoopConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "rows", "accumulate", "log_every"):
+        for name in ("epochs", "rows", "accumulate", "log_every", "max_tokens", "patience"):
             value = getattr(self, name)
-            require(value >= 1, f"loop.{name}={value}: give 1 or more")
+            require(value is None or value >= 1, f"loop.{name}={value}: give 1 or more")
+        for name in ("eval_every", "save_every", "seed"):
+            value = getattr(self, name)
+            require(value >= 0, f"loop.{name}={value}: give 0 or more")
         require(
             self.objective in OBJECTIVES,
             f"loop.objective={self.objective!r} is unknown{nearest(self.objective, OBJECTIVES)}",
@@ -120,7 +123,19 @@ def train(
     model, optimizer = accelerator.prepare(forcing, optim.build(forcing, optim_cfg))
     parameters = [p for p in model.parameters() if p.requires_grad]
     state: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": None, "waited": 0}
-    state |= checkpoint.load(folder / "checkpoints", model, optimizer) or {}
+    state["of"] = {
+        "training data": digest(data.rows),
+        "held-out data": digest(held_out.rows),
+        "target": target.fingerprint(),
+    }
+    saved = checkpoint.load(folder / "checkpoints", model, optimizer) or {}
+    for name, was in saved.get("of", {}).items():
+        if was != state["of"][name]:
+            raise UserError(
+                f"{folder}: the {name} changed since this run began: give another name=, or delete "
+                "that folder"
+            )
+    state |= saved
     tracker.rewind(state["step"])
 
     task = progress.add_task("training", total=steps, completed=state["step"])

@@ -24,7 +24,13 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"optim.lr={self.lr}: give 0 or more")
-        require(len(self.betas) == 2, f"optim.betas={self.betas}: give two numbers")
+        for name in ("weight_decay", "final"):
+            value = getattr(self, name)
+            require(value >= 0, f"optim.{name}={value}: give 0 or more")
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            f"optim.betas={self.betas}: give two numbers, each at least 0 and below 1",
+        )
         require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
         require(0 <= self.warmup <= 1, f"optim.warmup={self.warmup}: give a share of all steps")
 

@@ -1,8 +1,10 @@
 """The main job: from a target and conversations to a measured, exported draft."""
 
 import dataclasses
+import fcntl
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,15 +18,18 @@ from rich.progress import Progress
 
 from specdec import checkpoint as drafts
 from specdec import export, report
+from specdec.decode import require_room
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError
 from specdec.evaluate import evaluate
 from specdec.export import LAYOUTS
 from specdec.forcing import TeacherForcing
 from specdec.progress import bars
+from specdec.strategy import require_fitting
 from specdec.target import Target
 from train.answers import answered
 from train.config import Config
+from train.conversations import Tally, reasons
 from train.data import Document, Prompt, encode_all, load, pack, prompts
 from train.features import Disk, Online
 from train.loop import Diverged, Outcome, train
@@ -64,12 +69,26 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     _require_same_run(folder, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
-    tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
-    try:
-        with bars(console, main) as progress:
-            return _run(cfg, folder, accelerator, tracker, progress)
-    finally:
-        tracker.close()
+    with alone(folder) if main else nullcontext():
+        tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
+        try:
+            with bars(console, main) as progress:
+                return _run(cfg, folder, accelerator, tracker, progress)
+        finally:
+            tracker.close()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a run's folder; UserError where another process does."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is running in {folder}: wait for it, or give another name="
+            ) from error
+        yield
 
 
 def _run(
@@ -85,10 +104,14 @@ def _run(
         f"vocabulary {target.vocab_size:,}, {str(target.dtype)[6:]} on {target.device}"
     )
     texts = _texts(cfg, target, accelerator, progress)
+    drafter = _drafter(cfg, target, texts.train)
+    _require_positions(target, drafter, [*texts.train, *texts.held_out])
+    require_fitting(cfg.decode, drafter)
+    measured = texts.prompts[: cfg.decode.prompts]
+    require_room(target, [p.ids for p in measured], cfg.decode.max_new_tokens)
     if main:  # the folder is this run's from here on; a mistake before leaves it free
         _write_config(folder, cfg)
 
-    drafter = _drafter(cfg, target, texts.train)
     outcome: Outcome | None = None
     if kind.trainable:
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -134,29 +157,46 @@ def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Prog
     if cfg.data.answers not in ("data", "target"):
         raise UserError(f"data.answers={cfg.data.answers!r}: give data or target")
     split = load(cfg.data, target.tokenizer)
-    held_out_prompts = prompts(split.held_out, target.tokenizer, cfg.data)
     if cfg.data.answers == "data":
+        unmeasured = Tally()
+        held_out_prompts = prompts(split.held_out, target.tokenizer, cfg.data, unmeasured)
         made = Texts(
             encode_all(split.train, target.tokenizer, cfg.data, split.tally),
             encode_all(split.held_out, target.tokenizer, cfg.data, split.tally),
             held_out_prompts,
         )
+        if unmeasured.dropped:
+            console.print(f"held out, but not decoded: {reasons(unmeasured)}")
     else:
         asked = prompts(split.train, target.tokenizer, cfg.data, split.tally)
+        held_out_prompts = prompts(split.held_out, target.tokenizer, cfg.data, split.tally)
+        _require_both(asked, held_out_prompts)  # before hours of answering
+        longest = max(len(p.ids) for p in [*asked, *held_out_prompts])
+        if longest + cfg.answers.max_new_tokens > cfg.data.max_length:
+            raise UserError(
+                f"a prompt of {longest} tokens and answers.max_new_tokens="
+                f"{cfg.answers.max_new_tokens} do not fit data.max_length={cfg.data.max_length}: "
+                "raise the last, or lower data.max_prompt or answers.max_new_tokens"
+            )
         made = Texts(
             answered(target, asked, cfg.answers, accelerator, progress),
             answered(target, held_out_prompts, cfg.answers, accelerator, progress),
             held_out_prompts,
         )
     console.print(f"conversations from {cfg.data.path}\n{split.tally}")
+    _require_both(made.train, made.held_out)
     for name, documents in (("train", made.train), ("held out", made.held_out)):
-        if not documents:
-            raise UserError(f"no {name} conversation: give more data or change data.held_out")
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
             f"{sum(sum(d.mask) for d in documents):,} of them the assistant's"
         )
     return made
+
+
+def _require_both(train: Sequence[Any], held_out: Sequence[Any]) -> None:
+    for name, side in (("train", train), ("held out", held_out)):
+        if not side:
+            raise UserError(f"no {name} conversation: give more data or change data.held_out")
 
 
 def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Drafter:
@@ -170,6 +210,17 @@ def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Draf
     drafter = kind.build(cfg.drafter, target, vocab).float()
     drafter.fit([d.ids for d in documents], [d.mask for d in documents])
     return drafter
+
+
+def _require_positions(target: Target, drafter: Drafter, documents: Sequence[Document]) -> None:
+    longest = max(target.placed(d.ids) for d in documents)
+    rooms = {"target": target.config.max_position_embeddings, "drafter": drafter.positions}
+    for name, room in rooms.items():
+        if room is not None and longest > room:
+            raise UserError(
+                f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
+                f"give data.max_length={room}"
+            )
 
 
 def _features(
@@ -192,7 +243,7 @@ def _features(
     store = Disk(target, drafter.needs, cfg.sampler, rows, where)
     missing = store.missing()
     if missing:
-        console.print(f"feature cache {store.folder}: {store.bytes / 1e6:,.0f} MB to be on disk")
+        console.print(f"feature cache {store.folder}: {store.bytes(missing) / 1e6:,.0f} MB to come")
     world, rank = accelerator.num_processes, accelerator.process_index
     accelerator.wait_for_everyone()  # all have seen the same shards missing
     store.fill(progress, missing[rank::world])
@@ -230,11 +281,6 @@ def _finish(
         and dataclasses.asdict(outcome) | {"tokens_per_second": outcome.tokens_per_second},
     }
     pictures = report.write(folder / "report", results, read(folder / "metrics.jsonl"))
-    engines_load_it = any(name == cfg.drafter.name for name, _ in LAYOUTS)
-    if cfg.export is not None and engines_load_it:
-        where = folder / "export"
-        checked = export.write(where, drafter, target, cfg.export)
-        console.print(f"exported to {where} ({cfg.export}); {checked}")
     for at in results["temperatures"]:
         rows = [(s["prompt"], s["answer"], s["tau"]) for s in at["samples"]]
         tracker.table(f"samples T={at['temperature']:g}", ("prompt", "answer", "tau"), rows)
@@ -243,6 +289,11 @@ def _finish(
     tracker.artifact(folder / "best", f"{cfg.name}-draft", report.headline(results))
     console.print(report.summary(results))
     console.print(f"report: {folder / 'report' / 'report.md'}")
+    engines_load_it = any(name == cfg.drafter.name for name, _ in LAYOUTS)
+    if cfg.export is not None and engines_load_it:
+        where = folder / "export"
+        checked = export.write(where, drafter, target, cfg.export)
+        console.print(f"exported to {where} ({cfg.export}); {checked}")
     return results
 
 
@@ -252,8 +303,8 @@ def _require_same_run(folder: Path, cfg: Config) -> None:
     if not path.exists():
         return
     try:
-        theirs = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        theirs = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
     ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
     for group in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoint import write_whole
+from specdec.errors import nearest, require
+from train.jsonl import records
+
+MODES = ("offline", "online", "disabled")
 
 
 @dataclass
@@ -19,6 +23,12 @@ class TrackConfig:
     mode: str = "${oc.env:WANDB_MODE,offline}"
     project: str = "draftsmith"
     entity: str | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.mode in MODES or self.mode.startswith("$"),
+            f"track.mode={self.mode!r} is unknown{nearest(self.mode, MODES)}",
+        )
 
 
 class Tracker:
@@ -99,11 +109,8 @@ class Tracker:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a metrics.jsonl; a last line that was cut short is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines if line.strip()]
+    """The whole records of a metrics.jsonl; a line that is damaged or cut short is left out."""
+    return records(path, ("step",)) if path.exists() else []
 
 
 def _run_id(folder: Path) -> str:

@@ -133,7 +133,8 @@ def theory(
         alpha = [
             sum(r.accepted > k for r in rounds) / n if n else 0.0 for k, n in enumerate(reached)
         ]
-        bound = tau / (depth * cost["c"] + cost["v"])
+        share = sum(r.drafted for r in rounds) / len(rounds) / depth
+        bound = tau / closed.round_cost(depth, cost["c"], cost["v"], share)
         table.add_row(
             name,
             str(depth),
@@ -157,8 +158,9 @@ def theory(
     console.print(table)
     console.print(
         "τ/(γc + v) has the measured τ, so what the measurement lacks is the decoder's own: the "
-        "parts below. Theorem 3.8 takes every position to accept with the α of depth 0, "
-        "independently, and a verification to cost a step (v = 1)."
+        "parts below; rounds that draft less than γ, as those that copy, count for so much less. "
+        "Theorem 3.8 takes every position to accept with the α of depth 0, independently, and a "
+        "verification to cost a step (v = 1)."
     )
     console.print(parts)
 

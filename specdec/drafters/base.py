@@ -44,7 +44,9 @@ class Drafter(nn.Module, ABC):
 
     def __init__(self, config: Any, shape: dict[str, Any]) -> None:
         super().__init__()
-        require(config.depth >= 1, f"drafter.depth={config.depth}: give 1 or more")
+        for name in ("depth", "draft_vocab", "intermediate_size"):
+            value = getattr(config, name, None)
+            require(value is None or value >= 1, f"drafter.{name}={value}: give 1 or more")
         self.config = config
         self.shape = shape
         self.depth = config.depth

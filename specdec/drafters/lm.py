@@ -17,6 +17,7 @@ from specdec.compiled import Short
 from specdec.context import Context
 from specdec.drafters.base import Drafter, entries, pieces, unread
 from specdec.errors import UserError
+from specdec.target import head_scaling
 from specdec.trees import Growth
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class LM(Drafter):
         self.model = fresh(AutoModelForCausalLM, shape["model"], config.train_embeddings)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
         self.short = Short(self, self.read)
+        self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
 
     @property
     def train_depth(self) -> int:
@@ -121,7 +123,7 @@ class LM(Drafter):
         return out[0, len(ids_T) - 1 :]
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        return self._scale(self.model.get_output_embeddings()(hidden))
 
     def unembed_parameters(self) -> list[nn.Parameter]:
         head = self.model.get_output_embeddings()

@@ -6,8 +6,10 @@ drafted.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.drafters.memory import Copying, Node, merged
+from specdec.errors import require
 
 
 @dataclass
@@ -19,22 +21,24 @@ class NgramConfig:
 
 
 class Text:
-    """The text read so far."""
+    """The text read so far, and where each n-gram in it, but for the last ones, ended last."""
 
     def __init__(self, config: NgramConfig) -> None:
-        self.config = config
+        self.sizes = range(config.max_ngram, config.min_ngram - 1, -1)
         self.ids: list[int] = []
+        self.ends: dict[tuple[int, ...], int] = {}
 
     def push(self, token: int) -> None:
+        for n in self.sizes:
+            if n <= len(self.ids):
+                self.ends[tuple(self.ids[-n:])] = len(self.ids)
         self.ids.append(token)
 
     def chain(self, count: int) -> list[int]:
-        ids, longest = self.ids, min(self.config.max_ngram, len(self.ids) - 1)
-        for n in range(longest, self.config.min_ngram - 1, -1):
-            tail = ids[-n:]
-            for end in range(len(ids) - 1, n - 1, -1):
-                if ids[end - n : end] == tail:
-                    return ids[end : end + count]
+        for n in self.sizes:
+            end = self.ends.get(tuple(self.ids[-n:]))
+            if end is not None and n <= len(self.ids):
+                return self.ids[end : end + count]
         return []
 
     def tree(self, depth: int, nodes: int) -> list[Node]:
@@ -43,6 +47,14 @@ class Text:
 
 class Ngram(Copying):
     Config = NgramConfig
+
+    def __init__(self, config: NgramConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        least, most = config.min_ngram, config.max_ngram
+        require(
+            1 <= least <= most,
+            f"drafter.min_ngram={least} and max_ngram={most}: give 1 or more, the first no larger",
+        )
 
     def memory(self) -> Text:
         return Text(self.config)
