@@ -88,8 +88,9 @@ def resolve(cfg: DictConfig) -> Config:
         raise UserError(
             f"export={config.export!r} is unknown for {drafter}{nearest(config.export, layouts)}"
         )
-    if not config.name or Path(config.name).name != config.name or config.name == "..":
-        raise UserError(f"name={config.name!r} is to be a folder of runs/: give a plain name")
+    where = Path(config.name)
+    if not where.parts or where.is_absolute() or ".." in where.parts:
+        raise UserError(f"name={config.name!r} is to be a folder in runs/: give a name")
     return config
 
 
