@@ -234,7 +234,8 @@ def costs(
 ) -> dict[str, float]:
     """Medians in seconds after a prompt: one plain step, one verification of as many tokens as the
     shape can draft and the anchor, one drafting. From them c = draft / (γ · step), the cost of one
-    draft step over one target step (γ the depth of the shape), and v = verify / step. `new`: the
+    draft step over one target step (γ the depth of the shape), and v = verify / step. They take
+    turns, so that each finds the processor's caches as decoding leaves them. `new`: the
     tokens that decoding makes room for, which a compiled pass depends on. Of a prompt that leaves
     the draft no positions, the end alone is read."""
     if drafter.positions is not None:
@@ -255,26 +256,27 @@ def costs(
     ctx.cache = cache
 
     def clock(run: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(repeats + 2):
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     def step(count: int, needs: Needs) -> None:
         _, logits = target.step(rows.anchors().expand(-1, count), needs, cache)
         logits.float().argmax(-1)
         cache.drop()
 
-    plain = clock(lambda: step(1, Needs()))
     room = target.config.max_position_embeddings - max(cache.lengths)
-    verify = clock(lambda: step(min(1 + shape.nodes, room), drafter.needs))
-    draft = clock(lambda: drafter.draft(ctx, shape, choose, draft_cache))
+    parts: list[Callable[[], Any]] = [
+        lambda: step(1, Needs()),
+        lambda: drafter.draft(ctx, shape, choose, draft_cache),
+        lambda: step(min(1 + shape.nodes, room), drafter.needs),
+    ]
+    times = [[clock(part) for part in parts] for _ in range(repeats + 2)][2:]
+    plain, draft, verify = (statistics.median(column) for column in zip(*times, strict=True))
     return {
         "step_seconds": plain,
         "verify_seconds": verify,
