@@ -227,7 +227,7 @@ def costs(
     drafter: Drafter,
     prompt: Sequence[int],
     shape: Shape,
-    repeats: int = 15,
+    repeats: int = 31,
     compiled: bool = False,
     batch: int = 1,
     new: int = 96,
