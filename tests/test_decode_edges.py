@@ -67,21 +67,20 @@ def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
     ids=lambda s: type(s).__name__,
 )
 def test_a_fixed_cache_has_room_for_all_that_is_grown(
-    target: Target, name: str, shape: Shape
+    name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled path's cache, without the compiler: from one token left to a full cache."""
+    monkeypatch.setattr("specdec.target.compiled", lambda run, device: run)
+    target = make_target()
     drafter = make_drafter(name, target, noise=0.05)
     slots = capacity(220, drafter, shape)
     cache = target.new_cache(slots)
-    original = target.new_cache
-    target.new_cache = lambda capacity=None: original(slots)  # type: ignore[method-assign]
-    try:
-        prompt = text(3, 180)[0].tolist()
-        made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
-    finally:
-        del target.new_cache
     assert cache.fixed
-    assert made.ids == generate(target, prompt, max_new_tokens=40, eos=()).ids
+    prompt = text(3, 180)[0].tolist()
+    plain = generate(target, prompt, max_new_tokens=40, eos=()).ids
+    monkeypatch.setattr(target, "new_cache", lambda capacity=None: cache)
+    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
+    assert made.ids == plain
 
 
 # --- rows --------------------------------------------------------------------------------------
