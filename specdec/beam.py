@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs
-from specdec.decode import Rows
+from specdec.decode import Rows, require_room
 from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.target import Target
@@ -389,23 +389,12 @@ def _require(
     width: int,
     gamma: int,
 ) -> None:
-    require(len(prompt) > 0, "the prompt has no tokens: there is nothing to continue")
+    require_room(target, [prompt], new, drafter)
     require(beams >= 1, f"beams={beams}: give 1 or more")
-    require(new >= 1, f"max_new_tokens={new}: give 1 or more")
     require(
         early_stopping in (True, False, "never"),
         f"early_stopping={early_stopping!r} is unknown: give true, false or never",
     )
-    tokens = target.placed(prompt)
-    rooms = {"target": target.config.max_position_embeddings}
-    if drafter is not None and drafter.positions is not None:
-        rooms["draft"] = drafter.positions
-    for name, room in rooms.items():
-        require(
-            tokens + new <= room,
-            f"a prompt of {tokens} tokens and {new} new ones do not fit the {room} positions of "
-            f"the {name}: give fewer",
-        )
     if drafter is not None:
         deepest = drafter.max_depth or gamma
         require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")

@@ -327,19 +327,29 @@ def fitting_rule(
     return rule
 
 
-def require_room(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raise UserError for no or an empty prompt, and where an answer would not fit."""
+def require_room(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    drafter: Drafter | None = None,
+) -> None:
+    """Raise UserError for no or an empty prompt, and where an answer would not fit the positions
+    of the target, or of a drafter that cannot leave off drafting before they end."""
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     require(
         all(len(p) > 0 for p in prompts), "the prompt has no tokens: there is nothing to continue"
     )
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
-    longest, room = max(map(target.placed, prompts)), target.config.max_position_embeddings
-    require(
-        longest + max_new_tokens <= room,
-        f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the {room} "
-        "positions of the target: give fewer",
-    )
+    longest = max(map(target.placed, prompts))
+    rooms = {"target": target.config.max_position_embeddings}
+    if drafter is not None and drafter.positions is not None:
+        rooms["draft"] = drafter.positions
+    for name, room in rooms.items():
+        require(
+            longest + max_new_tokens <= room,
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the {room} "
+            f"positions of the {name}: give fewer",
+        )
 
 
 def _drafted(

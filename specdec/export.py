@@ -144,11 +144,7 @@ def write(folder: Path, drafter: Drafter, target: Target, layout: str = "hf") ->
         if not known:
             raise UserError(f"drafter {name!r} has no weights: engines have it built in")
         raise UserError(f"export layout {layout!r} of {name!r} is unknown{nearest(layout, known)}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        require(
-            (folder / MARK).is_file(),
-            f"{folder} holds something that is no export of ours: give a folder that is not there",
-        )
+    require_free(folder)
     tensors, config = LAYOUTS[name, layout](drafter, target)
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{folder}: not written")
@@ -166,6 +162,15 @@ def write(folder: Path, drafter: Drafter, target: Target, layout: str = "hf") ->
         if gap > 0:
             raise UserError(f"{folder}: not written, logits read back differ by {gap:.2g}")
     return f"{len(tensors)} tensors read back, logits identical"
+
+
+def require_free(folder: Path) -> None:
+    """Raise UserError where writing here would destroy anything but an earlier export."""
+    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(
+        free or (folder / MARK).is_file(),
+        f"{folder} holds something that is no export of ours: give a folder that is not there",
+    )
 
 
 def read(folder: Path, like: Drafter, target: Target) -> Drafter:

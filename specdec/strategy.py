@@ -26,6 +26,7 @@ from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
 
 TREES = ("static", "dynamic", "best_first")
 LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
+MEASURED = {"optimal": "c", "goodput": "table", "disco": "path"}  # unless the settings give it
 
 
 @dataclass
@@ -135,23 +136,30 @@ def strategy(
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit), None, notes)
-    if cfg.length == "optimal" and "c" not in settings:
+    if not is_measured(cfg):
+        return Strategy(chain, lambda: length(cfg.length, settings), notes | {"settings": settings})
+    if cfg.length == "optimal":
         cost = costs(target, drafter, prompts[0], chain, **measured)
         settings |= {"c": cost["c"], "v": {gamma: cost["v"]}}
-    if cfg.length == "goodput" and not settings.get("table"):
+        return Strategy(chain, lambda: length(cfg.length, settings), notes | {"settings": settings})
+    if cfg.length == "goodput":
         table = cost_table(target, drafter, prompts[0], gamma, **measured)
         notes["cost_table"] = table.seconds
         goodput = typed(Goodput.Config, settings, "decode.settings")
         return Strategy(chain, lambda: Goodput(goodput, table), notes)
-    if cfg.length == "disco" and not settings.get("path"):
-        recorder = Recorder(gamma)
-        for prompt in learning:
-            options: dict[str, Any] = {"drafter": drafter, "gamma": gamma, "length": recorder}
-            generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
-        classifier = fit(*recorder.records())
-        disco = typed(Disco.Config, settings, "decode.settings")
-        return Strategy(chain, lambda: Disco(disco, classifier), notes)
-    return Strategy(chain, lambda: length(cfg.length, settings), notes | {"settings": settings})
+    recorder = Recorder(gamma)
+    for prompt in learning:
+        options: dict[str, Any] = {"drafter": drafter, "gamma": gamma, "length": recorder}
+        generate(target, prompt, max_new_tokens=cfg.max_new_tokens, **options)
+    classifier = fit(*recorder.records())
+    disco = typed(Disco.Config, settings, "decode.settings")
+    return Strategy(chain, lambda: Disco(disco, classifier), notes)
+
+
+def is_measured(cfg: DecodeConfig) -> bool:
+    """Whether the length must know something that its settings do not give."""
+    name = MEASURED.get(cfg.length)
+    return name is not None and cfg.settings.get(name) in (None, "")
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
@@ -188,8 +196,7 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
         f"decode.settings.limit={limit} is above γ = {gamma} and would never be reached: give "
         f"decode.gamma={limit}",
     )
-    given = {"optimal": "c", "goodput": "table", "disco": "path"}.get(cfg.length)
-    if cfg.tree is None and (given is None or settings.get(given)):  # else it is measured
+    if cfg.tree is None and not is_measured(cfg):
         length(cfg.length, settings)
 
 

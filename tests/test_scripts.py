@@ -95,6 +95,8 @@ def test_drafts_that_know_nothing_yet_are_not_measured() -> None:
         (["scripts/bench", "samples", "x", "--gamma", "3"], "--gamma"),
         (["scripts/bench", "lossless", "x", "--dtype", "float16"], "--dtype"),
         (["scripts/bench", "trees", "x", "y"], "y"),
+        (["scripts/bench", "theory", "x", "--gamma", "0"], "--gamma 0"),
+        (["scripts/export", "x", "--to", "y", "--with-target", "tests"], "tests holds something"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )

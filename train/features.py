@@ -77,7 +77,7 @@ class Disk(Online):
             "dtype": str(target.dtype),
             "layers": list(needs.layers),
             "sampler": asdict(sampler),
-            "rows": digest(rows),
+            "rows": _digest(rows),
         }
         key = hashlib.blake2b(json.dumps(self.meta).encode(), digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / key
@@ -184,11 +184,10 @@ class Disk(Online):
                 )
 
 
-def digest(rows: Sequence[Row]) -> str:
-    """A checksum of what is trained or measured on."""
+def _digest(rows: Sequence[Row]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for row in rows:
-        digest.update(torch.tensor([row.ids, row.position, row.mask]).numpy().tobytes())
+        digest.update(torch.tensor([row.ids, row.position]).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -28,7 +28,7 @@ from specdec.forcing import (
 )
 from specdec.target import Target
 from train import checkpoint, optim
-from train.features import Online, digest
+from train.features import Online
 from train.optim import OptimConfig
 from train.tracking import Tracker
 
@@ -123,19 +123,7 @@ def train(
     model, optimizer = accelerator.prepare(forcing, optim.build(forcing, optim_cfg))
     parameters = [p for p in model.parameters() if p.requires_grad]
     state: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": None, "waited": 0}
-    state["of"] = {
-        "training data": digest(data.rows),
-        "held-out data": digest(held_out.rows),
-        "target": target.fingerprint(),
-    }
-    saved = checkpoint.load(folder / "checkpoints", model, optimizer) or {}
-    for name, was in saved.get("of", {}).items():
-        if was != state["of"][name]:
-            raise UserError(
-                f"{folder}: the {name} changed since this run began: give another name=, or delete "
-                "that folder"
-            )
-    state |= saved
+    state |= checkpoint.load(folder / "checkpoints", model, optimizer) or {}
     tracker.rewind(state["step"])
 
     task = progress.add_task("training", total=steps, completed=state["step"])

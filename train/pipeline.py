@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -109,8 +110,12 @@ def _run(
     require_fitting(cfg.decode, drafter)
     measured = texts.prompts[: cfg.decode.prompts]
     require_room(target, [p.ids for p in measured], cfg.decode.max_new_tokens)
+    of = {"target": before, "training data": _digest(texts.train)}
+    of["held-out data"] = _digest(texts.held_out)
+    _require_same_texts(folder, of)
     if main:  # the folder is this run's from here on; a mistake before leaves it free
-        _write_config(folder, cfg)
+        described = dataclasses.asdict(cfg) | {"of": of}
+        drafts.write_whole(folder / "config.json", json.dumps(described, indent=1))
 
     outcome: Outcome | None = None
     if kind.trainable:
@@ -299,13 +304,9 @@ def _finish(
 
 def _require_same_run(folder: Path, cfg: Config) -> None:
     """A folder may hold an earlier start of the same run, to be continued, but no other run."""
-    path = folder / "config.json"
-    if not path.exists():
+    theirs = _config_of(folder)
+    if not theirs:
         return
-    try:
-        theirs = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
     ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
     for group in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):
         was = theirs.get(group) or {}
@@ -317,8 +318,32 @@ def _require_same_run(folder: Path, cfg: Config) -> None:
                 )
 
 
-def _write_config(folder: Path, cfg: Config) -> None:
-    drafts.write_whole(folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+def _require_same_texts(folder: Path, of: dict[str, str]) -> None:
+    """As `_require_same_run`, of what is not in a configuration."""
+    for name, was in _config_of(folder).get("of", of).items():
+        if was != of[name]:
+            raise UserError(
+                f"{folder}: the {name} changed since this run began: give another name=, or delete "
+                "that folder"
+            )
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a run's folder; empty where there is none."""
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
+
+
+def _digest(documents: Sequence[Document]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for document in documents:
+        digest.update(json.dumps([document.ids, document.mask]).encode())
+    return digest.hexdigest()
 
 
 def _precision(cfg: Config) -> str:

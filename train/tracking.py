@@ -20,14 +20,13 @@ MODES = ("offline", "online", "disabled")
 class TrackConfig:
     """`mode`: offline (no key, no network; `wandb sync` uploads later), online or disabled."""
 
-    mode: str = "${oc.env:WANDB_MODE,offline}"
+    mode: str = "offline"
     project: str = "draftsmith"
     entity: str | None = None
 
     def __post_init__(self) -> None:
         require(
-            self.mode in MODES or self.mode.startswith("$"),
-            f"track.mode={self.mode!r} is unknown{nearest(self.mode, MODES)}",
+            self.mode in MODES, f"track.mode={self.mode!r} is unknown{nearest(self.mode, MODES)}"
         )
 
 
