@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from specdec.decode import decode
 from specdec.errors import UserError
 from specdec.stream import Stream
 from tests.tiny import REPOSITORY, architectures, process, random_target
@@ -83,6 +84,52 @@ def test_drafts_that_know_nothing_yet_are_not_measured() -> None:
     for name in ("bigram", "unigram", "eagle3"):
         with pytest.raises(UserError, match=f"{name} learns from texts: run `python train.py"):
             drafts_of([Path(name)], target)
+    with pytest.raises(UserError, match="ngram is measured already"):
+        drafts_of([Path("ngram"), Path("ngram")], target)
+
+
+def test_identity_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Decoded once each, whatever was interrupted; other prompts or other weights are measured
+    anew, and a draft that changes one answer is told."""
+    from benches import lossless as bench
+
+    target = random_target(architectures(16, 2)["llama"])
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    calls: list[int] = []
+    left = [2]  # calls until it is interrupted
+
+    def counted(_target, part, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        calls.append(len(part))
+        return decode(target, part, **options)
+
+    monkeypatch.setattr(bench, "target_of", lambda *_: target)
+    monkeypatch.setattr(bench, "held_out", lambda *_: prompts)
+    monkeypatch.setattr(bench, "decode", counted)
+
+    def run() -> str:
+        bench.lossless([Path("ngram")], 3, 6, False, [2], tmp_path / "kept")
+        return capsys.readouterr().out
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert calls == [3, 2]  # all plainly, then the first batch
+    left[0] = 1
+    assert "3 of 3" in run() and calls == [3, 2, 1]
+    assert "3 of 3" in run() and calls == [3, 2, 1]
+    prompts[0] = [1, 2]
+    left[0] = 3
+    assert "3 of 3" in run() and calls[3:] == [3, 2, 1]
+    broken = bench.Kept(tmp_path / "kept", [target.fingerprint(), 6, prompts])
+    broken.get(["plain", 0], dict)["ids"][1] = [0] * 6
+    broken.known = {key: found for key, found in broken.known.items() if "plain" in key}
+    monkeypatch.setattr(bench, "Kept", lambda *_: broken)
+    left[0] = 2
+    assert "2 of 3" in run()
 
 
 @pytest.mark.slow

@@ -1,13 +1,20 @@
 """Losslessness on real prompts: greedy identity in float32, and a two-sample test at T = 1."""
 
+import hashlib
+import json
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from benches.subject import console, drafts_of, held_out, target_of
 from rich.table import Table
 
+from specdec import checkpoint
 from specdec.decode import decode
 from specdec.drafters import Drafter
 from specdec.errors import require
@@ -16,49 +23,109 @@ from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape
 from specdec.verify import RULES, Law, Rule
+from train.jsonl import records
 
 
-def lossless(folders: list[Path], count: int, new: int, trees: bool, batches: list[int]) -> None:
+def lossless(
+    folders: list[Path], count: int, new: int, trees: bool, batches: list[int], keep: Path | None
+) -> None:
     """Every draft × chain and tree × batch: the same ids as plain greedy decoding, in float32.
-    Some hours for all of them; each line is printed as soon as it is known."""
+
+    All of them are many hours. Each line is printed as soon as it is known; with `keep`, what was
+    decoded is kept in that folder, and an interrupted run goes on where it stopped.
+    """
     target = target_of(folders[0], "float32")
     asked = held_out(folders[0], target, count)
+    drafts = drafts_of(folders, target)
+    kept = Kept(keep, [target.fingerprint(), new, asked])
     console.print(f"{len(asked)} held-out prompts, {new} new tokens, greedy, float32")
     console.print(f"{'draft':16}{'shape':9}{'batch':>5}  {'identical':12}τ")
     with bars(console) as progress:
         task = progress.add_task("plain", total=len(asked))
-        plain = []
+        plain: list[list[int]] = []
         for start in range(0, len(asked), 8):
             part = asked[start : start + 8]
-            plain += [g.ids for g in decode(target, part, max_new_tokens=new)]
+            plain += kept.get(["plain", start], partial(_plain, target, part, new))["ids"]
             progress.advance(task, len(part))
-        for name, drafter in drafts_of(folders, target).items():
+        for folder, (name, drafter) in zip(folders, drafts.items(), strict=True):
+            weights = _checksum(folder)
             shapes: list[Shape] = [Chain(min(drafter.depth, 5))]
             if trees:
                 shapes.append(Dynamic(min(drafter.depth, 4), 12, 4))
-            for shape in shapes:
-                for batch in batches:
-                    same = rounds = emitted = 0
-                    label = f"{name} {type(shape).__name__} batch {batch}"
-                    task = progress.add_task(label, total=len(asked))
-                    for start in range(0, len(asked), batch):
-                        part = asked[start : start + batch]
-                        made = decode(
-                            target, part, max_new_tokens=new, drafter=drafter, shape=shape
-                        )
-                        same += sum(
-                            g.ids == ids for g, ids in zip(made, plain[start:], strict=False)
-                        )
-                        rounds += sum(len(g.rounds) for g in made)
-                        emitted += sum(g.emitted for g in made)
-                        progress.update(
-                            task, advance=len(part), description=f"{label}: {same} the same"
-                        )
-                    progress.remove_task(task)
-                    console.print(
-                        f"{name:16}{type(shape).__name__:9}{batch:5}  "
-                        f"{f'{same} of {len(asked)}':12}{emitted / rounds:.3f}"
+            for shape, batch in product(shapes, batches):
+                totals: Counter[str] = Counter()
+                label = f"{name} {type(shape).__name__} batch {batch}"
+                task = progress.add_task(label, total=len(asked))
+                for start in range(0, len(asked), batch):
+                    rows = slice(start, start + batch)
+                    measure = partial(
+                        _drafted, target, asked[rows], plain[rows], new, drafter, shape
                     )
+                    totals.update(kept.get([label, repr(shape), weights, start], measure))
+                    so_far = f"{label}: {totals['same']} the same"
+                    progress.update(task, advance=len(asked[rows]), description=so_far)
+                progress.remove_task(task)
+                same = f"{totals['same']} of {len(asked)}"
+                console.print(
+                    f"{name:16}{type(shape).__name__:9}{batch:5}  {same:12}"
+                    f"{totals['emitted'] / totals['rounds']:.3f}"
+                )
+
+
+def _plain(target: Target, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    return {"ids": [g.ids for g in decode(target, prompts, max_new_tokens=new)]}
+
+
+def _drafted(
+    target: Target,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    new: int,
+    drafter: Drafter,
+    shape: Shape,
+) -> dict[str, int]:
+    """How many of the answers are the plain ones, and the counts that τ is of."""
+    made = decode(target, prompts, max_new_tokens=new, drafter=drafter, shape=shape)
+    return {
+        "same": sum(g.ids == ids for g, ids in zip(made, plain, strict=True)),
+        "rounds": sum(len(g.rounds) for g in made),
+        "emitted": sum(g.emitted for g in made),
+    }
+
+
+class Kept:
+    """What was measured, in a folder of JSON lines; several processes may share it. Measures
+    anew where `folder` is None, and what was measured `of` something else."""
+
+    def __init__(self, folder: Path | None, of: list[Any]) -> None:
+        self.of = hashlib.blake2b(json.dumps(of).encode(), digest_size=12).hexdigest()
+        self.path = folder and folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
+        self.known: dict[str, dict[str, Any]] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob("*.jsonl")):
+                for record in records(path, ("of", "what", "found")):
+                    if record["of"] == self.of:
+                        self.known[json.dumps(record["what"])] = record["found"]
+
+    def get(self, what: list[Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is known of `what`, or is measured now."""
+        key = json.dumps(what)
+        if key not in self.known:
+            self.known[key] = measure()
+            if self.path is not None:
+                line = json.dumps({"of": self.of, "what": what, "found": self.known[key]})
+                with self.path.open("a") as file:
+                    file.write(line + "\n")
+        return self.known[key]
+
+
+def _checksum(draft: Path) -> str:
+    """A checksum of a draft's weights; empty for a family that has none."""
+    path = draft / checkpoint.WEIGHTS
+    if not path.exists():
+        return ""
+    return hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
 
 
 def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:

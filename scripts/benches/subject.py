@@ -26,11 +26,15 @@ def target_of(draft: Path, dtype: str) -> Target:
 
 def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
     """Drafts by the name of their run, or of their family where they need no training. Raises
-    UserError for a family that knows nothing before it has seen texts."""
-    found = {}
+    UserError for a family that knows nothing before it has seen texts, and for a name given
+    twice."""
+    found: dict[str, Drafter] = {}
     for draft in drafts:
-        if draft.exists() or str(draft) not in DRAFTERS:
-            found[draft.absolute().parent.name] = checkpoint.load(draft, target)
+        trained = draft.exists() or str(draft) not in DRAFTERS
+        name = draft.absolute().parent.name if trained else str(draft)
+        require(name not in found, f"{draft}: a draft named {name} is measured already")
+        if trained:
+            found[name] = checkpoint.load(draft, target)
             continue
         kind = DRAFTERS[str(draft)]
         counted = kind.fit is not Drafter.fit and not kind.copies
@@ -39,7 +43,7 @@ def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
                 f"{draft} learns from texts: run `python train.py drafter={draft} name=NAME` and "
                 "give runs/NAME/best"
             )
-        found[str(draft)] = kind.build(kind.Config(), target)
+        found[name] = kind.build(kind.Config(), target)
     return found
 
 
