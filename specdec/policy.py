@@ -5,7 +5,7 @@ what came of it. Which lengths are lossless: the length must be a *stopping time
 Whether a chain ends after its i-th token may depend on past rounds and on what was drafted up
 to and including that token, and the token stays in the chain. A length that looks at a token
 and then leaves it out, or that looks past it, changes what is committed, whatever it looks at:
-q or p. Under that rule both `rejection` and `block` give p exactly (tests/test_length.py).
+q or p. Under that rule both `rejection` and `block` give p exactly (tests/test_length_laws.py).
 
 The policies are in length.py, the one that learns when to stop in disco.py.
 

@@ -29,6 +29,7 @@ from specdec.compiled import Pass, compiled
 from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
+from specdec.packed import pack
 
 LIKE = 0.9  # documents at least this much of the longest are read in one batch with it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +50,7 @@ class TargetConfig:
     attn_implementation: str = "grouped"  # sdpa without copies of K and V, where sdpa can
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
+    packed: bool = True  # on a CPU: faster, for a second copy of most weights (see packed.py)
 
 
 def grouped_attention(
@@ -94,6 +96,8 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 class Target:
     """A frozen causal LM: features of its layers, logits, and its tokenizer."""
+
+    packed = False  # its linear layers, and those of drafts that are loaded for it: see packed.py
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -155,8 +159,13 @@ class Target:
         if config.is_encoder_decoder:
             from specdec.seq2seq import Seq2SeqTarget  # which imports this module
 
-            return Seq2SeqTarget(model, tokenizer, name, cfg.revision)
-        return cls(model, tokenizer, name, cfg.revision)
+            target: Target = Seq2SeqTarget(model, tokenizer, name, cfg.revision)
+        else:
+            target = cls(model, tokenizer, name, cfg.revision)
+        target.packed = cfg.packed
+        if cfg.packed:
+            pack(model)
+        return target
 
     @property
     def device(self) -> torch.device:

@@ -171,10 +171,12 @@ def speed(
     """Our decoder and transformers' generate with the same weights on the same prompts, the
     same number of drafted tokens and, for prompt lookup, n-grams of the same size."""
     target = target_of(folders[0], dtype)
-    model = as_transformers(folders[0], dtype)
+    theirs = target_of(folders[0], dtype, packed=False)
+    model = as_transformers(theirs)
     asked = held_out(folders[0], target, count)
     lookup = DRAFTERS["ngram"].build(DRAFTERS["ngram"].Config(), target)
     drafters = {"prompt lookup": lookup} | drafts_of(folders, target)
+    assistants = drafts_of(folders, theirs)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     plain = "transformers, plain"
     variants = {plain: transformers(model, target, new)}
@@ -198,8 +200,8 @@ def speed(
                 "assistant_confidence_threshold": 0.0,
             }
             assisted = f"transformers, assisted by {name}"
-            rivals[assisted] = {"assistant": drafter.model} | constant
-            rivals[f"{assisted}, defaults"] = {"assistant": drafter.model}
+            rivals[assisted] = {"assistant": assistants[name].model} | constant
+            rivals[f"{assisted}, defaults"] = {"assistant": assistants[name].model}
             drafts |= {assisted: str(depth), f"{assisted}, defaults": "up to 20"}
         variants |= {k: transformers(model, target, new, **v) for k, v in rivals.items()}
         for mode, through in modes.items():
@@ -225,9 +227,9 @@ def speed(
     _step(target, model, asked[0])
 
 
-def as_transformers(folder: Path, dtype: str) -> Any:
-    """The target's model as transformers loads it: sdpa, where the model can, and no hooks."""
-    model = target_of(folder, dtype).model
+def as_transformers(target: Target) -> Any:
+    """The target's model as transformers loads it: sdpa, where the model can."""
+    model = target.model
     if model.config._attn_implementation == "grouped":
         model.set_attn_implementation("sdpa")
     return model

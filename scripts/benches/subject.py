@@ -18,10 +18,12 @@ from train.data import load, prompts
 console = Console(highlight=False, soft_wrap=True)
 
 
-def target_of(draft: Path, dtype: str) -> Target:
+def target_of(draft: Path, dtype: str, packed: bool = True) -> Target:
     """The target that a draft was trained for."""
     theirs = checkpoint.read_card(draft)["target"]
-    return Target.load(TargetConfig(path=theirs["name"], revision=theirs["revision"], dtype=dtype))
+    return Target.load(
+        TargetConfig(path=theirs["name"], revision=theirs["revision"], dtype=dtype, packed=packed)
+    )
 
 
 def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
