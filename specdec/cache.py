@@ -175,8 +175,9 @@ class SlotCache(Cache):
                 source, goal = length_B1 + path_BK.clamp_min(0), length_B1 + ordered
                 rows_B1 = torch.arange(len(path_BK), device=path_BK.device)[:, None]
                 for layer in self.slot_layers:
-                    for buffer in (layer.keys, layer.values):
-                        buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
+                    if layer.is_initialized:  # a layer may read another's keys and values
+                        for buffer in (layer.keys, layer.values):
+                            buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         self.drop()
 
@@ -257,5 +258,10 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
         raise UserError(
             f"target: {config.model_type} has layers of {sorted(strange)[0]}, from whose state a "
             "rejected token cannot be dropped: give a target with attention layers only"
+        )
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise UserError(
+            f"target: {config.model_type} masks its windows by slots, not by positions: rows of "
+            "unequal length and trees cannot be read with it"
         )
     return SlotCache(config.num_hidden_layers, capacity)

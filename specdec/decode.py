@@ -24,6 +24,7 @@ from specdec.errors import UserError, require
 from specdec.length import Length
 from specdec.rules import named
 from specdec.sampler import Sampler
+from specdec.stream import Stops
 from specdec.target import Target
 from specdec.trees import Chain, Shape, line
 from specdec.verify import Rule, Verdict, greedy, verify
@@ -167,7 +168,8 @@ def decode(
     `sampler` None is greedy. `rule` judges sampled drafts; "auto" takes block for chains,
     recursive for static trees, point_mass for trees picked by likelihood. `greedy_draft` drafts
     the likeliest token at T > 0, as engines do by default. `eos` None takes the target's own; ()
-    never stops early. `stop` strings end an answer with the token that completes one. `processors`
+    never stops early. `stop` strings end an answer with the token that completes one, and may begin
+    in the prompt. `processors`
     are transformers' logits processors, applied to p and q alike. `seeds`: one a row. `compiled`
     runs the passes of target and draft through `torch.compile`, over caches of fixed size (256
     tokens, or the next power of two). `on_tokens(row, ids, round)` gets what each round committed,
@@ -195,6 +197,14 @@ def decode(
                 f"a draft of depth {shape.depth} was asked of one that drafts {drafter.max_depth} "
                 "tokens and no more: give a smaller gamma or tree"
             )
+        require(
+            length is None or isinstance(shape, Chain),
+            "a length policy shortens chains, and a tree has none: leave out length, or the tree",
+        )
+        require(
+            length is None or not length.reads_q or not drafter.copies,
+            f"{type(length).__name__} reads q: {drafter.config.name} copies tokens and has none",
+        )
     judge = fitting_rule(rule, shape, sampler, greedy_draft)
     choose = Choose(
         sampler,
@@ -204,6 +214,8 @@ def decode(
         target.vocab_size,
         target.shown(processors),
     )
+    stops = Stops(stop, target.tokenizer) if stop else None
+    openings = [p[len(p) - target.placed(p) :] for p in prompts] if stop else prompts
     needs = Needs() if drafter is None else drafter.needs
     longest = max(map(len, prompts))
     slots = capacity(longest + max_new_tokens, drafter, shape) if compiled else None
@@ -242,7 +254,7 @@ def decode(
         for b, row in enumerate(alive):
             before = len(answers[row])
             answers[row] += new[b]
-            end = _end(answers[row], before, eos, max_new_tokens, stop, target)
+            end = _end(openings[row], answers[row], before, eos, max_new_tokens, stops)
             if row in done:  # it ended, but has not left the batch
                 continue
             if on_tokens:
@@ -318,7 +330,8 @@ def fitting_rule(
         name = "block" if not tree else "point_mass" if picked or greedy_draft else "recursive"
     rule = named(name)
     if tree and not rule.trees and not sampler.greedy:
-        raise UserError(f"decode.rule={name} judges chains only: give recursive for a tree")
+        fitting = "point_mass" if picked else "recursive"
+        raise UserError(f"decode.rule={name} judges chains only: give {fitting} for this tree")
     if tree and picked and rule.siblings != "fixed" and not sampler.greedy:
         raise UserError(
             f"decode.rule={name} wants siblings drawn from q, and this tree picks the likeliest: "
@@ -340,8 +353,15 @@ def require_room(
         all(len(p) > 0 for p in prompts), "the prompt has no tokens: there is nothing to continue"
     )
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
-    longest = max(map(target.placed, prompts))
-    rooms = {"target": target.config.max_position_embeddings}
+    for ids in prompts:
+        require(
+            min(ids) >= 0 and max(ids) < target.embedding.num_embeddings,
+            f"the prompt holds token {max(ids) if min(ids) >= 0 else min(ids)}, and the target has "
+            f"{target.embedding.num_embeddings}: give ids of its own tokenizer",
+        )
+    placed = [target.placed(ids) for ids in prompts]
+    longest, shortest = max(placed), min(placed)
+    rooms = {"target": target.room(shortest)}
     if drafter is not None and drafter.positions is not None:
         rooms["draft"] = drafter.positions
     for name, room in rooms.items():
@@ -366,7 +386,7 @@ def _drafted(
     positions of target or draft are used up."""
     if drafter is None or shape is None:
         return Proposal(rows.anchors()[:, :0])
-    positions = target.config.max_position_embeddings
+    positions = target.room(min(cache.lengths))
     taken = max(cache.lengths) + 1  # the anchor's, too
     room = min(positions, drafter.positions or positions) - taken
     if isinstance(shape, Chain):
@@ -452,22 +472,18 @@ def _paths(proposal: Proposal) -> list[list[list[int]]]:
 
 
 def _end(
+    prompt: Sequence[int],
     ids: list[int],
     start: int,
     eos: tuple[int, ...],
     limit: int,
-    stop: Sequence[str],
-    target: Target,
+    stops: Stops | None,
 ) -> int | None:
-    """How many of `ids` remain when the answer ends among those from `start`; None: goes on."""
-    window = 4 * max(map(len, stop), default=0) + 8  # a token is at least a byte of a character
+    """How many of `ids` remain when the answer ends among those from `start`; None: goes on.
+    `prompt` is what stop strings may begin in."""
     for i in range(start, min(len(ids), limit)):
-        if ids[i] in eos:
+        if ids[i] in eos or (stops is not None and stops.ends(prompt, ids[: i + 1])):
             return i + 1
-        if stop:
-            tail = target.tokenizer.decode(ids[max(0, i + 1 - window) : i + 1])
-            if any(s in tail for s in stop):
-                return i + 1
     return limit if len(ids) >= limit else None
 
 

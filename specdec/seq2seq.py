@@ -21,9 +21,7 @@ from specdec.cache import Place, SlotCache, model_inputs, size
 from specdec.choose import Processor
 from specdec.context import Context, Needs
 from specdec.errors import UserError, require
-from specdec.target import Target
-
-UNBOUNDED = 1 << 30  # positions of a decoder whose relative biases know no end
+from specdec.target import UNBOUNDED, Target, understood
 
 # One turn: what is asked goes to the encoder, the last answer to the decoder.
 TEMPLATE = (
@@ -307,7 +305,9 @@ class Seq2SeqTarget(Target):
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self.reader = Reader(model)
+        kind = f"target {name!r} ({type(model).__name__})"
+        with understood(kind):
+            self.reader = Reader(model)
         self.layers = self.reader.layers
         self.config = copy.deepcopy(model.config.get_text_config(decoder=True))
         self.config.num_hidden_layers = len(self.layers)
@@ -319,7 +319,8 @@ class Seq2SeqTarget(Target):
         if tokenizer is not None and not getattr(tokenizer, "chat_template", None):
             start = tokenizer.convert_ids_to_tokens(self.reader.start)
             tokenizer.chat_template = TEMPLATE % {"eos": tokenizer.eos_token, "start": start}
-        self._check_head()
+        with understood(kind):
+            self._check_head()
 
     def prompt(self, text: str) -> list[int]:
         """The tokens that `decode` continues: the encoder's, then the decoder's start token."""

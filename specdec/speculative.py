@@ -8,14 +8,18 @@ Letters: B batch, T time.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
 
 from specdec.choose import Processor
 from specdec.decode import Generation, Round, decode
@@ -81,9 +85,9 @@ class Speculation:
 
     @property
     def tau(self) -> float:
-        """Tokens a target pass, pooled over the rows."""
+        """Tokens a target pass, pooled over the rows; nan where prefill gave all of them."""
         passes = sum(len(g.rounds) for g in self.generations)
-        return sum(g.emitted for g in self.generations) / max(1, passes)
+        return sum(g.emitted for g in self.generations) / passes if passes else math.nan
 
     @property
     def accepted_lengths(self) -> list[int]:
@@ -108,19 +112,23 @@ def speculative_generate(
     streamer: Callable[[int, list[int], Round | None], None] | None = None,
     **overrides: Any,
 ) -> Speculation:
-    """Continue `input_ids` [B, T] (padding masked by `attention_mask`, on either side).
+    """Continue `input_ids` [B, T] (padding masked by `attention_mask`, on either side; without one,
+    the pad token is padding unless it is an eos, as in transformers).
 
     For a `Seq2SeqTarget` they are the encoder's tokens, and the answer alone comes back, from the
     decoder's start token on. Reads `generation_config` with `overrides` of its fields; what it
     leaves out is as in the target's own: limits, eos, stop strings, sampling, penalties and the
     other processors of transformers, in transformers' order (`logits_processor`, the caller's,
-    come after the penalties and before temperature). They are applied to p and q alike, so the
-    output is what `generate` of the target would give: token for token if greedy, in distribution
-    if sampled. `streamer(row, ids, round)` gets each round's tokens.
+    come after the penalties and before temperature; each sees one row at a time). They are applied
+    to p and q alike, so the output is what `generate` of the target would give: token for token if
+    greedy, in distribution if sampled. `streamer(row, ids, round)` gets each round's tokens.
 
     Raises UserError for a field that this decoder does not do (READ and HARMLESS are the others).
     """
     config = _config(target, generation_config, overrides)
+    require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")
+    if attention_mask is None:
+        attention_mask = _inferred(input_ids, config, target)
     rows = _unpadded(input_ids, attention_mask)
     prompts, hidden = rows, [0] * len(rows)  # tokens that transformers' processors do not see
     if isinstance(target, Seq2SeqTarget):
@@ -143,11 +151,13 @@ def speculative_generate(
         eos=eos,
         stop=[stop] if isinstance(stop, str) else stop,
         processors=processors,
-        seeds=range(seed, seed + len(prompts)),
+        seeds=[(seed << 20) + b for b in range(len(prompts))],  # no row of another seed's
         compiled=compiled,
         on_tokens=streamer,
     )
-    pad = config.pad_token_id if config.pad_token_id is not None else (eos or (0,))[0]
+    pad = config.pad_token_id
+    if pad is None:
+        pad = next((i for i in eos if i >= 0), 0)
     texts = [g.prompt[n:] + g.ids for n, g in zip(hidden, done, strict=True)]
     sequences = torch.full((len(texts), max(map(len, texts))), pad)
     for b, ids in enumerate(texts):
@@ -191,6 +201,12 @@ def _asks(config: GenerationConfig, name: str) -> bool:
     """Whether the field asks for something."""
     value = getattr(config, name, None)
     return value is not None and value is not False and value != NEUTRAL.get(name)
+
+
+def _inferred(input_ids: Tensor, config: GenerationConfig, target: Target) -> Tensor | None:
+    """Padding where no mask tells it, by transformers' rule."""
+    pad, eos = config.pad_token_id, _ids(config.eos_token_id) or target.eos
+    return None if pad is None or pad in eos else input_ids != pad
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
@@ -237,6 +253,17 @@ def _processors(
     """What `generate` would run, by its own list. Warpers are among them only where the `Sampler`
     cannot do all: it is quicker, and leaves a draft's vocabulary as small as it is. `seen` counts
     the tokens before each row's answer, `limit` those in it."""
+    require(
+        len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in given),
+        "PrefixConstrainedLogitsProcessor asks which row it is for, and each row is processed by "
+        "itself: give prompts apart",
+    )
+    for name, ids in _named(config):
+        require(
+            all(0 <= i < target.vocab_size for i in ids),
+            f"generation_config.{name} names tokens that the target's {target.vocab_size} do not "
+            "include",
+        )
     for name in COUNTED:
         if len(set(seen)) > 1 and _asks(config, name):
             raise UserError(
@@ -262,6 +289,17 @@ def _processors(
         )
     except ValueError as error:
         raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
+
+
+def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
+    """The tokens that fields of the config speak of, apart from the eos and padding."""
+    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"):
+        yield name, _ids(getattr(config, name))
+    yield "forced_eos_token_id", _ids(config.forced_eos_token_id)
+    for name in ("bad_words_ids", "sequence_bias"):
+        given = getattr(config, name) or ()
+        words = [x[0] for x in given] if name == "sequence_bias" and type(given) is list else given
+        yield name, [i for word in words for i in word]
 
 
 def _ids(value: int | list[int] | Tensor | None) -> tuple[int, ...]:

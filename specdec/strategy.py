@@ -276,7 +276,7 @@ def costs(
         logits.float().argmax(-1)
         cache.drop()
 
-    room = target.config.max_position_embeddings - max(cache.lengths)
+    room = target.positions - max(cache.lengths)
     parts: list[Callable[[], Any]] = [
         lambda: step(1, Needs()),
         lambda: drafter.draft(ctx, shape, choose, draft_cache),

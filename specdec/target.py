@@ -5,8 +5,9 @@ Letters: B batch, T time, D width, F concatenated features, V vocabulary, S part
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from specdec.errors import UserError, nearest
 from specdec.gguf import dense, find_package_file
 from specdec.packed import pack
 
+UNBOUNDED = 1 << 30  # positions of a model that has no end of them
 LIKE = 0.9  # documents at least this much of the longest are read in one batch with it
+ROUNDING = {torch.float32: 1e-2, torch.float64: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,7 +77,8 @@ def grouped_attention(
         )
     B, H, T, E = query.shape
     groups = H // key.shape[1]
-    few = T == 1 or (attention_mask is not None and groups * T <= 256)
+    alike = attention_mask is None or attention_mask.shape[1] == 1  # one mask for all heads
+    few = alike and (T == 1 or (attention_mask is not None and groups * T <= 256))
     if groups == 1 or not few or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
@@ -110,7 +114,7 @@ class Target:
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self._scale = head_scaling(self.config)
         self._compiled: dict[Needs, Pass] = {}
-        self._check_head()
+        self._check()
 
     @classmethod
     def load(cls, cfg: TargetConfig) -> "Target":
@@ -184,6 +188,10 @@ class Target:
         return self.head.weight.shape[1]
 
     @property
+    def positions(self) -> int:
+        return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
+
+    @property
     def eos(self) -> tuple[int, ...]:
         """The ids that end a generation, as the model's own generation config has them."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
@@ -203,6 +211,21 @@ class Target:
     def placed(self, prompt: Sequence[int]) -> int:
         """How many of the decoder's positions a prompt takes."""
         return len(prompt)
+
+    def room(self, shortest: int) -> int:
+        """The positions that texts may take, the shortest of which takes so many now.
+
+        All that the model has; but with the rotary factors of LongRoPE, those where the factors
+        change: what the cache holds was read with the factors of one side, and a pass takes one
+        side for all its rows.
+        """
+        room = self.positions
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for of_kind in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+            line = of_kind.get("original_max_position_embeddings")
+            if of_kind.get("rope_type") == "longrope" and line and shortest < line:
+                room = min(room, line)
+        return room
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)
@@ -352,17 +375,73 @@ class Target:
             lambda _module, _args, out: seen.__setitem__(k, out[0] if type(out) is tuple else out)
         )
 
-    def _check_head(self) -> None:
-        """`logits(final)` must be what the model itself returns; else α would be of another p."""
-        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        with torch.no_grad():
-            _, final = self.features(ids, Needs())
-            ours, theirs = self.logits(final).float(), self.model(input_ids=ids).logits.float()
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
+    def _check(self) -> None:
+        """Raise UserError for a model that is read wrongly here: heads and caches differ more than
+        their classes tell, and α would be of another p."""
+        kind = f"target {self.name!r} ({type(self.model).__name__})"
+        with understood(kind), torch.no_grad():
+            head, cache = self._head_error(), self._cache_error()
+        if head > ROUNDING[self.dtype]:
             raise UserError(
-                f"target {self.name!r} ({type(self.model).__name__}) turns hidden states into "
-                "logits in a way that specdec/target.py does not know: add it to head_scaling"
+                f"{kind} turns hidden states into logits in a way that specdec/target.py does not "
+                "know: add it to head_scaling"
             )
+        if cache > ROUNDING[self.dtype]:
+            raise UserError(
+                f"{kind} makes masks or positions of its own, or keeps another state than keys and "
+                "values: rows of unequal length and trees cannot be read with it"
+            )
+
+    def _head_error(self) -> float:
+        """How far `logits(final)` is from what the model itself returns."""
+        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        _, final = self.features(ids, Needs())
+        return distance(self.logits(final), self.model(input_ids=ids).logits)
+
+    def _cache_error(self) -> float:
+        """How far the logits of a small tree, after rows of unequal length, are from those of
+        passes over whole texts."""
+        lengths, parents = [9, 5], [-1, 0, -1]  # the second node follows the first
+        ids = (7 * torch.arange(2 * 12, device=self.device).view(2, 12) + 3) % self.vocab_size
+        cache = self.new_cache()
+        self.features(ids[:, :9], Needs(), cache=cache)
+        cache.keep(lengths)
+        parents_BT = torch.tensor([parents, parents], device=self.device)
+        _, final = self.features(ids[:, 9:], Needs(), cache=cache, parents_BT=parents_BT)
+        found, worst = self.logits(final), 0.0
+        for b, n in enumerate(lengths):
+            for path in ([0, 1], [2]):
+                text = torch.cat([ids[b, :n], ids[b, 9:][path]])[None]
+                whole = self.model(input_ids=text).logits[0, n:]
+                worst = max(worst, distance(found[b, path], whole))
+        return worst
+
+
+@contextmanager
+def understood(kind: str) -> Iterator[None]:
+    """What a model raises that is no model of the kind we read becomes one UserError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = str(error).strip().splitlines() or [repr(error)]
+        raise UserError(f"{kind} is of a kind that is not read here ({reason[0]})") from error
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Between logits [..., V], relative to their spread; infinite where shapes differ."""
+    if ours.shape != theirs.shape:
+        return math.inf
+    ours, theirs = (x.double() - x.double().mean(-1, keepdim=True) for x in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))
 
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

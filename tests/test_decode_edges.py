@@ -3,13 +3,14 @@
 Run alone: python -m pytest tests/test_decode_edges.py
 """
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.decode import capacity, decode, generate
+from specdec.decode import capacity, decode, fitting_rule, generate
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.length import length
@@ -18,6 +19,7 @@ from specdec.rules import named, rule_name
 from specdec.sampler import Sampler
 from specdec.speculative import speculative_generate
 from specdec.strategy import DecodeConfig, costs, strategy
+from specdec.stream import Stops
 from specdec.target import Target
 from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.verify import RULES, law
@@ -81,6 +83,12 @@ def test_a_fixed_cache_has_room_for_all_that_is_grown(
     monkeypatch.setattr(target, "new_cache", lambda capacity=None: cache)
     made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
     assert made.ids == plain
+
+
+def test_ids_of_another_tokenizer_are_refused(target: Target) -> None:
+    for prompt in ([3, V], [-1, 3]):
+        with pytest.raises(UserError, match="give ids of its own tokenizer"):
+            decode(target, [[3, 4], prompt], max_new_tokens=3)
 
 
 # --- rows --------------------------------------------------------------------------------------
@@ -223,22 +231,21 @@ def test_what_was_tested_is_the_kept_path_and_its_children(target: Target) -> No
     assert all(r.bonus for r in generate(target, PROMPTS[0], max_new_tokens=5, eos=()).rounds)
 
 
-def test_a_stop_string_of_many_bytes_is_found(target: Target) -> None:
+def test_a_stop_string_of_many_bytes_is_found() -> None:
     """Five characters of four one-byte tokens each."""
     stop = "\N{FIRE}" * 5
     text_bytes = list(("ab" + stop + "cd").encode())
 
     class Bytes:
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], **_: object) -> str:
             return bytes(ids).decode(errors="replace")
 
-    from specdec.decode import _end
-
-    class Of:
-        tokenizer = Bytes()
-
-    end = _end(text_bytes, 0, (), 100, [stop], Of())  # type: ignore[arg-type]
-    assert end == 2 + 20
+    stops = Stops([stop], Bytes())
+    found = [n for n in range(1, len(text_bytes) + 1) if stops.ends([], text_bytes[:n])]
+    assert found == [2 + 20]
+    for cut in (1, 2, 5, 21):  # where the prompt ends and the answer begins
+        assert stops.ends(text_bytes[:cut], text_bytes[cut:22])
+        assert not stops.ends(text_bytes[:cut], text_bytes[cut:23])
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -304,6 +311,23 @@ def test_no_gamma_is_the_trained_depth_and_0_is_plain(target: Target) -> None:
     assert made[2].rounds == generate(target, PROMPTS[0], **options).rounds
 
 
+def test_a_length_that_would_not_be_asked_is_refused(target: Target) -> None:
+    lm, copies = make_drafter("lm", target), make_drafter("ngram", target)
+    options: dict[str, Any] = {"max_new_tokens": 4, "length": length("confidence", {"limit": 2})}
+    with pytest.raises(UserError, match="a tree has none"):
+        decode(target, PROMPTS, drafter=lm, shape=Static([[0], [1]]), **options)
+    with pytest.raises(UserError, match="Confidence reads q: ngram copies tokens"):
+        decode(target, PROMPTS, drafter=copies, **options)
+
+
+def test_the_rule_that_is_named_instead_does_fit(target: Target) -> None:
+    for shape in (Static([[0], [1], [0, 0]]), Dynamic(3, 5, 2)):
+        with pytest.raises(UserError, match="judges chains only") as caught:
+            fitting_rule("block", shape, T1)
+        (name,) = re.findall(r"give (\w+) for this tree", str(caught.value))
+        assert fitting_rule(name, shape, T1).trees
+
+
 def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
     for stop, words in (([""], "at once"), (["x"], "tokenizer, and it has none")):
         with pytest.raises(UserError, match=words):
@@ -354,11 +378,12 @@ def test_seeds_are_one_a_row(target: Target) -> None:
             decode(target, PROMPTS, max_new_tokens=2, sampler=T1, seeds=seeds)
 
 
-def test_the_call_gives_each_row_its_seed(target: Target) -> None:
+def test_a_row_draws_by_the_seed_and_its_place(target: Target) -> None:
     ids = torch.tensor([PROMPTS[0]] * 2)
-    made = speculative_generate(target, None, ids, max_new_tokens=12, do_sample=True, seed=3)
-    again = speculative_generate(target, None, ids[:1], max_new_tokens=12, do_sample=True, seed=4)
-    assert made.sequences[1].tolist() == again.sequences[0].tolist()
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 3.0}
+    made = speculative_generate(target, None, ids, seed=3, **options).sequences
+    alone = speculative_generate(target, None, ids[:1], seed=3, **options).sequences
+    assert made[0].tolist() == alone[0].tolist() != made[1].tolist()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "lm", "suffix"])

@@ -46,6 +46,21 @@ def test_a_character_comes_with_the_token_that_completes_it() -> None:
     assert stream.add(ids[:2]) == "a" and stream.rest() == "\N{REPLACEMENT CHARACTER}"
 
 
+def test_a_long_answer_is_not_decoded_anew_for_each_token() -> None:
+    tokenizer, lengths = byte_tokenizer(), []
+    decode_all = tokenizer.decode
+
+    def counted(ids, **options):
+        lengths.append(len(ids))
+        return decode_all(ids, **options)
+
+    tokenizer.decode = counted  # type: ignore[method-assign]
+    text = "aé🙂b " * 200
+    stream = Stream(tokenizer)
+    assert "".join(stream.add([i]) for i in tokenizer.encode(text)) + stream.rest() == text
+    assert max(lengths) < 150
+
+
 def test_homogeneity_of_two_samples() -> None:
     """Two cells of 30, 20 and 20, 30: each of the four is 5 off its 25, χ² = 4 · 25 / 25. Rare
     cells are pooled, here 2 and 1 of one side with 1 and 2 of the other: 3 and 3, no deviation."""

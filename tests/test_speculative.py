@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/test_speculative.py
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 from transformers.generation.logits_process import (
     EtaLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TopHLogitsWarper,
 )
@@ -27,7 +29,8 @@ from specdec.target import Target
 from specdec.trees import Chain, Shape, Static
 from tests import test_seq2seq as seq2seq
 from tests.test_contract import L, make_drafter, make_target, text
-from tests.tiny import random_drafter
+from tests.test_translated import byte_tokenizer, piece_tokenizer
+from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 PROMPTS = [text(seed, 6)[0].tolist() for seed in range(3)]
 SHAPES: list[Shape] = [Chain(3), Static([[0], [1], [0, 0]])]
@@ -205,6 +208,113 @@ def test_what_is_not_done_is_said(target: Target, fields: dict[str, Any], word: 
         speculative_generate(target, None, torch.tensor(PROMPTS), **{"max_new_tokens": 4} | fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"suppress_tokens": [500]}, "suppress_tokens names tokens"),
+        ({"sequence_bias": [[[5, 500], 1.0]]}, "sequence_bias names tokens"),
+        ({"sequence_bias": {(500,): 1.0}}, "sequence_bias names tokens"),
+        ({"bad_words_ids": [[3], [500]]}, "bad_words_ids names tokens"),
+        ({"forced_bos_token_id": 500}, "forced_bos_token_id names tokens"),
+        ({"streamer": TextStreamer(make_tokenizer())}, "streamer: give a function"),
+        (
+            {"logits_processor": [PrefixConstrainedLogitsProcessor(lambda *_: [3], 1)]},
+            "give prompts apart",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_mistakes_are_one_line(target: Target, fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        speculative_generate(target, None, torch.tensor(PROMPTS), **{"max_new_tokens": 4} | fields)
+
+
+def test_one_row_may_be_constrained_by_its_prefix(target: Target) -> None:
+    allowed = [PrefixConstrainedLogitsProcessor(lambda _row, ids: [5, 6, int(ids[-1])], 1)]
+    fields: dict[str, Any] = {"max_new_tokens": 8, "logits_processor": allowed}
+    drafter = make_drafter("lm", target, 0.05)
+    made = speculative_generate(target, drafter, torch.tensor(PROMPTS[:1]), **fields)
+    assert made.sequences[0].tolist() == transformers_ids(target, PROMPTS[0], **fields)
+
+
+def test_padding_without_a_mask_is_found_as_transformers_finds_it(target: Target) -> None:
+    """The pad token is padding, unless it is an eos too."""
+    ids = torch.tensor([[0, 0, 0, *PROMPTS[0][:3]], PROMPTS[1]])
+    for fields in ({"pad_token_id": 0}, {"pad_token_id": 0, "eos_token_id": 0}):
+        fields |= {"max_new_tokens": 6, "do_sample": False}
+        theirs = target.model.generate(ids, **fields)[:, 6:]
+        made = speculative_generate(target, None, ids, **fields)
+        for ours, answer in zip(made.generations, theirs.tolist(), strict=True):
+            assert ours.ids == answer[: len(ours.ids)]
+        assert len(made.generations[0].prompt) == (3 if "eos_token_id" not in fields else 6)
+
+
+def test_no_row_of_one_seed_is_a_row_of_another(target: Target) -> None:
+    ids = torch.tensor([PROMPTS[0]] * 4)
+    drawn = [
+        g.ids
+        for seed in range(4)
+        for g in speculative_generate(
+            target, None, ids, seed=seed, do_sample=True, max_new_tokens=12, temperature=3.0
+        ).generations
+    ]
+    assert len({tuple(ids) for ids in drawn}) == 16
+
+
+def test_an_eos_that_never_comes_is_no_padding(target: Target) -> None:
+    mask = torch.ones(3, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    fields = {"max_new_tokens": 1, "eos_token_id": -1}
+    made = speculative_generate(target, None, torch.tensor(PROMPTS), mask, **fields)
+    assert made.sequences.min() >= 0 and math.isnan(made.tau)  # and no round was needed
+
+
+def saying(target: Target, prompt: list[int], answer: list[int]) -> Callable[..., Tensor]:
+    """A processor that leaves one token at each place."""
+
+    def only(ids: Tensor, logits: Tensor) -> Tensor:
+        out = torch.full_like(logits, -torch.inf)
+        out[:, answer[min(ids.shape[1] - len(prompt), len(answer) - 1)]] = 0
+        return out
+
+    return only
+
+
+@pytest.mark.parametrize(
+    ("of", "prompt", "answer", "stop", "kept"),
+    [
+        ("bytes", "the sea.\n", "\nby the door", "\n\n", 1),  # it began in the prompt
+        ("bytes", "the sea.\n\n", "by the door", "\n\n", None),  # it was over there
+        ("bytes", "the sea", " by the door", " the", None),
+        ("pieces", "the sea", " by the door", " by", 1),  # as the first word's space
+        ("pieces", "the sea", " by the door", "y t", 2),
+        ("bytes", "the sea", " by . the door", " .", None),  # a tokenizer that cleans up
+    ],
+)
+def test_stop_strings_are_found_where_transformers_finds_them(
+    of: str, prompt: str, answer: str, stop: str, kept: int | None
+) -> None:
+    tokenizer = byte_tokenizer() if of == "bytes" else piece_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    torch.manual_seed(0)
+    model = random_target(architectures(len(tokenizer), 2)["llama"]).model
+    target = Target(model, tokenizer, "words")
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    said = tokenizer(prompt + answer, add_special_tokens=False).input_ids[len(ids) :]
+    if of == "pieces":
+        said = [tokenizer.convert_tokens_to_ids("▁" + word) for word in answer.split()]
+    fields: dict[str, Any] = {
+        "max_new_tokens": len(said),
+        "stop_strings": [stop],
+        "eos_token_id": None,
+        "logits_processor": [saying(target, ids, said)],
+    }
+    theirs = transformers_ids(target, ids, tokenizer=tokenizer, **fields)
+    made = speculative_generate(target, None, torch.tensor([ids]), **fields)
+    assert made.sequences[0].tolist() == theirs
+    assert kept is None or len(theirs) == len(ids) + kept
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (4,)])
 def test_input_ids_are_rows_of_tokens(target: Target, shape: tuple[int, ...]) -> None:
     ids = torch.zeros(shape, dtype=torch.long)
@@ -272,8 +382,9 @@ def test_decode_takes_processors_of_the_decoder() -> None:
 def test_a_start_token_among_the_encoders_is_said() -> None:
     for kind, ids in (("t5", [5, 6, 0, 1]), ("bart", [5, 2, 2]), ("bart", [5, 6])):
         with pytest.raises(UserError, match="decoder's start token"):
+            rows = torch.tensor([ids])
             speculative_generate(
-                seq2seq.make_target(kind), None, torch.tensor([ids]), max_new_tokens=3
+                seq2seq.make_target(kind), None, rows, torch.ones_like(rows), max_new_tokens=3
             )
     with pytest.raises(UserError, match="decoder_start_token_id=3 is not the 0"):
         speculative_generate(

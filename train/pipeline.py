@@ -219,7 +219,7 @@ def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Draf
 
 def _require_positions(target: Target, drafter: Drafter, documents: Sequence[Document]) -> None:
     longest = max(target.placed(d.ids) for d in documents)
-    rooms = {"target": target.config.max_position_embeddings, "drafter": drafter.positions}
+    rooms = {"target": target.positions, "drafter": drafter.positions}
     for name, room in rooms.items():
         if room is not None and longest > room:
             raise UserError(

@@ -16,6 +16,7 @@ from specdec.cache import SlotCache, model_inputs, new_cache, size
 from specdec.compiled import Short
 from specdec.context import Context
 from specdec.drafters.base import Drafter, entries, pieces, unread
+from specdec.drafters.early_exit import decoder_layers
 from specdec.errors import UserError
 from specdec.target import head_scaling
 from specdec.trees import Growth
@@ -58,16 +59,18 @@ class LM(Drafter):
 
     @classmethod
     def plan(cls, config: LMConfig, target: "Target") -> dict[str, Any]:
+        decoder_layers(target, config.name)
         if config.source in ("target", "random"):
             model = target.config.to_dict()
             if config.source == "random":
                 if unknown := sorted(set(config.overrides) - set(model)):
                     raise UserError(f"drafter.overrides.{unknown[0]} is no key of the target")
                 model |= config.overrides
+                kept = list(range(model["num_hidden_layers"]))
             else:
-                model["num_hidden_layers"] = len(_cut(config, target))
-            if isinstance(model.get("layer_types"), list):
-                model["layer_types"] = model["layer_types"][: model["num_hidden_layers"]]
+                kept = _cut(config, target)
+                model["num_hidden_layers"] = len(kept)
+            model |= _of_layers(model, kept)
         else:
             try:
                 model = AutoConfig.from_pretrained(config.source).to_dict()
@@ -81,6 +84,15 @@ class LM(Drafter):
                 f"drafter.source={config.source!r} has a vocabulary of {model['vocab_size']}, the "
                 f"target one of {target.vocab_size}: they must be the same tokenizer"
             )
+        try:
+            with torch.device("meta"):
+                fresh(AutoModelForCausalLM, model, config.train_embeddings)
+        except Exception as error:  # whatever a config's or a model's own checks raise
+            reason = str(error).strip().splitlines() or [repr(error)]
+            raise UserError(
+                f"drafter.source={config.source!r}: no draft can be made of this "
+                f"{model['model_type']} ({reason[0].strip()}): give random, a hub name or a folder"
+            ) from error
         return {"target_vocab": target.vocab_size, "draft_vocab": None, "model": model}
 
     def start(self, target: "Target") -> None:
@@ -99,7 +111,14 @@ class LM(Drafter):
                 value = whole.pop(name)
                 if int(index) in kept:
                     whole[f"{prefix}.{kept.index(int(index))}.{rest}\0"] = value
-        self.model.load_state_dict({name.rstrip("\0"): value for name, value in whole.items()})
+        try:
+            self.model.load_state_dict({name.rstrip("\0"): value for name, value in whole.items()})
+        except RuntimeError as error:
+            raise UserError(
+                f"layers {kept} of a {target.config.model_type} are no model by themselves "
+                f"({str(error).splitlines()[-1].strip()}): give other drafter.layers, "
+                "drafter.source=random, a hub name or a folder"
+            ) from error
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
@@ -180,6 +199,20 @@ def fresh(family: Any, shape: dict[str, Any], train_embeddings: bool) -> Any:
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             module.requires_grad_(False)
     return model
+
+
+def _of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
+    """What a config says layer by layer, for the layers that are kept."""
+    found: dict[str, Any] = {}
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):  # an entry a layer
+        if isinstance(model.get(key), list):
+            found[key] = [model[key][k] for k in kept if k < len(model[key])]
+    for key in ("mlp_only_layers", "moe_layers"):  # which layers
+        if isinstance(model.get(key), list):
+            found[key] = [kept.index(k) for k in model[key] if k in kept]
+    if first := model.get("first_k_dense_replace"):
+        found["first_k_dense_replace"] = sum(k < first for k in kept)
+    return found
 
 
 def _cut(config: LMConfig, target: "Target") -> list[int]:

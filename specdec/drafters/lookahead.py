@@ -170,7 +170,7 @@ class Lookahead(Copying):
                 [pool.ids[j * len(pool.ids) // columns] for j in range(columns)] for pool in pools
             ]
             windows.levels = [torch.tensor(spread, device=device)]
-        fits = longest + columns + self.config.ngram <= target.config.max_position_embeddings
+        fits = longest + columns + self.config.ngram <= target.positions
         levels = windows.levels if fits else []
         parents = [-1, *range(columns)][: 1 + columns * len(levels)]
         parents += range(1, 1 + columns * (len(levels) - 1))

@@ -163,6 +163,8 @@ class Sparse(Drafter):
         if max(small.lengths) > small.capacity:
             small.capacity = max(256, 2 * max(small.lengths))
         for n, (ours, theirs) in enumerate(zip(small.slot_layers, full.slot_layers, strict=True)):
+            if not theirs.is_initialized:  # a layer may read another's keys and values
+                continue
             ours.keys = self._copied(ours, "keys", theirs.keys, plans, n, small.capacity)
             ours.values = self._copied(ours, "values", theirs.values, plans, n, small.capacity)
             ours.is_initialized = True
@@ -323,6 +325,8 @@ def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:
     cache = SlotCache(len(full.slot_layers))
     cache.lengths, cache.capacity = list(lengths), full.capacity
     for ours, theirs in zip(cache.slot_layers, full.slot_layers, strict=True):
+        if not theirs.is_initialized:
+            continue
         ours.keys = theirs.keys[b : b + 1].expand(len(lengths), -1, -1, -1)
         ours.values = theirs.values[b : b + 1].expand(len(lengths), -1, -1, -1)
         ours.is_initialized = True
