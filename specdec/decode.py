@@ -175,8 +175,9 @@ def decode(
     tokens, or the next power of two). `on_tokens(row, ids, round)` gets what each round committed,
     cut to the answer (for the first token, which prefill emits, with round None).
 
-    Raises UserError for no or an empty prompt, an unknown rule, one that does not fit the shape,
-    and more tokens than the target has positions.
+    Raises UserError for no or an empty prompt, ids that the target has not, an unknown rule, one
+    that does not fit the shape, a length that nothing asks, and more tokens than the target has
+    positions.
     """
     require_room(target, prompts, max_new_tokens)
     eos, B, device = target.eos if eos is None else eos, len(prompts), target.device
