@@ -118,6 +118,19 @@ def test_data_that_changed_are_not_trained_on_under_the_same_name(
     assert records(tmp_path / "run") == before
 
 
+def test_a_run_older_than_a_setting_had_its_default(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    run = tmp_path / "run"
+    tiny.job(run, "medusa")
+    was = json.loads((run / "config.json").read_text())
+    del was["target"]["packed"], was["loop"]["patience"]
+    (run / "config.json").write_text(json.dumps(was))
+    with pytest.raises(UserError, match=r"holds a run with target\.packed=True, not False"):
+        tiny.job(run, "medusa", "target.packed=false")
+    tiny.job(run, "medusa")
+
+
 def test_a_folder_is_one_processes_at_a_time(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with alone(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
