@@ -22,6 +22,7 @@ from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.lm import LM
 from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError, nearest, require
+from specdec.packed import is_packed, pack
 from specdec.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -201,6 +202,8 @@ def read(folder: Path, like: Drafter, target: Target) -> Drafter:
     drafter.load_state_dict(tensors, strict=False)
     drafter.to(target.device, next(like.parameters()).dtype)
     drafter.attach(target)
+    if is_packed(like):  # products are then summed in one order
+        pack(drafter)
     return drafter.eval()
 
 

@@ -47,6 +47,10 @@ class PackedLinear(nn.Linear):
         return {k: v for k, v in self.__dict__.items() if k not in ("_copy", "_copied")}
 
 
+def is_packed(module: nn.Module) -> bool:
+    return any(isinstance(layer, PackedLinear) for layer in module.modules())
+
+
 def pack(module: nn.Module) -> None:
     """Make the large linear layers of `module` PackedLinear, if it is on a CPU and torch has
     oneDNN. Its parameters and state dict stay as they are."""

@@ -10,16 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
-from specdec import checkpoint, packed
+from specdec import checkpoint, export, packed
 from specdec.decode import generate
 from specdec.drafters.medusa import Medusa
 from specdec.target import Target, TargetConfig
-from tests.tiny import random_drafter, save_target
+from tests.tiny import random_drafter, random_target, save_target
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
 )
+WIDE = {
+    "vocab_size": 61,
+    "hidden_size": 384,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of sums of 300 products of N(0, 1)
 
 
@@ -110,3 +120,19 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     assert generate(target, [1, 2, 3], max_new_tokens=20, eos=()).ids == expected
     made = generate(target, [1, 2, 3], max_new_tokens=20, eos=(), drafter=drafter)
     assert made.ids == expected and made.rounds
+
+
+def test_an_export_of_a_packed_draft_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of float32 in another order would not be the same logits; layers of 300 and more are
+    wide enough to be summed otherwise."""
+    monkeypatch.setattr(packed, "LEAST", 1)
+    target = random_target(LlamaConfig(**WIDE))
+    drafter = random_drafter(Medusa.Config(), target, 0.1)
+    plain_logits = drafter.unembed(torch.ones(1, 384), 0)
+    packed.pack(drafter)
+    with torch.no_grad():
+        assert not torch.equal(drafter.unembed(torch.ones(1, 384), 0), plain_logits)
+    export.write(tmp_path / "out", drafter, target)
+    assert packed.is_packed(export.read(tmp_path / "out", drafter, target))
