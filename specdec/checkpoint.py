@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.drafters import Drafter, family
 from specdec.errors import UserError
-from specdec.packed import pack
+from specdec.packed import is_packed, pack
 from specdec.target import Target
 
 FORMAT = 1
@@ -106,7 +106,7 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Draf
     drafter.load_state_dict(tensors, strict=False)  # strict=False: what is tied comes along
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
-    if target.packed:
+    if is_packed(target.model):
         pack(drafter)
     return drafter.eval()
 

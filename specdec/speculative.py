@@ -151,7 +151,7 @@ def speculative_generate(
         eos=eos,
         stop=[stop] if isinstance(stop, str) else stop,
         processors=processors,
-        seeds=[(seed << 20) + b for b in range(len(prompts))],  # no row of another seed's
+        seeds=[((seed << 20) + b) % (1 << 63) for b in range(len(prompts))],  # no two calls share
         compiled=compiled,
         on_tokens=streamer,
     )

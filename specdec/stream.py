@@ -56,7 +56,7 @@ class Stops:
 
     def ends(self, prompt: Sequence[int], ids: Sequence[int]) -> bool:
         """Whether the last of `ids`, which follow `prompt`, completes a stop string."""
-        tail = [*prompt[max(0, len(prompt) - self._window + len(ids)) :], *ids][-self._window :]
+        tail = [*prompt[-self._window :], *ids[-self._window :]][-self._window :]
         known, text = self._decoded(tail[:-1]).rstrip(BROKEN), self._decoded(tail)
         return any(s in text[max(0, len(known) - len(s) + 1) :] for s in self.stop)
 

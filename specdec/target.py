@@ -101,8 +101,6 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 class Target:
     """A frozen causal LM: features of its layers, logits, and its tokenizer."""
 
-    packed = False  # its linear layers, and those of drafts that are loaded for it: see packed.py
-
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -166,8 +164,7 @@ class Target:
             target: Target = Seq2SeqTarget(model, tokenizer, name, cfg.revision)
         else:
             target = cls(model, tokenizer, name, cfg.revision)
-        target.packed = cfg.packed
-        if cfg.packed:
+        if cfg.packed:  # and then drafts that are loaded for it
             pack(model)
         return target
 
@@ -189,6 +186,7 @@ class Target:
 
     @property
     def positions(self) -> int:
+        """How many positions a text may take in all; see `room`."""
         return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
 
     @property

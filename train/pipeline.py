@@ -310,7 +310,8 @@ def _require_same_run(folder: Path, cfg: Config) -> None:
     ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
     for group in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):
         # a setting that is newer than the run was its default then
-        was = _defaults(getattr(cfg, group)) | (theirs.get(group) or {})
+        default = json.loads(json.dumps(dataclasses.asdict(type(getattr(cfg, group))())))
+        was = default | (theirs.get(group) or {})
         for key, value in ours[group].items():
             if was.get(key) != value:
                 raise UserError(
@@ -327,17 +328,6 @@ def _require_same_texts(folder: Path, of: dict[str, str]) -> None:
                 f"{folder}: the {name} changed since this run began: give another name=, or delete "
                 "that folder"
             )
-
-
-def _defaults(group: Any) -> dict[str, Any]:
-    """The defaults of a group of settings, as they are written down."""
-    found = {}
-    for f in dataclasses.fields(group):
-        if f.default_factory is not dataclasses.MISSING:
-            found[f.name] = f.default_factory()
-        elif f.default is not dataclasses.MISSING:
-            found[f.name] = f.default
-    return json.loads(json.dumps(found, default=dataclasses.asdict))
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
