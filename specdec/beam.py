@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs
-from specdec.decode import Rows, require_room
+from specdec.decode import require_room
 from specdec.drafters.base import Drafter
 from specdec.errors import require
+from specdec.rows import Rows
 from specdec.target import Target
 
 SCRATCH = 256  # slots of the target's cache that dead beams may fill before they are cleared

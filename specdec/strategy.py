@@ -14,12 +14,13 @@ import torch
 
 from specdec.choose import Choose
 from specdec.context import Needs
-from specdec.decode import Rows, capacity, fitting_rule, generate
+from specdec.decode import capacity, fitting_rule, generate
 from specdec.disco import Disco, Recorder, fit
 from specdec.drafters.base import Drafter, last_of
 from specdec.errors import nearest, require, typed
 from specdec.length import LENGTHS, CostTable, Fixed, Goodput, length
 from specdec.policy import Length
+from specdec.rows import Rows
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static

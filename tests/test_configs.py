@@ -29,7 +29,6 @@ from tests.tiny import (
     Tiny,
     compose,
     conversations,
-    make_tiny,
     process,
     save_target,
     write_jsonl,
@@ -46,16 +45,6 @@ def options(group: str) -> list[str]:
     found = {p.stem for p in (CONF / group).glob("*.yaml")}
     found |= set(DRAFTERS) if group == "drafter" else set(LOSSES) if group == "loss" else set()
     return sorted(found)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
 
 
 def require_one_line(text: str, *parts: str) -> None:

@@ -19,8 +19,8 @@ from specdec import checkpoint, export, progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
 from specdec.target import Target
-from tests.tiny import Tiny, conversations, make_tiny, records, write_jsonl
-from train import answers, features, pipeline
+from tests.tiny import Tiny, conversations, records, write_jsonl
+from train import answers, features
 from train.answers import AnswersConfig, answered
 from train.data import Prompt
 from train.pipeline import alone
@@ -28,18 +28,8 @@ from train.tracking import read
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def target(tiny: Tiny) -> Target:
     return Target.load(tiny.config().target)
-
-
-@pytest.fixture
-def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
 
 
 # --- mistakes are told before the work -----------------------------------------------------------

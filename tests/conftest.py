@@ -1,0 +1,29 @@
+"""Fixtures of several test files."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.tiny import Tiny, make_tiny
+from train import pipeline
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums in one order, so that runs can be compared bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what follows training: decoding, report and export have tests of their own."""
+    monkeypatch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
