@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--top-k", type=int, default=0)
     option("--rule", default="auto", help=f"at T > 0: auto, {', '.join(RULES)}")
     option("--tree", choices=TREES, help="default: a chain")
-    option("--nodes", type=int, default=12, help="of a tree")
+    option("--nodes", type=int, help="of a tree; default: 12, static: as many as are fastest")
     option("--branches", type=int, default=4, help="children a node, dynamic trees")
     option("--paths", type=json.loads, help="of a static tree: [[0], [1], [0, 0]]")
     option("--length", default="fixed", help=f"of a chain: {', '.join(LENGTHS)}")

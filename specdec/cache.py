@@ -92,8 +92,7 @@ class SlotCache(Cache):
         self.rows_B1: Tensor | None = None  # beside slots that differ from row to row
         self.shown = 0  # slots that it sees
         self.offset = 0  # where it starts, in the longest row
-        self._sees_BSS: Tensor | None = None  # of scratch slots, their ancestors; None: a chain
-        self._depth_BS: Tensor | None = None
+        self._sees_BSS: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
 
     def place(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None = None
@@ -114,56 +113,56 @@ class SlotCache(Cache):
             assert not self.fixed, f"a cache of {self.capacity} slots was asked for {end}"
             self.capacity = max(256, 2 * end)
         self.shown = self.capacity if self.fixed else end
-        chain = parents_BT is None and self._sees_BSS is None
-        if alike and chain:
-            position_1T = torch.arange(self.offset, self.offset + T, device=device)[None]
-            self.slots = position_1T[0] if self.fixed else slice(self.offset, self.offset + T)
-            mask = None
-            if self.fixed or (self.offset and T > 1):
-                seen_P = torch.arange(self.shown, device=device)
-                mask = (seen_P <= position_1T[0][:, None]).expand(B, -1, -1)
-            return Place(position_1T.expand(B, -1), mask)
-        length_B = torch.tensor(self.lengths, device=device)
-        fresh_T = torch.arange(start, self.scratch, device=device)
-        self.slots = length_B[:, None] + fresh_T
+        if alike:  # rows of like length write the same slots
+            fresh_T = torch.arange(self.offset, end, device=device)
+            self.slots = fresh_T if self.fixed else slice(self.offset, end)
+            if parents_BT is None and self._sees_BSS is None:
+                mask = None
+                if self.fixed or (self.offset and T > 1):
+                    seen_P = torch.arange(self.shown, device=device)
+                    mask = (seen_P <= fresh_T[:, None]).expand(B, -1, -1)
+                return Place(fresh_T.expand(B, -1), mask)
+        depth_BS, sees_BTS = self._follow(B, T, device, parents_BT)
+        if alike:
+            mask_BTP = sees_BTS.new_zeros(B, T, self.shown)
+            mask_BTP[..., :longest] = True
+            mask_BTP[..., longest:end] = sees_BTS
+            slot_position_BP = torch.arange(self.shown, device=device).repeat(B, 1)
+            slot_position_BP[:, longest:end] = longest + depth_BS
+            return Place(longest + depth_BS[:, start:], mask_BTP, slot_position_BP)
+        length_B1 = torch.tensor(self.lengths, device=device)[:, None]
+        self.slots = length_B1 + torch.arange(start, self.scratch, device=device)
         self.rows_B1 = torch.arange(B, device=device)[:, None]
-        depth_BT, sees_BTS = self._follow(B, start, fresh_T, parents_BT)
         slot_P = torch.arange(self.shown, device=device)
-        inner_BP = slot_P - length_B[:, None]
-        index_BTP = inner_BP.clamp(0, self.scratch - 1)[:, None].expand(-1, T, -1)
-        mask_BTP = sees_BTS.gather(2, index_BTP) & (inner_BP < self.scratch)[:, None]
-        mask_BTP = mask_BTP | (inner_BP < 0)[:, None]
-        assert self._depth_BS is not None
-        ahead_BP = self._depth_BS.gather(1, inner_BP.clamp(0, self.scratch - 1))
-        slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B[:, None] + ahead_BP)
-        return Place(length_B[:, None] + depth_BT, mask_BTP, slot_position_BP)
+        inner_BP = slot_P - length_B1
+        index_BP = inner_BP.clamp(0, self.scratch - 1)
+        mask_BTP = sees_BTS.gather(2, index_BP[:, None].expand(-1, T, -1))
+        mask_BTP = mask_BTP & (inner_BP < self.scratch)[:, None] | (inner_BP < 0)[:, None]
+        ahead_BP = depth_BS.gather(1, index_BP)
+        slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B1 + ahead_BP)
+        return Place(length_B1 + depth_BS[:, start:], mask_BTP, slot_position_BP)
 
     def _follow(
-        self, B: int, start: int, fresh_T: Tensor, parents_BT: Tensor | None
+        self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Depths [B, T] of new scratch tokens, and what they see of the scratch [B, T, S]."""
-        device, S, T = fresh_T.device, self.scratch, len(fresh_T)
-        if self._sees_BSS is None:
-            before = torch.arange(start, device=device)
-            self._sees_BSS = (before <= before[:, None]).expand(B, -1, -1)
-            self._depth_BS = before.expand(B, -1)
-        assert self._depth_BS is not None
+        """Depths of all scratch tokens [B, S], and what the T new ones see of them [B, T, S]."""
+        S, start = self.scratch, self.scratch - T
+        slot_S = torch.arange(S, device=device)
+        before_SS = (slot_S <= slot_S[:, None]).expand(B, -1, -1)
+        if parents_BT is None and self._sees_BSS is None:
+            return slot_S.expand(B, -1), before_SS[:, start:]
+        sees = torch.zeros(B, S, S, device=device)
+        known = before_SS[:, :start, :start] if self._sees_BSS is None else self._sees_BSS
+        sees[:, :start, :start] = known
         if parents_BT is None:
-            parents_BT = (fresh_T - 1).expand(B, -1)
-        sees = torch.zeros(B, S, S, dtype=torch.bool, device=device)
-        sees[:, :start, :start] = self._sees_BSS
-        depth = torch.zeros(B, S, dtype=torch.long, device=device)
-        depth[:, :start] = self._depth_BS
-        inside = bool((parents_BT >= start).any())
-        for t in range(T) if inside else [slice(None)]:  # a parent of the same pass comes first
-            parent = parents_BT[:, t].reshape(B, -1)
-            known, slot = parent >= 0, fresh_T[t].reshape(-1)
-            index = parent.clamp_min(0)
-            sees[:, slot] = sees.gather(1, index[..., None].expand(-1, -1, S)) & known[..., None]
-            sees[:, slot, slot] = True
-            depth[:, slot] = torch.where(known, depth.gather(1, index) + 1, 0)
-        self._sees_BSS, self._depth_BS = sees, depth
-        return depth[:, start:], sees[:, start:]
+            parents_BT = (slot_S[start:] - 1).expand(B, -1)
+        known_BT1 = (parents_BT >= 0).to(sees.dtype)[..., None]
+        sees[:, start:].scatter_(2, parents_BT.clamp_min(0)[..., None], known_BT1)
+        sees.diagonal(0, 1, 2).fill_(1)
+        for _ in range(T.bit_length()):  # parents' parents: each time twice as far
+            sees = (sees @ sees).clamp_(max=1)
+        self._sees_BSS = sees
+        return sees.sum(-1).long() - 1, sees[:, start:] > 0
 
     def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         """Commit the first `counts[b]` scratch slots of each row, or of `path_BK`, which names
@@ -183,7 +182,7 @@ class SlotCache(Cache):
 
     def drop(self) -> None:
         """Forget what was not committed."""
-        self.scratch, self._sees_BSS, self._depth_BS = 0, None, None
+        self.scratch, self._sees_BSS = 0, None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""

@@ -23,9 +23,12 @@ from specdec.policy import Length
 from specdec.rows import Rows
 from specdec.sampler import Sampler
 from specdec.target import Target
-from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
+from specdec.theory import line
+from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static, fastest_static
 
 TREES = ("static", "dynamic", "best_first")
+NODES = 12  # of a tree
+SIZES = (1, 3, 7, 15, 31, 63)  # nodes of the trees whose verification is timed
 LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
 MEASURED = {"optimal": "c", "goodput": "table", "disco": "path"}  # unless the settings give it
 
@@ -35,13 +38,14 @@ class DecodeConfig:
     """How drafts are decoded and measured.
 
     `gamma` null drafts as deep as was trained. `tree` null is a chain; static, dynamic (EAGLE-2)
-    and best_first (parallel heads) draft up to `nodes` tokens, a static one those of `paths`, or
-    the best for acceptance measured first. `length` is a policy that shortens chains, with its
-    `settings` (the fields of its config in specdec/length.py). `rule` auto is block for chains,
-    recursive or point_mass for trees. `temperatures` are each measured apart, with `top_p` and
-    `top_k`. `repeats` times every prompt is decoded, for steadier seconds; counts come from the
-    first. `compile` runs target and draft (eagle3, lm) through torch.compile. A rule's parameters
-    follow its name: lenience:factor=0.8. `batch` prompts are answered at a time and timed together.
+    and best_first (parallel heads) draft up to `nodes` tokens (null: 12), a static one those of
+    `paths`, or the best `nodes` for acceptance measured first (null: as many, to such a depth, as
+    commit most tokens a second, by costs measured too). `length` is a policy that shortens chains,
+    with its `settings` (the fields of its config in specdec/length.py). `rule` auto is block for
+    chains, recursive or point_mass for trees; parameters follow its name: lenience:factor=0.8.
+    `temperatures` are each measured apart, with `top_p` and `top_k`. `repeats` times every prompt
+    is decoded, for steadier seconds; counts come from the first. `compile` runs target and draft
+    (eagle3, lm) through torch.compile. `batch` prompts are answered at a time and timed together.
     """
 
     gamma: int | None = None
@@ -53,7 +57,7 @@ class DecodeConfig:
     rule: str = "auto"
     greedy_draft: bool = False
     tree: str | None = None
-    nodes: int = 12
+    nodes: int | None = None
     branches: int = 4  # children that a node of a dynamic tree may have
     paths: list[list[int]] | None = None
     length: str = "fixed"
@@ -66,7 +70,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         for name in ("prompts", "max_new_tokens", "repeats", "batch", "nodes", "branches"):
             value = getattr(self, name)
-            require(value >= 1, f"decode.{name}={value}: give 1 or more")
+            require(value is None or value >= 1, f"decode.{name}={value}: give 1 or more")
         require(
             self.gamma is None or self.gamma >= 1,
             f"decode.gamma={self.gamma}: give 1 or more, or null for the trained depth",
@@ -118,22 +122,25 @@ def strategy(
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     learning = prompts[:LEARNING]
     notes: dict[str, Any] = {}
-    if cfg.tree == "dynamic":
-        return Strategy(Dynamic(gamma, cfg.nodes, cfg.branches), None, notes)
-    if cfg.tree == "best_first":
-        return Strategy(BestFirst(gamma, cfg.nodes), None, notes)
-    if cfg.tree == "static":
-        if cfg.paths:
-            return Strategy(Static(cfg.paths), None, notes)
-        found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
-        shape = best_static(found, cfg.nodes)
-        notes["paths"] = [list(p) for p in shape.paths]
-        return Strategy(shape, None, notes)
     measured: dict[str, Any] = {
         "compiled": cfg.compile,
         "batch": cfg.batch,
         "new": cfg.max_new_tokens,
     }
+    if cfg.tree == "dynamic":
+        return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches), None, notes)
+    if cfg.tree == "best_first":
+        return Strategy(BestFirst(gamma, cfg.nodes or NODES), None, notes)
+    if cfg.tree == "static":
+        if cfg.paths:
+            return Strategy(Static(cfg.paths), None, notes)
+        if cfg.nodes is None:
+            static = fastest_tree(target, drafter, learning, gamma, **measured)
+        else:
+            found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
+            static = best_static(found, cfg.nodes)
+        notes["paths"] = [list(p) for p in static.paths]
+        return Strategy(static, None, notes)
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit), None, notes)
@@ -229,6 +236,34 @@ def acceptance_by_rank(
     return taken / reached.clamp_min(1)
 
 
+def fastest_tree(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    depth: int,
+    compiled: bool = False,
+    batch: int = 1,
+    new: int = 96,
+) -> Static:
+    """The static tree of at most this depth that should commit most tokens a second, by acceptance
+    and costs measured on `prompts`, in batches of `batch`."""
+
+    def cost(shape: Shape) -> dict[str, float]:
+        return costs(target, drafter, prompts[0], shape, 9, compiled, batch, new)
+
+    found = acceptance_by_rank(target, drafter, prompts, new, depth)
+    draft_D = [cost(Chain(d))["draft_seconds"] for d in range(1, depth + 1)]
+    sizes: list[int] = []
+    verify: list[float] = []
+    for nodes in SIZES:
+        sizes.append(nodes)
+        verify.append(cost(Static([[rank] for rank in range(nodes)]))["verify_seconds"])
+        tree = fastest_static(found, draft_D, lambda n: line(sizes, verify, n), nodes)
+        if tree.nodes <= nodes // 2:  # more would only cost more
+            break
+    return tree
+
+
 @torch.inference_mode()
 def costs(
     target: Target,
@@ -272,8 +307,10 @@ def costs(
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def step(count: int, needs: Needs) -> None:
-        _, logits = target.step(rows.anchors().expand(-1, count), needs, cache)
+    def step(count: int, needs: Needs, tree: bool = False) -> None:
+        parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
+        parents_BM = parents.expand(batch, -1) if tree else None
+        _, logits = target.step(rows.anchors().expand(-1, count), needs, cache, parents_BM)
         logits.float().argmax(-1)
         cache.drop()
 
@@ -281,7 +318,7 @@ def costs(
     parts: list[Callable[[], Any]] = [
         lambda: step(1, Needs()),
         lambda: drafter.draft(ctx, shape, choose, draft_cache),
-        lambda: step(min(1 + shape.nodes, room), drafter.needs),
+        lambda: step(min(1 + shape.nodes, room), drafter.needs, not isinstance(shape, Chain)),
     ]
     times = [[clock(part) for part in parts] for _ in range(repeats + 2)][2:]
     plain, draft, verify = (statistics.median(column) for column in zip(*times, strict=True))

@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/test_decode.py
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from specdec.sampler import Sampler
 from specdec.speculative import speculative_generate
 from specdec.strategy import DecodeConfig, strategy
 from specdec.target import Target
-from specdec.trees import Chain, Dynamic, Shape, Static, best_static
+from specdec.trees import Chain, Dynamic, Shape, Static, best_static, fastest_static
 from tests.test_contract import SHAPES, make_drafter, make_target, text
 from tests.tiny import make_tokenizer
 
@@ -176,6 +177,54 @@ def test_best_static_takes_the_paths_of_largest_expected_length() -> None:
         (5, [[0], [1], [0, 0], [0, 1], [1, 0]]),
     ):
         assert [list(p) for p in best_static(table, nodes).paths] == paths
+
+
+@pytest.mark.parametrize(
+    "draft,verify,paths",
+    [
+        ([1.0, 1.0], lambda n: 8.0, [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]),  # all is free
+        ([0.0, 9.0], lambda n: 8.0, [[0], [1]]),  # depth is dear: 1.8 / 8, and 2.36 / 17
+        ([1.0, 1.0], lambda n: 1.0 + 5 * n, [[0]]),  # nodes are dear: 1.6 / 7, and 1.9 / 12
+        ([1.0, 1.5], lambda n: 8.0 + (n > 3), [[0], [1], [0, 0]]),  # 2.1 / 9.5; 2.28 / 10.5
+    ],
+)
+def test_fastest_static_weighs_tokens_against_seconds(
+    draft: list[float], verify: Callable[[int], float], paths: list[list[int]]
+) -> None:
+    """Acceptance .6 and .2 at depth 0, .5 and .1 at depth 1: [0] .6, [0, 0] .3, [1] .2, [1, 0] .1,
+    [0, 1] .06, [1, 1] .02."""
+    table = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
+    assert [list(p) for p in fastest_static(table, draft, verify, 6).paths] == paths
+
+
+@pytest.mark.parametrize("dear,depth,least,most", [("draft", 1, 2, 63), ("verify", 1, 1, 1)])
+def test_a_static_tree_without_nodes_is_chosen_by_what_it_costs(
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    dear: str,
+    depth: int,
+    least: int,
+    most: int,
+) -> None:
+    """Where drafting on costs as much as 20 passes, one level of siblings; where every node costs
+    as much, the chain of one."""
+    asked = []
+
+    def costs(*args: Any) -> dict[str, float]:
+        shape = args[3]
+        asked.append(shape)
+        draft = 1.0 + 20 * (shape.depth - 1) * (dear == "draft")
+        return {
+            "draft_seconds": draft,
+            "verify_seconds": 1.0 + 20 * shape.nodes * (dear != "draft"),
+        }
+
+    monkeypatch.setattr("specdec.strategy.costs", costs)
+    drafter = make_drafter("lm", target, noise=0.3)
+    cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
+    shape = strategy(cfg, target, drafter, PROMPTS).shape
+    assert shape.depth == depth and least <= shape.nodes <= most
+    assert {s.depth for s in asked if isinstance(s, Chain)} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("tree", ["static", "dynamic"])

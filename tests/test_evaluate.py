@@ -94,6 +94,15 @@ def test_what_the_decoder_counts_is_claimed_of_fixed_chains_only(target: Target)
     )
 
 
+def test_a_static_tree_is_chosen_by_measuring_and_reported(target: Target) -> None:
+    cfg = DecodeConfig(prompts=2, max_new_tokens=9, temperatures=[0.0], tree="static", batch=2)
+    results = evaluate(target, medusa(target), PROMPTS, cfg) | RUN
+    paths = results["notes"]["paths"]
+    assert len(paths) == results["nodes"] and results["temperatures"][0]["identical"] == 2
+    others = f"The tree was chosen on {len(PROMPTS) - 2} other prompts: {paths}."
+    assert others in report.markdown(results, {})
+
+
 def test_costs_and_seconds_are_those_of_the_batch(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benches.subject import console, drafts_of, held_out, target_of, timed, warm_ups
+from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
 from rich.table import Table
 
 from specdec import checkpoint, export
@@ -15,6 +15,7 @@ from specdec.decode import Generation, generate
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.progress import bars
+from specdec.strategy import LEARNING, fastest_tree
 from specdec.target import Target
 
 METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
@@ -25,7 +26,8 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 def engine(
     folder: Path, count: int, new: int, dtype: str, gamma: int | None, compiled: bool
 ) -> None:
-    """τ, accepted counts and tokens/s of both; `compiled`: through torch.compile too."""
+    """τ, accepted counts and tokens/s of both; `compiled`: through torch.compile too. Our decoder
+    also drafts the static tree that it finds fastest, which the engine's CPU backend has not."""
     family = checkpoint.read_card(folder)["family"]
     known = ", ".join(sorted(METHODS))
     require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
@@ -34,13 +36,15 @@ def engine(
     target = target_of(folder, dtype)
     drafter = next(iter(drafts_of([folder], target).values()))
     gamma = gamma or drafter.depth
-    asked = held_out(folder, target, count)
-    variants: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "speculative": {"drafter": drafter, "gamma": gamma},
-    }
-    if compiled:
-        variants |= {f"{k}, compiled": v | {"compiled": True} for k, v in variants.items()}
+    asked, learning = apart(held_out(folder, target, count + LEARNING), count)
+    chain = {"drafter": drafter, "gamma": gamma}
+    variants: dict[str, dict[str, Any]] = {}
+    modes = {"": False} | ({", compiled": True} if compiled else {})
+    for mode, through in modes.items():
+        tree = fastest_tree(target, drafter, learning, drafter.depth, through, new=new)
+        variants[f"plain{mode}"] = {"compiled": through}
+        variants[f"speculative{mode}"] = chain | {"compiled": through}
+        variants[f"tree of {tree.nodes}{mode}"] = chain | {"shape": tree, "compiled": through}
     made: dict[str, list[Generation]] = {k: [] for k in variants}
     spent = dict.fromkeys(variants, 0.0)
     for options in variants.values():  # compiles, and warms up
@@ -71,6 +75,7 @@ def engine(
                 compiled=options.get("compiled", False),
             )
             for name, options in variants.items()
+            if "tree" not in name
         }
     table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
     for name, counts in theirs.items():
@@ -79,14 +84,18 @@ def engine(
         table.add_row(f"vLLM, {name}", tau_of(counts), by_position, str(drafts), "", speed)
     for name, results in made.items():
         rounds = [r for g in results for r in g.rounds]
-        by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(gamma)]
-        same = sum(g.ids == ids for g, ids in zip(results, theirs[name]["ids"], strict=True))
+        deep = 0 if "plain" in name else max(r.drafted for r in rounds)
+        by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(deep)]
+        same = ""
+        if name in theirs:
+            alike = [g.ids == ids for g, ids in zip(results, theirs[name]["ids"], strict=True)]
+            same = f"{sum(alike)} of {len(asked)}"
         table.add_row(
             f"ours, {name}",
-            pooled(results) if "spec" in name else "",
-            " ".join(f"{a:.3f}" for a in by_position) if "spec" in name else "",
+            pooled(results) if deep else "",
+            " ".join(f"{a:.3f}" for a in by_position),
             str(len(rounds)),
-            f"{same} of {len(asked)}",
+            same,
             f"{sum(len(g.ids) for g in results) / spent[name]:.1f}",
         )
     console.print(

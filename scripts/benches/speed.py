@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benches.subject import console, drafts_of, held_out, target_of, timed, warm_ups
+from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
 from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
@@ -20,9 +20,9 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import require
 from specdec.metrics import ratio_interval
 from specdec.progress import bars
-from specdec.strategy import acceptance_by_rank, costs
+from specdec.strategy import LEARNING, acceptance_by_rank, costs, fastest_tree
 from specdec.target import Target, TargetConfig
-from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
+from specdec.trees import BestFirst, Chain, Dynamic, Shape, best_static
 
 STEPS = 63  # of a loop, beside the bare calls
 
@@ -290,11 +290,14 @@ def trees(
     target = target_of(folder, dtype)
     drafter = next(iter(drafts_of([folder], target).values()))
     depth = gamma or drafter.depth
-    asked = held_out(folder, target, 2 * count)
-    chosen, asked = asked[count:], asked[:count]  # the static tree is chosen on other prompts
-    require(bool(chosen), f"fewer held-out prompts than {count + 1}: give a smaller --prompts")
+    asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
-    found = acceptance_by_rank(target, drafter, chosen, new, depth)
+    fastest = fastest_tree(target, drafter, learning, depth, compiled, new=new)
+    shapes["static, fastest"] = fastest
+    if drafter.config.name != "medusa":
+        widest = max(path[-1] for path in fastest.paths) + 1
+        shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
+    found = acceptance_by_rank(target, drafter, learning, new, depth)
     for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
         if drafter.config.name != "medusa":
@@ -328,8 +331,7 @@ def trees(
         f"{', compiled' if compiled else ''}; whole calls, with prefill"
     )
     console.print(table)
-    if isinstance(static := shapes["static, 6 nodes"], Static):
-        console.print(f"static tree of 6: {[list(p) for p in static.paths]}")
+    console.print(f"the fastest static tree: {[list(p) for p in fastest.paths]}")
 
 
 def long_context(tokens: int, new: int, runs: int = 3) -> None:

@@ -60,6 +60,12 @@ def held_out(draft: Path, target: Target, count: int) -> list[list[int]]:
     return found
 
 
+def apart(prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The first `count` prompts, and others to choose a tree on. Raises UserError for no others."""
+    require(len(prompts) > count, f"only {len(prompts)} held-out prompts: give a smaller --prompts")
+    return prompts[:count], prompts[count:]
+
+
 def warm_ups(prompts: list[list[int]], compiled: bool) -> list[list[int]]:
     """What is decoded before anything is timed: all prompts where passes are compiled, so that no
     graph is built on the clock, else the first and the longest."""
