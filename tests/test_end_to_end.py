@@ -187,25 +187,30 @@ def test_vllm_accepts_what_our_decoder_accepts(
     bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote: within
     2 %."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from benches.engine import METHODS, on_shared_text, serve
+    from benches.engine import METHODS, Engine, on_shared_text, pieces_of
 
     target = Target.load(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
     drafter = checkpoint.load(runs / name / "best", target)
     results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)
     target.save(tmp_path / "target")
-    theirs = serve(tmp_path, METHODS[name], results, 3, NEW, dtype)
+    with Engine(tmp_path, METHODS[name], 3, dtype) as engine:
+        if dtype == "float32":
+            theirs = [engine.answer(g.prompt, NEW) for g in results]
+        else:
+            pieces = [pieces_of(engine, g, 3) for g in results]
     if dtype == "float32":
-        assert theirs["ids"] == [g.ids for g in results]
+        assert [s.ids for s in theirs] == [g.ids for g in results]
         rounds = [r for g in results for r in g.rounds]
-        counted = [sum(r.accepted > k for r in rounds) for k in range(3)]
-        assert abs(theirs["drafts"] - len(rounds)) <= 0.005 * len(rounds)
-        for ours, engine in zip(counted, theirs["accepted_per_pos"], strict=True):
-            assert abs(ours - engine) <= 0.005 * len(rounds)
+        assert abs(sum(s.drafts for s in theirs) - len(rounds)) <= 0.005 * len(rounds)
+        for k in range(3):
+            ours = sum(r.accepted > k for r in rounds)
+            accepted = sum(s.accepted_per_pos[k] for s in theirs)
+            assert abs(ours - accepted) <= 0.005 * len(rounds)
     else:
-        ours, pieces = on_shared_text(target, drafter, 3, results, theirs["pieces"])
-        written = sum(len(g.ids) for g in ours)
+        shared, served = on_shared_text(target, drafter, 3, results, pieces)
+        written = sum(len(g.ids) for g in shared)
         assert written > 0.4 * sum(len(g.ids) for g in results)
-        engine = 1 + sum(p["accepted"] for p in pieces) / sum(p["drafts"] for p in pieces)
-        tau = sum(g.emitted for g in ours) / sum(len(g.rounds) for g in ours)
-        assert engine == pytest.approx(tau, rel=0.02)
+        tau = sum(g.emitted for g in shared) / sum(len(g.rounds) for g in shared)
+        accepted, drafts = sum(s.accepted for s in served), sum(s.drafts for s in served)
+        assert 1 + accepted / drafts == pytest.approx(tau, rel=0.02)

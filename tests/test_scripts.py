@@ -166,3 +166,26 @@ def test_options_that_would_be_ignored_are_refused(arguments: list[str], part: s
     done = process(arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert part in done.stderr.splitlines()[-1]
+
+
+def test_an_engine_is_spoken_to_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of vLLM's Python a shell that chatters, answers once, and ends of a fault."""
+    from benches import engine
+
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    counts = '"num_drafts": [4], "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1]'
+    answer = f'{{"ids": [7, 8], "seconds": 0.5, {counts}}}'
+    python.write_text(
+        f"#!/bin/sh\necho chatter; echo '@{{}}'; read line; echo '@{answer}'\n"
+        "echo that is all >&2; exit 3\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(engine, "VENV", tmp_path)
+    with engine.Engine(tmp_path, "eagle3", 2, "float32") as served:
+        assert served.answer([1, 2], 2) == engine.Served([7, 8], 0.5, 4, 3, [2, 1])
+        for _ in range(2):  # it has ended, or ends while it is written to
+            with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
+                served.answer([1, 2], 2)

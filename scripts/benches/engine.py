@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+from benches.speed import ratio
 from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
 from rich.table import Table
 
@@ -23,11 +26,75 @@ HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
 
 
+class Served(NamedTuple):
+    """An engine's answer: ids, seconds of the call, and what was drafted for it."""
+
+    ids: list[int]
+    seconds: float
+    drafts: int = 0
+    accepted: int = 0
+    accepted_per_pos: Sequence[int] = ()
+
+
+class Engine:
+    """vLLM in a process of its own (scripts/engine.py), which answers one prompt at a time.
+
+    `root` holds the folders target and draft; method "none" decodes plainly. Raises UserError
+    where the engine fails.
+    """
+
+    def __init__(
+        self, root: Path, method: str, gamma: int, dtype: str, compiled: bool = False
+    ) -> None:
+        command = [VENV / "bin" / "python", HERE / "engine.py", "--target", root / "target"]
+        command += ["--draft", root / "draft", "--method", method, "--gamma", gamma]
+        command += ["--dtype", dtype] + ["--compiled"] * compiled
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdin=pipe, stdout=pipe, stderr=self.log, text=True
+        )
+        self._heard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.log.close()
+
+    def answer(self, prompt: list[int], limit: int) -> Served:
+        """Its greedy answer of at most `limit` tokens."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it died: _heard says of what
+            self.process.stdin.write(json.dumps({"ids": prompt, "limit": limit}) + "\n")
+            self.process.stdin.flush()
+        said = self._heard()
+        return Served(
+            said["ids"],
+            said["seconds"],
+            sum(said.get("num_drafts", [])),
+            sum(said.get("num_accepted_tokens", [])),
+            said.get("num_accepted_tokens_per_pos", []),
+        )
+
+    def _heard(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@"):
+                return dict(json.loads(line[1:]))
+        self.log.seek(0)
+        end = self.log.read().strip()[-400:]
+        raise UserError(f"vLLM ended with {self.process.wait()}: {end}")
+
+
 def engine(
     folder: Path, count: int, new: int, dtype: str, gamma: int | None, compiled: bool
 ) -> None:
-    """τ, accepted counts and tokens/s of both; `compiled`: through torch.compile too. Our decoder
-    also drafts the static tree that it finds fastest, which the engine's CPU backend has not."""
+    """τ, accepted counts and tokens/s of both, prompt by prompt in turn; `compiled`: through
+    torch.compile too. Our decoder also drafts the static tree that it finds fastest, which the
+    engine's CPU backend has not."""
     family = checkpoint.read_card(folder)["family"]
     known = ", ".join(sorted(METHODS))
     require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
@@ -46,72 +113,100 @@ def engine(
         variants[f"speculative{mode}"] = chain | {"compiled": through}
         variants[f"tree of {tree.nodes}{mode}"] = chain | {"shape": tree, "compiled": through}
     made: dict[str, list[Generation]] = {k: [] for k in variants}
-    spent = dict.fromkeys(variants, 0.0)
-    for options in variants.values():  # compiles, and warms up
-        for prompt in warm_ups(asked, options.get("compiled", False)):
-            generate(target, prompt, max_new_tokens=new, **options)
-    with bars(console) as progress:
-        task = progress.add_task("our decoder", total=len(asked))
-        for prompt in asked:
-            for name, options in variants.items():  # they take turns
+    spent: dict[str, list[float]] = {k: [] for k in variants}
+    rivals = [name for name in variants if "tree" not in name]
+    served: dict[str, list[Served]] = {k: [] for k in rivals}
+    with ExitStack() as stack, bars(console) as progress:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        export.write(root / "draft", drafter, target)
+        target.save(root / "target")
+        task = progress.add_task("warming up", total=len(variants) + len(rivals))
+        for options in variants.values():  # compiles, too
+            for prompt in warm_ups(asked, options["compiled"]):
+                generate(target, prompt, max_new_tokens=new, **options)
+            progress.advance(task)
+        engines: dict[str, Engine] = {}
+        for name in rivals:
+            method = METHODS[family] if "drafter" in variants[name] else "none"
+            through = variants[name]["compiled"]
+            engines[name] = stack.enter_context(Engine(root, method, gamma, dtype, through))
+            for prompt in warm_ups(asked, through):
+                engines[name].answer(prompt, new)
+            progress.advance(task)
+        task = progress.add_task("decoding", total=len(asked))
+        for prompt in asked:  # all take turns
+            for name, options in variants.items():
                 seconds, result = timed(
                     lambda: generate(target, prompt, max_new_tokens=new, **options)  # noqa: B023
                 )
                 made[name].append(result)
-                spent[name] += seconds
+                spent[name].append(seconds / len(result.ids))
+                if name in engines:
+                    served[name].append(engines[name].answer(prompt, new))
             progress.advance(task)
-    with tempfile.TemporaryDirectory() as where:
-        root = Path(where)
-        export.write(root / "draft", drafter, target)
-        target.save(root / "target")
-        theirs = {
-            name: serve(
-                root,
-                METHODS[family] if options.get("drafter") else "none",
-                made[name],
-                gamma,
-                new,
-                dtype,
-                compiled=options.get("compiled", False),
-            )
-            for name, options in variants.items()
-            if "tree" not in name
-        }
-    table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s")
-    for name, counts in theirs.items():
-        drafts, speed = counts["drafts"], f"{counts['tokens_per_second']:.1f}"
-        by_position = " ".join(f"{a / drafts:.3f}" for a in counts["accepted_per_pos"] if drafts)
-        table.add_row(f"vLLM, {name}", tau_of(counts), by_position, str(drafts), "", speed)
+        console.print(
+            f"{len(asked)} held-out prompts, up to {new} new tokens, greedy, γ = {gamma}, {dtype}, "
+            "one stream; whole calls, with prefill, all taking turns"
+        )
+        console.print(_table(made, spent, served))
+        if dtype == "float32":  # the texts are the same
+            return
+        texts = made["speculative"]
+        pieces = [pieces_of(engines["speculative"], g, gamma) for g in texts]
+    shared, theirs = on_shared_text(target, drafter, gamma, texts, pieces)
+    console.print(
+        f"over {sum(len(g.ids) for g in shared)} of {sum(len(g.ids) for g in texts)} tokens, those "
+        f"that both write after the same text: τ {_engines_tau(theirs)} in vLLM, "
+        f"{_tau(shared)} here (eager)"
+    )
+
+
+def _table(
+    made: dict[str, list[Generation]],
+    spent: dict[str, list[float]],
+    served: dict[str, list[Served]],
+) -> Table:
+    table = Table("", "τ", "accepted by position", "rounds", "same ids", "tokens/s", "times vLLM")
+    for name, theirs in served.items():
+        drafts = sum(s.drafts for s in theirs)
+        accepted = map(sum, zip(*(s.accepted_per_pos for s in theirs), strict=True))
+        shares = " ".join(f"{a / drafts:.3f}" for a in accepted if drafts)
+        seconds = sum(s.seconds for s in theirs)
+        speed = f"{sum(len(s.ids) for s in theirs) / seconds:.1f}"
+        table.add_row(f"vLLM, {name}", _engines_tau(theirs), shares, str(drafts), "", speed, "")
     for name, results in made.items():
         rounds = [r for g in results for r in g.rounds]
         deep = 0 if "plain" in name else max(r.drafted for r in rounds)
-        by_position = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(deep)]
-        same = ""
-        if name in theirs:
-            alike = [g.ids == ids for g, ids in zip(results, theirs[name]["ids"], strict=True)]
-            same = f"{sum(alike)} of {len(asked)}"
-        table.add_row(
-            f"ours, {name}",
-            pooled(results) if deep else "",
-            " ".join(f"{a:.3f}" for a in by_position),
-            str(len(rounds)),
-            same,
-            f"{sum(len(g.ids) for g in results) / spent[name]:.1f}",
+        shares = " ".join(
+            f"{sum(r.accepted > k for r in rounds) / len(rounds):.3f}" for k in range(deep)
         )
-    console.print(
-        f"{len(asked)} held-out prompts, up to {new} new tokens, greedy, γ = {gamma}, {dtype}, one "
-        "stream; tokens/s of whole calls, with prefill, after warming up on whole prompts"
-    )
-    console.print(table)
-    if dtype == "float32":  # the texts are the same
-        return
-    texts = made["speculative"]
-    shared, pieces = on_shared_text(target, drafter, gamma, texts, theirs["speculative"]["pieces"])
-    console.print(
-        f"over {sum(len(g.ids) for g in shared)} of {sum(len(g.ids) for g in texts)} tokens, those "
-        f"that both write after the same text: τ {tau_of(summed(pieces))} in vLLM, "
-        f"{pooled(shared)} here (eager)"
-    )
+        rival = served["speculative" + ", compiled" * name.endswith("compiled")]
+        same = ""
+        if name in served:
+            rival = served[name]
+            alike = sum(g.ids == s.ids for g, s in zip(results, rival, strict=True))
+            same = f"{alike} of {len(results)}"
+        tokens = sum(len(g.ids) for g in results)
+        seconds = sum(s * len(g.ids) for s, g in zip(spent[name], results, strict=True))
+        faster = ratio([s.seconds / len(s.ids) for s in rival], spent[name])
+        tau = _tau(results) if deep else ""
+        speed = f"{tokens / seconds:.1f}"
+        table.add_row(f"ours, {name}", tau, shares, str(len(rounds)), same, speed, faster)
+    return table
+
+
+def pieces_of(engine: Engine, ours: Generation, gamma: int) -> list[tuple[int, Served]]:
+    """The stretches of our answer that the engine writes too, each with where it starts: in
+    bfloat16 near-ties flip, so wherever the engine leaves our text it is put back on it. A
+    stretch ends γ tokens early: the last round's draft is then of tokens that both write."""
+    found, start, text = [], 0, ours.ids
+    while start < len(text):
+        before = ours.prompt + text[:start]
+        alike = _alike(engine.answer(before, len(text) - start).ids, text[start:])
+        if alike > gamma + 1:
+            found.append((start, engine.answer(before, alike - gamma)))
+        start += alike + 1
+    return found
 
 
 def on_shared_text(
@@ -119,55 +214,32 @@ def on_shared_text(
     drafter: Drafter,
     gamma: int,
     texts: list[Generation],
-    pieces: list[list[dict[str, Any]]],
-) -> tuple[list[Generation], list[dict[str, Any]]]:
-    """Our decoding of the engine's pieces of our texts (see scripts/engine.py), and its counts of
-    those pieces, where both write the same tokens: near-ties flip outside float32."""
+    pieces: list[list[tuple[int, Served]]],
+) -> tuple[list[Generation], list[Served]]:
+    """Our decoding of the engine's pieces of our texts, and its answers to them, where both write
+    the same tokens."""
     ours, theirs = [], []
     for text, found in zip(texts, pieces, strict=True):
-        for piece in found:
-            before, ids = text.prompt + text.ids[: piece["start"]], piece["ids"][0]
-            again = generate(target, before, max_new_tokens=len(ids), drafter=drafter, gamma=gamma)
-            if again.ids == ids:
+        for start, piece in found:
+            before = text.prompt + text.ids[:start]
+            limit = len(piece.ids)
+            again = generate(target, before, max_new_tokens=limit, drafter=drafter, gamma=gamma)
+            if again.ids == piece.ids:
                 ours.append(again)
                 theirs.append(piece)
     return ours, theirs
 
 
-def summed(pieces: list[dict[str, Any]]) -> dict[str, int]:
-    return {key: sum(p[key] for p in pieces) for key in ("drafts", "accepted")}
+def _alike(one: list[int], two: list[int]) -> int:
+    """How many tokens two answers begin with in common."""
+    same = [a == b for a, b in zip(one, two, strict=False)]
+    return same.index(False) if False in same else len(same)
 
 
-def tau_of(counts: dict[str, Any]) -> str:
-    return f"{1 + counts['accepted'] / counts['drafts']:.3f}" if counts["drafts"] else ""
+def _engines_tau(served: list[Served]) -> str:
+    drafts = sum(s.drafts for s in served)
+    return f"{1 + sum(s.accepted for s in served) / drafts:.3f}" if drafts else ""
 
 
-def pooled(made: list[Generation]) -> str:
+def _tau(made: list[Generation]) -> str:
     return f"{sum(g.emitted for g in made) / max(1, sum(len(g.rounds) for g in made)):.3f}"
-
-
-def serve(
-    root: Path,
-    method: str,
-    ours: list[Generation],
-    gamma: int,
-    new: int,
-    dtype: str,
-    compiled: bool = False,
-) -> dict[str, Any]:
-    """What scripts/engine.py writes of our prompts, by the target and draft in `root`. Raises
-    UserError where the engine fails."""
-    (root / "prompts.json").write_text(json.dumps([g.prompt for g in ours]))
-    arguments = ["--target", root / "target", "--draft", root / "draft", "--method", method]
-    arguments += ["--gamma", gamma, "--dtype", dtype, "--prompts", root / "prompts.json"]
-    arguments += ["--max-new-tokens", new, "--out", root / "counts.json"]
-    if compiled:
-        arguments += ["--compiled"]
-    elif method != "none" and dtype != "float32":
-        (root / "ours.json").write_text(json.dumps([g.ids for g in ours]))
-        arguments += ["--ours", root / "ours.json"]
-    command = [VENV / "bin" / "python", HERE / "engine.py", *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"vLLM ended with {done.returncode}: {done.stderr.strip()[-400:]}")
-    return json.loads((root / "counts.json").read_text())
