@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from specdec.choose import Choose
 from specdec.context import Needs
-from specdec.decode import capacity, fitting_rule, generate
+from specdec.decode import capacity, decode, fitting_rule, generate
 from specdec.disco import Disco, Recorder, fit
 from specdec.drafters.base import Drafter, last_of
 from specdec.errors import nearest, require, typed
@@ -24,11 +25,22 @@ from specdec.rows import Rows
 from specdec.sampler import Sampler
 from specdec.target import Target
 from specdec.theory import line
-from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static, fastest_static
+from specdec.trees import (
+    BestFirst,
+    Chain,
+    Dynamic,
+    Shape,
+    Static,
+    best_static,
+    expected_static,
+    fastest_static,
+)
 
 TREES = ("static", "dynamic", "best_first")
 NODES = 12  # of a tree
-SIZES = (1, 3, 7, 15, 31, 63)  # nodes of the trees whose verification is timed
+SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
+MORE = (1, 7, 15, 31, 63)  # on others
+TIMED, TURNS = 48, 5  # tokens that are decoded to time them, and how often
 LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
 MEASURED = {"optimal": "c", "goodput": "table", "disco": "path"}  # unless the settings give it
 
@@ -39,8 +51,8 @@ class DecodeConfig:
 
     `gamma` null drafts as deep as was trained. `tree` null is a chain; static, dynamic (EAGLE-2)
     and best_first (parallel heads) draft up to `nodes` tokens (null: 12), a static one those of
-    `paths`, or the best `nodes` for acceptance measured first (null: as many, to such a depth, as
-    commit most tokens a second, by costs measured too). `length` is a policy that shortens chains,
+    `paths`, or the best `nodes` for acceptance measured first (null: what commits most tokens a
+    second, by times measured too; a chain, perhaps). `length` is a policy that shortens chains,
     with its `settings` (the fields of its config in specdec/length.py). `rule` auto is block for
     chains, recursive or point_mass for trees; parameters follow its name: lenience:factor=0.8.
     `temperatures` are each measured apart, with `top_p` and `top_k`. `repeats` times every prompt
@@ -135,12 +147,13 @@ def strategy(
         if cfg.paths:
             return Strategy(Static(cfg.paths), None, notes)
         if cfg.nodes is None:
-            static = fastest_tree(target, drafter, learning, gamma, **measured)
+            shape = fastest_shape(target, drafter, learning, gamma, **measured)
         else:
             found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
-            static = best_static(found, cfg.nodes)
-        notes["paths"] = [list(p) for p in static.paths]
-        return Strategy(static, None, notes)
+            shape = best_static(found, cfg.nodes)
+        paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
+        notes["paths"] = [list(p) for p in paths]
+        return Strategy(shape, None, notes)
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit), None, notes)
@@ -236,7 +249,7 @@ def acceptance_by_rank(
     return taken / reached.clamp_min(1)
 
 
-def fastest_tree(
+def fastest_shape(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
@@ -244,24 +257,54 @@ def fastest_tree(
     compiled: bool = False,
     batch: int = 1,
     new: int = 96,
-) -> Static:
-    """The static tree of at most this depth that should commit most tokens a second, by acceptance
-    and costs measured on `prompts`, in batches of `batch`."""
-
-    def cost(shape: Shape) -> dict[str, float]:
-        return costs(target, drafter, prompts[0], shape, 9, compiled, batch, new)
-
+) -> Shape:
+    """The static tree, or the chain, of at most this depth that should commit most tokens a second:
+    by acceptance and by the seconds of whole rounds, both measured while decoding `prompts`, in
+    batches of `batch`."""
     found = acceptance_by_rank(target, drafter, prompts, new, depth)
-    draft_D = [cost(Chain(d))["draft_seconds"] for d in range(1, depth + 1)]
-    sizes: list[int] = []
-    verify: list[float] = []
-    for nodes in SIZES:
-        sizes.append(nodes)
-        verify.append(cost(Static([[rank] for rank in range(nodes)]))["verify_seconds"])
-        tree = fastest_static(found, draft_D, lambda n: line(sizes, verify, n), nodes)
-        if tree.nodes <= nodes // 2:  # more would only cost more
-            break
-    return tree
+    rows = [prompts[b % len(prompts)] for b in range(batch)]
+    sizes = SIZES.get(target.device.type, MORE)
+    shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
+    shapes += [Static([[rank] for rank in range(nodes)]) for nodes in sizes]  # stars
+    options = {"max_new_tokens": min(new, TIMED), "eos": (), "compiled": compiled}
+    times = rounds_in_turn(target, drafter, rows, shapes, **options)
+    chains = times[:depth]
+    stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
+
+    def seconds(d: int, nodes: int) -> float:
+        return line(sizes, stars, nodes) + chains[d - 1][1] - chains[0][1]
+
+    tree = fastest_static(found, seconds, sizes[-1])
+    rate, best = max(
+        (expected_static(found, straight(d)) / chains[d - 1][0], d) for d in range(1, depth + 1)
+    )
+    of_tree = expected_static(found, tree.paths) / seconds(tree.depth, tree.nodes)
+    return tree if of_tree > rate else Chain(best)
+
+
+def straight(depth: int) -> list[list[int]]:
+    """A chain as paths of a tree."""
+    return [[0] * (d + 1) for d in range(depth)]
+
+
+def rounds_in_turn(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    shapes: Sequence[Shape],
+    **options: Any,
+) -> list[tuple[float, float]]:
+    """Of each shape the seconds of a round of decoding these prompts as a batch, and those of its
+    drafting: medians of `TURNS` times, the shapes taking turns, after one that warms up."""
+    found: list[list[tuple[float, float]]] = [[] for _ in shapes]
+    for turn in range(1 + TURNS):
+        for shape, times in zip(shapes, found, strict=True):
+            made = decode(target, prompts, drafter=drafter, shape=shape, **options)
+            last = max(made, key=lambda g: g.seconds)
+            rounds = max(1, max(len(g.rounds) for g in made))
+            if turn:
+                times.append((last.seconds / rounds, last.spent["draft"] / rounds))
+    return [(statistics.median(w for w, _ in t), statistics.median(d for _, d in t)) for t in found]
 
 
 @torch.inference_mode()

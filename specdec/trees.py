@@ -323,19 +323,23 @@ def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
     return Static(best_paths(falling_DR.log().tolist(), nodes))
 
 
+def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
+    """Expected tokens of a round that drafts these paths, the target's own included."""
+    shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
+    return 1 + float(sum(shares))
+
+
 def fastest_static(
-    acceptance_DR: Tensor, draft_D: Sequence[float], verify: Callable[[int], float], most: int
+    acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
 ) -> Static:
-    """The static tree of at most `most` nodes that commits most tokens a second (Sequoia's choice
-    for the hardware, Chen et al. 2024): `draft_D[d - 1]` seconds draft to depth d, `verify(n)`
-    pass over n nodes and the anchor. Acceptance as in `best_static`."""
-
-    def rate(tree: Static) -> float:
-        shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in tree.paths)
-        return (1 + float(sum(shares))) / (draft_D[tree.depth - 1] + verify(tree.nodes))
-
-    depths, sizes = range(1, len(draft_D) + 1), range(1, most + 1)
-    return max((best_static(acceptance_DR[:d], n) for d in depths for n in sizes), key=rate)
+    """The static tree of at most `most` nodes that commits most tokens a second (as Sequoia chooses
+    for the hardware, Chen et al. 2024), where a round of so much depth and so many nodes takes
+    `seconds(depth, nodes)`. Acceptance as in `best_static`."""
+    depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
+    return max(
+        (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),
+        key=lambda t: expected_static(acceptance_DR, t.paths) / seconds(t.depth, t.nodes),
+    )
 
 
 def pruned(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int) -> Proposal:

@@ -194,37 +194,38 @@ def test_fastest_static_weighs_tokens_against_seconds(
     """Acceptance .6 and .2 at depth 0, .5 and .1 at depth 1: [0] .6, [0, 0] .3, [1] .2, [1, 0] .1,
     [0, 1] .06, [1, 1] .02."""
     table = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
-    assert [list(p) for p in fastest_static(table, draft, verify, 6).paths] == paths
+
+    def seconds(depth: int, nodes: int) -> float:
+        return draft[depth - 1] + verify(nodes)
+
+    assert [list(p) for p in fastest_static(table, seconds, 6).paths] == paths
 
 
-@pytest.mark.parametrize("dear,depth,least,most", [("draft", 1, 2, 63), ("verify", 1, 1, 1)])
-def test_a_static_tree_without_nodes_is_chosen_by_what_it_costs(
-    target: Target,
-    monkeypatch: pytest.MonkeyPatch,
-    dear: str,
-    depth: int,
-    least: int,
-    most: int,
+@pytest.mark.parametrize("dear", ["drafting", "nodes", "trees"])
+def test_a_static_tree_without_nodes_is_chosen_by_its_times(
+    target: Target, monkeypatch: pytest.MonkeyPatch, dear: str
 ) -> None:
-    """Where drafting on costs as much as 20 passes, one level of siblings; where every node costs
-    as much, the chain of one."""
-    asked = []
+    """Where drafting on takes as long as 20 rounds, one level of siblings; where every node does,
+    one token; and where trees take longer than chains, a chain."""
 
-    def costs(*args: Any) -> dict[str, float]:
-        shape = args[3]
-        asked.append(shape)
-        draft = 1.0 + 20 * (shape.depth - 1) * (dear == "draft")
-        return {
-            "draft_seconds": draft,
-            "verify_seconds": 1.0 + 20 * shape.nodes * (dear != "draft"),
-        }
+    def times(target: Any, drafter: Any, rows: Any, shapes: list[Shape], **options: Any) -> Any:
+        found = []
+        for shape in shapes:
+            draft = 1.0 + 20 * (shape.depth - 1) * (dear == "drafting")
+            rest = 1.0 + 20 * shape.nodes * (dear == "nodes")
+            rest += 20 * (dear == "trees" and isinstance(shape, Static))
+            found.append((draft + rest, draft))
+        return found
 
-    monkeypatch.setattr("specdec.strategy.costs", costs)
+    monkeypatch.setattr("specdec.strategy.rounds_in_turn", times)
     drafter = make_drafter("lm", target, noise=0.3)
-    cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
-    shape = strategy(cfg, target, drafter, PROMPTS).shape
-    assert shape.depth == depth and least <= shape.nodes <= most
-    assert {s.depth for s in asked if isinstance(s, Chain)} == {1, 2, 3}
+    how = strategy(
+        DecodeConfig(tree="static", gamma=3, max_new_tokens=24), target, drafter, PROMPTS
+    )
+    if dear == "trees":
+        assert how.shape == Chain(3) and how.notes["paths"] == [[0], [0, 0], [0, 0, 0]]
+    else:
+        assert how.shape.depth == 1 and (how.shape.nodes > 1) == (dear == "drafting")
 
 
 @pytest.mark.parametrize("tree", ["static", "dynamic"])

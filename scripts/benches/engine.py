@@ -18,8 +18,9 @@ from specdec.decode import Generation, generate
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.progress import bars
-from specdec.strategy import LEARNING, fastest_tree
+from specdec.strategy import LEARNING, fastest_shape
 from specdec.target import Target
+from specdec.trees import Static
 
 METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
 HERE = Path(__file__).parent.parent
@@ -93,8 +94,8 @@ def engine(
     folder: Path, count: int, new: int, dtype: str, gamma: int | None, compiled: bool
 ) -> None:
     """τ, accepted counts and tokens/s of both, prompt by prompt in turn; `compiled`: through
-    torch.compile too. Our decoder also drafts the static tree that it finds fastest, which the
-    engine's CPU backend has not."""
+    torch.compile too. Where our decoder finds a static tree fastest, which the engine's CPU backend
+    has not, it also drafts that."""
     family = checkpoint.read_card(folder)["family"]
     known = ", ".join(sorted(METHODS))
     require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
@@ -108,10 +109,12 @@ def engine(
     variants: dict[str, dict[str, Any]] = {}
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
-        tree = fastest_tree(target, drafter, learning, drafter.depth, through, new=new)
+        fastest = fastest_shape(target, drafter, learning, drafter.depth, through, new=new)
         variants[f"plain{mode}"] = {"compiled": through}
         variants[f"speculative{mode}"] = chain | {"compiled": through}
-        variants[f"tree of {tree.nodes}{mode}"] = chain | {"shape": tree, "compiled": through}
+        if isinstance(fastest, Static):
+            options = chain | {"shape": fastest, "compiled": through}
+            variants[f"tree of {fastest.nodes}{mode}"] = options
     made: dict[str, list[Generation]] = {k: [] for k in variants}
     spent: dict[str, list[float]] = {k: [] for k in variants}
     rivals = [name for name in variants if "tree" not in name]

@@ -20,9 +20,9 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import require
 from specdec.metrics import ratio_interval
 from specdec.progress import bars
-from specdec.strategy import LEARNING, acceptance_by_rank, costs, fastest_tree
+from specdec.strategy import LEARNING, acceptance_by_rank, costs, fastest_shape
 from specdec.target import Target, TargetConfig
-from specdec.trees import BestFirst, Chain, Dynamic, Shape, best_static
+from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
 
 STEPS = 63  # of a loop, beside the bare calls
 
@@ -292,9 +292,10 @@ def trees(
     depth = gamma or drafter.depth
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
-    fastest = fastest_tree(target, drafter, learning, depth, compiled, new=new)
-    shapes["static, fastest"] = fastest
-    if drafter.config.name != "medusa":
+    fastest = fastest_shape(target, drafter, learning, depth, compiled, new=new)
+    if isinstance(fastest, Static):
+        shapes["static, fastest"] = fastest
+    if isinstance(fastest, Static) and drafter.config.name != "medusa":
         widest = max(path[-1] for path in fastest.paths) + 1
         shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
     found = acceptance_by_rank(target, drafter, learning, new, depth)
@@ -331,7 +332,10 @@ def trees(
         f"{', compiled' if compiled else ''}; whole calls, with prefill"
     )
     console.print(table)
-    console.print(f"the fastest static tree: {[list(p) for p in fastest.paths]}")
+    if isinstance(fastest, Static):
+        console.print(f"the fastest static tree: {[list(p) for p in fastest.paths]}")
+    else:
+        console.print(f"no tree was found faster than a chain of {fastest.depth}")
 
 
 def long_context(tokens: int, new: int, runs: int = 3) -> None:
