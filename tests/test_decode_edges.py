@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from specdec.context import Needs
 from specdec.decode import capacity, decode, fitting_rule, generate
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.length import length
 from specdec.policy import Whole
+from specdec.rows import Rows
 from specdec.rules import named, rule_name
 from specdec.sampler import Sampler
 from specdec.speculative import speculative_generate
@@ -405,3 +407,20 @@ def test_the_same_prompt_is_read_once_for_all_its_rows(
     made = decode(target, asked, seeds=seeds, **options)
     assert read[0] == 2
     assert [(g.ids, g.rounds) for g in made] == [(g.ids, g.rounds) for g in alone]
+
+
+@pytest.mark.parametrize("lengths", [[6], [6, 6], [6, 4]], ids=str)
+def test_a_tree_deeper_than_the_window_sees_by_positions(lengths: list[int]) -> None:
+    """A window of 2: the slots of a tree lie further apart than its positions. The deepest node's
+    logits are those of its path as a text."""
+    windowed = random_target(architectures(61, 2, window=2)["mistral"])
+    prompts = [text(b, n)[0].tolist() for b, n in enumerate(lengths)]
+    rows, cache = Rows(prompts, windowed.device), windowed.new_cache()
+    windowed.features(rows.ids(), Needs(), cache=cache)
+    cache.keep(lengths)
+    nodes_BM = torch.tensor([[3, 5, 7, 9, 11, 13, 15, 17]]).expand(len(lengths), -1)
+    parents_BM = torch.tensor([[-1, 0, 0, 1, 1, 3, 3, 5]]).expand(len(lengths), -1)
+    _, logits = windowed.step(nodes_BM, Needs(), cache, parents_BM)
+    for b, prompt in enumerate(prompts):
+        _, final = windowed.features(torch.tensor([[*prompt, 3, 5, 9, 13, 17]]), Needs())
+        torch.testing.assert_close(logits[b, -1], windowed.logits(final)[0, -1])
