@@ -146,10 +146,11 @@ def strategy(
     if cfg.tree == "static":
         if cfg.paths:
             return Strategy(Static(cfg.paths), None, notes)
+        found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
+        shape: Shape
         if cfg.nodes is None:
-            shape = fastest_shape(target, drafter, learning, gamma, **measured)
+            shape = fastest_shape(found, target, drafter, learning, **measured)
         else:
-            found = acceptance_by_rank(target, drafter, learning, cfg.max_new_tokens, gamma)
             shape = best_static(found, cfg.nodes)
         paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
         notes["paths"] = [list(p) for p in paths]
@@ -250,18 +251,18 @@ def acceptance_by_rank(
 
 
 def fastest_shape(
+    acceptance_DR: torch.Tensor,
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    depth: int,
     compiled: bool = False,
     batch: int = 1,
     new: int = 96,
 ) -> Shape:
-    """The static tree, or the chain, of at most this depth that should commit most tokens a second:
-    by acceptance and by the seconds of whole rounds, both measured while decoding `prompts`, in
-    batches of `batch`."""
-    found = acceptance_by_rank(target, drafter, prompts, new, depth)
+    """The static tree, or the chain, of at most D tokens in a line that should commit most tokens a
+    second: by acceptance (see `acceptance_by_rank`) and by the seconds of whole rounds, measured
+    while decoding `prompts` as a batch of `batch`."""
+    depth = len(acceptance_DR)
     rows = [prompts[b % len(prompts)] for b in range(batch)]
     sizes = SIZES.get(target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
@@ -274,11 +275,12 @@ def fastest_shape(
     def seconds(d: int, nodes: int) -> float:
         return line(sizes, stars, nodes) + chains[d - 1][1] - chains[0][1]
 
-    tree = fastest_static(found, seconds, sizes[-1])
+    tree = fastest_static(acceptance_DR, seconds, sizes[-1])
     rate, best = max(
-        (expected_static(found, straight(d)) / chains[d - 1][0], d) for d in range(1, depth + 1)
+        (expected_static(acceptance_DR, straight(d)) / chains[d - 1][0], d)
+        for d in range(1, depth + 1)
     )
-    of_tree = expected_static(found, tree.paths) / seconds(tree.depth, tree.nodes)
+    of_tree = expected_static(acceptance_DR, tree.paths) / seconds(tree.depth, tree.nodes)
     return tree if of_tree > rate else Chain(best)
 
 

@@ -18,7 +18,7 @@ from specdec.decode import Generation, generate
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.progress import bars
-from specdec.strategy import LEARNING, fastest_shape
+from specdec.strategy import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.target import Target
 from specdec.trees import Static
 
@@ -107,9 +107,10 @@ def engine(
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     chain = {"drafter": drafter, "gamma": gamma}
     variants: dict[str, dict[str, Any]] = {}
+    found = acceptance_by_rank(target, drafter, learning, new, drafter.depth)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
-        fastest = fastest_shape(target, drafter, learning, drafter.depth, through, new=new)
+        fastest = fastest_shape(found, target, drafter, learning, through, new=new)
         variants[f"plain{mode}"] = {"compiled": through}
         variants[f"speculative{mode}"] = chain | {"compiled": through}
         if isinstance(fastest, Static):
@@ -117,7 +118,7 @@ def engine(
             variants[f"tree of {fastest.nodes}{mode}"] = options
     made: dict[str, list[Generation]] = {k: [] for k in variants}
     spent: dict[str, list[float]] = {k: [] for k in variants}
-    rivals = [name for name in variants if "tree" not in name]
+    rivals = [name for name, options in variants.items() if "shape" not in options]
     served: dict[str, list[Served]] = {k: [] for k in rivals}
     with ExitStack() as stack, bars(console) as progress:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -143,7 +144,7 @@ def engine(
                     lambda: generate(target, prompt, max_new_tokens=new, **options)  # noqa: B023
                 )
                 made[name].append(result)
-                spent[name].append(seconds / len(result.ids))
+                spent[name].append(seconds)
                 if name in engines:
                     served[name].append(engines[name].answer(prompt, new))
             progress.advance(task)
@@ -179,7 +180,7 @@ def _table(
         table.add_row(f"vLLM, {name}", _engines_tau(theirs), shares, str(drafts), "", speed, "")
     for name, results in made.items():
         rounds = [r for g in results for r in g.rounds]
-        deep = 0 if "plain" in name else max(r.drafted for r in rounds)
+        deep = max(r.drafted for r in rounds)  # 0 where nothing is drafted
         shares = " ".join(
             f"{sum(r.accepted > k for r in rounds) / len(rounds):.3f}" for k in range(deep)
         )
@@ -189,11 +190,10 @@ def _table(
             rival = served[name]
             alike = sum(g.ids == s.ids for g, s in zip(results, rival, strict=True))
             same = f"{alike} of {len(results)}"
-        tokens = sum(len(g.ids) for g in results)
-        seconds = sum(s * len(g.ids) for s, g in zip(spent[name], results, strict=True))
-        faster = ratio([s.seconds / len(s.ids) for s in rival], spent[name])
+        a_token = [s / len(g.ids) for s, g in zip(spent[name], results, strict=True)]
+        faster = ratio([s.seconds / len(s.ids) for s in rival], a_token)
         tau = _tau(results) if deep else ""
-        speed = f"{tokens / seconds:.1f}"
+        speed = f"{sum(len(g.ids) for g in results) / sum(spent[name]):.1f}"
         table.add_row(f"ours, {name}", tau, shares, str(len(rounds)), same, speed, faster)
     return table
 

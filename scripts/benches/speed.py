@@ -292,13 +292,13 @@ def trees(
     depth = gamma or drafter.depth
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
-    fastest = fastest_shape(target, drafter, learning, depth, compiled, new=new)
+    found = acceptance_by_rank(target, drafter, learning, new, depth)
+    fastest = fastest_shape(found, target, drafter, learning, compiled, new=new)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
     if isinstance(fastest, Static) and drafter.config.name != "medusa":
         widest = max(path[-1] for path in fastest.paths) + 1
         shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
-    found = acceptance_by_rank(target, drafter, learning, new, depth)
     for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
         if drafter.config.name != "medusa":
