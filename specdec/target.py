@@ -98,6 +98,12 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
+def group(model: Any) -> None:
+    """Let a model attend by `grouped_attention`, unless it can eagerly only."""
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("grouped")
+
+
 class Target:
     """A frozen causal LM: features of its layers, logits, and its tokenizer."""
 
@@ -142,8 +148,8 @@ class Target:
                 attn_implementation=None if grouped else cfg.attn_implementation,
                 **options,
             )
-            if grouped and model.config._attn_implementation == "sdpa":  # else it can eager only
-                model.set_attn_implementation("grouped")
+            if grouped:
+                group(model)
         except (OSError, ValueError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec import compiled
 from specdec.context import Needs
+from specdec.drafters.lm import LM
 from specdec.errors import UserError
 from specdec.target import Target, TargetConfig, grouped_attention
 from tests.tiny import architectures, make_tokenizer
@@ -59,7 +60,8 @@ def saved(folder: Path, kind: str) -> Path:
     ("kind", "attention"), [("llama", "grouped"), ("gpt_oss", "eager"), ("gemma2", "eager")]
 )
 def test_the_default_attention_is_the_models_own(tmp_path: Path, kind: str, attention: str) -> None:
-    """Logits of a prefill and of two passes after it, as the model's eager attention has them."""
+    """Logits of a prefill and of two passes after it, as the model's eager attention has them; a
+    draft LM cut from the target attends as it does."""
     folder = saved(tmp_path, kind)
     target = Target.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
     assert target.config._attn_implementation == attention
@@ -72,6 +74,8 @@ def test_the_default_attention_is_the_models_own(tmp_path: Path, kind: str, atte
             ours.append(target.step(part, Needs(), cache)[1])
             cache.keep([part.shape[1]])
     assert torch.allclose(torch.cat(ours, 1), theirs, atol=1e-4)
+    draft = LM.build(LM.Config(), target)
+    assert draft.model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(4)}, {"softcap": 30.0}])

@@ -18,7 +18,7 @@ from specdec.context import Context
 from specdec.drafters.base import Drafter, entries, pieces, unread
 from specdec.drafters.early_exit import decoder_layers
 from specdec.errors import UserError
-from specdec.target import head_scaling
+from specdec.target import group, head_scaling
 from specdec.trees import Growth
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ class Cached:
 def fresh(family: Any, shape: dict[str, Any], train_embeddings: bool) -> Any:
     """A model of one of transformers' auto classes with fresh weights, from its config."""
     model = family.from_config(AutoConfig.for_model(**shape)).float()
+    group(model)
     if not train_embeddings:
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             module.requires_grad_(False)
