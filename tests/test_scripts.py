@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec.decode import decode
 from specdec.errors import UserError
 from specdec.stream import Stream
+from specdec.trees import Chain, Dynamic, Shape
 from tests.tiny import REPOSITORY, architectures, process, random_target
 
 
@@ -145,6 +146,26 @@ def test_identity_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(bench, "Kept", lambda *_: broken)
     left[0] = 2
     assert "2 of 3" in run()
+
+
+@pytest.mark.parametrize(("gamma", "chain", "tree"), [(2, 2, 2), (5, 5, 4), (None, 5, 4)])
+def test_identity_drafts_as_deep_as_asked(
+    monkeypatch: pytest.MonkeyPatch, gamma: int | None, chain: int, tree: int
+) -> None:
+    from benches import lossless as bench
+
+    shapes: list[Shape | None] = []
+
+    def seen(*given, shape=None, **options):
+        shapes.append(shape)
+        return decode(*given, shape=shape, **options)
+
+    target = random_target(architectures(16, 2)["llama"])
+    monkeypatch.setattr(bench, "target_of", lambda *_: target)
+    monkeypatch.setattr(bench, "held_out", lambda *_: [[1, 2, 3]])
+    monkeypatch.setattr(bench, "decode", seen)
+    bench.lossless([Path("ngram")], 1, 6, True, [1], None, gamma)
+    assert shapes == [None, Chain(chain), Dynamic(tree, 12, 4)]
 
 
 @pytest.mark.slow

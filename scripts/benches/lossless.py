@@ -27,9 +27,16 @@ from train.jsonl import records
 
 
 def lossless(
-    folders: list[Path], count: int, new: int, trees: bool, batches: list[int], keep: Path | None
+    folders: list[Path],
+    count: int,
+    new: int,
+    trees: bool,
+    batches: list[int],
+    keep: Path | None,
+    gamma: int | None = None,
 ) -> None:
     """Every draft × chain and tree × batch: the same ids as plain greedy decoding, in float32.
+    Chains draft `gamma` tokens (None: the trained depth, 5 at most), trees as deep, 4 at most.
 
     All of them are many hours. Each line is printed as soon as it is known; with `keep`, what was
     decoded is kept in that folder, and an interrupted run goes on where it stopped.
@@ -49,9 +56,10 @@ def lossless(
             progress.advance(task, len(part))
         for folder, (name, drafter) in zip(folders, drafts.items(), strict=True):
             weights = _checksum(folder)
-            shapes: list[Shape] = [Chain(min(drafter.depth, 5))]
+            depth = gamma or min(drafter.depth, 5)
+            shapes: list[Shape] = [Chain(depth)]
             if trees:
-                shapes.append(Dynamic(min(drafter.depth, 4), 12, 4))
+                shapes.append(Dynamic(min(depth, 4), 12, 4))
             for shape, batch in product(shapes, batches):
                 totals: Counter[str] = Counter()
                 label = f"{name} {type(shape).__name__} batch {batch}"
