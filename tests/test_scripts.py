@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/test_scripts.py
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders
@@ -13,8 +14,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from specdec.decode import decode
+from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError
 from specdec.stream import Stream
+from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape
 from tests.tiny import REPOSITORY, architectures, process, random_target
 
@@ -104,6 +107,17 @@ def test_drafts_that_know_nothing_yet_are_not_measured() -> None:
         drafts_of([Path("ngram"), Path("ngram")], target)
 
 
+def stood_in(
+    monkeypatch: pytest.MonkeyPatch, target: Target, prompts: list[list[int]], decoder: Any
+) -> None:
+    """Let `bench lossless` measure this target on these prompts through this decoder."""
+    from benches import lossless as bench
+
+    monkeypatch.setattr(bench, "target_of", lambda *_: target)
+    monkeypatch.setattr(bench, "held_out", lambda *_: prompts)
+    monkeypatch.setattr(bench, "decode", decoder)
+
+
 def test_identity_goes_on_where_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,9 +137,7 @@ def test_identity_goes_on_where_it_was_interrupted(
         calls.append(len(part))
         return decode(target, part, **options)
 
-    monkeypatch.setattr(bench, "target_of", lambda *_: target)
-    monkeypatch.setattr(bench, "held_out", lambda *_: prompts)
-    monkeypatch.setattr(bench, "decode", counted)
+    stood_in(monkeypatch, target, prompts, counted)
 
     def run() -> str:
         bench.lossless([Path("ngram")], 3, 6, False, [2], tmp_path / "kept")
@@ -161,11 +173,23 @@ def test_identity_drafts_as_deep_as_asked(
         return decode(*given, shape=shape, **options)
 
     target = random_target(architectures(16, 2)["llama"])
-    monkeypatch.setattr(bench, "target_of", lambda *_: target)
-    monkeypatch.setattr(bench, "held_out", lambda *_: [[1, 2, 3]])
-    monkeypatch.setattr(bench, "decode", seen)
+    stood_in(monkeypatch, target, [[1, 2, 3]], seen)
     bench.lossless([Path("ngram")], 1, 6, True, [1], None, gamma)
     assert shapes == [None, Chain(chain), Dynamic(tree, 12, 4)]
+
+
+def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benches import lossless as bench
+
+    def never(*_, **__):
+        raise AssertionError("decoded")
+
+    target = random_target(architectures(16, 2)["llama"])
+    stood_in(monkeypatch, target, [[1, 2, 3]], never)
+    drafter = Medusa.build(Medusa.Config(depth=2), target)
+    monkeypatch.setattr(bench, "drafts_of", lambda *_: {"medusa": drafter})
+    with pytest.raises(UserError, match="2 heads"):
+        bench.lossless([Path("medusa")], 1, 6, False, [1], None, 3)
 
 
 @pytest.mark.slow

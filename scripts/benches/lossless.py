@@ -20,6 +20,7 @@ from specdec.drafters import Drafter
 from specdec.errors import require
 from specdec.progress import bars
 from specdec.sampler import Sampler
+from specdec.strategy import DecodeConfig, require_fitting
 from specdec.target import Target
 from specdec.trees import Chain, Dynamic, Shape
 from specdec.verify import RULES, Law, Rule
@@ -44,6 +45,8 @@ def lossless(
     target = target_of(folders[0], "float32")
     asked = held_out(folders[0], target, count)
     drafts = drafts_of(folders, target)
+    for drafter in drafts.values():
+        require_fitting(DecodeConfig(gamma=gamma), drafter)
     kept = Kept(keep, [target.fingerprint(), new, asked])
     console.print(f"{len(asked)} held-out prompts, {new} new tokens, greedy, float32")
     console.print(f"{'draft':16}{'shape':9}{'batch':>5}  {'identical':12}τ")

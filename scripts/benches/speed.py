@@ -296,9 +296,9 @@ def trees(
     fastest = fastest_shape(found, target, drafter, learning, compiled, new=new)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
-    if isinstance(fastest, Static) and drafter.config.name != "medusa":
-        widest = max(path[-1] for path in fastest.paths) + 1
-        shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
+        if drafter.config.name != "medusa":
+            widest = max(path[-1] for path in fastest.paths) + 1
+            shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
     for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
         if drafter.config.name != "medusa":
