@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from specdec.decoding.length import LENGTHS
+from specdec.decoding.strategy import TREES, DecodeConfig
+from specdec.decoding.verify import RULES
 from specdec.errors import UserError, typed
-from specdec.length import LENGTHS
-from specdec.strategy import TREES, DecodeConfig
-from specdec.verify import RULES
 
 
 def add(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.cache import SlotCache
+    from specdec.runtime.cache import SlotCache
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.disco import StopClassifier
-from specdec.policy import Length
+from specdec.decoding.disco import StopClassifier
+from specdec.decoding.policy import Length
 
 
 def rows(*values: Sequence) -> Tensor:

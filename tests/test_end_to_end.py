@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import checkpoint, export
-from specdec.decode import Generation, generate
+from specdec.decoding.decode import Generation, generate
 from specdec.drafters import Drafter
-from specdec.evaluate import forced_answers
-from specdec.forcing import TeacherForcing
-from specdec.metrics import visits
-from specdec.sampler import Sampler
-from specdec.target import Target, TargetConfig
+from specdec.forcing.teacher import TeacherForcing
+from specdec.formats import draft as checkpoint
+from specdec.formats import export
+from specdec.measure.evaluate import forced_answers
+from specdec.sampling.sampler import Sampler
+from specdec.target.causal import Target, TargetConfig
+from specdec.theory.alpha import visits
 from train.config import data_of_run
-from train.data import load, prompts
+from train.data.documents import load, prompts
 
 pytestmark = pytest.mark.slow
 

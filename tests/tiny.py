@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.target import Target
+from specdec.target.causal import Target
 from train.config import Config, register, resolve
 
 REPOSITORY = Path(__file__).resolve().parent.parent

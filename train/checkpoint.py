@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from specdec.checkpoint import replaced, require_same, untied
 from specdec.errors import UserError
+from specdec.formats.draft import replaced, require_same, untied
 
 TENSORS, STATE = "training.safetensors", "training.json"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)

@@ -15,16 +15,16 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from specdec.decoding.strategy import DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest
-from specdec.export import LAYOUTS
-from specdec.losses import LOSSES, LossConfig
-from specdec.sampler import Sampler
-from specdec.strategy import DecodeConfig
-from specdec.target import TargetConfig
-from train.answers import AnswersConfig
-from train.conversations import DataConfig
-from train.features import FeaturesConfig
+from specdec.formats.export import LAYOUTS
+from specdec.objectives.losses import LOSSES, LossConfig
+from specdec.sampling.sampler import Sampler
+from specdec.target.causal import TargetConfig
+from train.data.answers import AnswersConfig
+from train.data.conversations import DataConfig
+from train.features.store import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.tracking import TrackConfig

@@ -17,18 +17,18 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec import checkpoint as drafts
 from specdec.errors import UserError, nearest, require
-from specdec.forcing import (
+from specdec.forcing.teacher import (
     STATISTICS,
     TeacherForcing,
     answers,
     count_anchors,
     predicted_rounds,
 )
-from specdec.target import Target
+from specdec.formats import draft as drafts
+from specdec.target.causal import Target
 from train import checkpoint, optim
-from train.features import Online
+from train.features.store import Online
 from train.optim import OptimConfig
 from train.tracking import Tracker
 

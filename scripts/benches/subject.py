@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from specdec import checkpoint
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError, require
-from specdec.target import Target, TargetConfig
+from specdec.formats import draft as checkpoint
+from specdec.target.causal import Target, TargetConfig
 from train.config import data_of_run
-from train.data import load, prompts
+from train.data.documents import load, prompts
 
 console = Console(highlight=False, soft_wrap=True)
 

@@ -14,16 +14,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specdec.drafters import family, frequent_tokens
-from specdec.drafters.eagle3 import Eagle3Config
-from specdec.forcing import TeacherForcing
-from specdec.losses import LossConfig, chunked, nla
-from specdec.metrics import Pair
-from specdec.sampler import Sampler
-from specdec.target import Target, TargetConfig
+from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.forcing.teacher import TeacherForcing
+from specdec.objectives.losses import LossConfig, chunked, nla
+from specdec.sampling.sampler import Sampler
+from specdec.target.causal import Target, TargetConfig
+from specdec.theory.alpha import Pair
 from train import optim
-from train.conversations import DataConfig
-from train.data import encode_all, load, pack
-from train.features import Disk, FeaturesConfig
+from train.data.conversations import DataConfig
+from train.data.documents import encode_all, load, pack
+from train.features.store import Disk, FeaturesConfig
 
 WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
 

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.base import Drafter
-from specdec.drafters.copy import Copy
-from specdec.drafters.counts import Bigram, Unigram
-from specdec.drafters.eagle3 import Eagle3
-from specdec.drafters.early_exit import EarlyExit
-from specdec.drafters.lm import LM
-from specdec.drafters.lookahead import Lookahead
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.ngram import Ngram
-from specdec.drafters.seq2seq_lm import Seq2SeqLM
-from specdec.drafters.sparse import Sparse
-from specdec.drafters.suffix import Suffix
-from specdec.drafters.translated import Translated
+from specdec.drafters.copying.copy import Copy
+from specdec.drafters.copying.counts import Bigram, Unigram
+from specdec.drafters.copying.lookahead import Lookahead
+from specdec.drafters.copying.ngram import Ngram
+from specdec.drafters.copying.suffix import Suffix
+from specdec.drafters.models.early_exit import EarlyExit
+from specdec.drafters.models.lm import LM
+from specdec.drafters.models.seq2seq_lm import Seq2SeqLM
+from specdec.drafters.models.sparse import Sparse
+from specdec.drafters.models.translated import Translated
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import UserError, nearest
 
 DRAFTERS: dict[str, type[Drafter]] = {

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specdec.cache import SlotCache
-from specdec.choose import Choose
 from specdec.context import Context, Needs, Proposal
 from specdec.errors import require
-from specdec.trees import Growth, Shape, Stop
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.choose import Choose
+from specdec.sampling.trees import Growth, Shape, Stop
 
 if TYPE_CHECKING:
-    from specdec.target import Target
+    from specdec.target.causal import Target
 
 
 class Drafter(nn.Module, ABC):

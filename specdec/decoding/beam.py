@@ -1,0 +1,403 @@
+"""Beam search, plain and speculative: the same hypotheses as transformers' own, in fewer passes.
+
+A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
+outlook). One pass of the target scores that whole tree, and the target's beam search is then
+replayed over it, step by step, for as long as each of its live beams is one of the drafted
+nodes. The step that leaves the tree ends the round and is kept too, so a round that accepts n
+drafted steps makes n + 1. What was drafted decides the number of passes, never the result.
+
+Where the beams live: all in one row of the target's cache, as a tree. Beams share the prompt and,
+but for their last tokens, most of what follows; a row for each of them would hold, reorder and
+attend all that `beams` times over, and pad every row to the largest subtree. Here the tokens of
+a pass are the nodes of one tree, written once behind the committed trunk as scratch slots, and
+nothing is reordered when beams die: the mask no longer reaches their slots. When scratch has
+grown large, the part of the text on which all live beams agree is committed and the rest is
+forgotten; the next pass reads again the few live tokens beyond it. Drafters, whose interface
+knows rows only, get one row a beam (`Rows`); repeated and dropped rows follow the beams.
+
+Letters: W live beams, U draft beams, B rows of the draft (one a live beam), F the nodes of a row
+that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context, Needs
+from specdec.decoding.decode import require_room
+from specdec.decoding.rows import Rows
+from specdec.drafters.base import Drafter
+from specdec.errors import require
+from specdec.target.causal import Target
+
+SCRATCH = 256  # slots of the target's cache that dead beams may fill before they are cleared
+COMMITTED = -1  # the slot of a node that is part of the trunk
+NEVER = -1e9  # transformers' score of what may not be chosen
+
+
+@dataclass(eq=False)
+class Node:
+    """A token of some beam, and the beam that it follows; the root is the prompt."""
+
+    token: int
+    parent: "Node | None"
+    slot: int | None = None  # in the scratch of the target's cache; None: not there
+
+    def line(self) -> "list[Node]":
+        """The nodes from the first generated token to this one."""
+        found: list[Node] = []
+        node = self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+
+Places = dict[Node | None, int]
+Children = dict[tuple[Node, int], Node]  # by parent and token
+
+
+@dataclass
+class Hypothesis:
+    ids: list[int]  # the new tokens, with the eos that ended them
+    score: float  # their log-probability over length ** length_penalty
+
+
+@dataclass
+class BeamRound:
+    """One pass of the target over the live beams and what was drafted after them."""
+
+    start: int  # beam steps made before
+    drafted: int  # beam steps
+    accepted: int  # drafted steps that were the target's too; one more was made
+    nodes: int  # drafted tokens
+
+
+@dataclass
+class BeamResult:
+    """What a beam search found, and what it cost. Prefill makes the first beam step, and is no
+    pass."""
+
+    prompt: list[int]
+    hypotheses: list[Hypothesis]  # best first
+    rounds: list[BeamRound]
+    prefill_seconds: float
+    seconds: float  # of the rounds
+    draft_seconds: float  # the part of them in which the draft worked
+
+    @property
+    def ids(self) -> list[int]:
+        """The best hypothesis."""
+        return self.hypotheses[0].ids
+
+    @property
+    def passes(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def steps(self) -> int:
+        """Beam steps in all, the one that prefill made included."""
+        return 1 + sum(r.accepted + 1 for r in self.rounds)
+
+    @property
+    def tau(self) -> float:
+        """Beam steps per target pass, pooled."""
+        return (self.steps - 1) / self.passes if self.rounds else math.nan
+
+
+class Search:
+    """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step a
+    call: its candidates, their order, and its reasons to stop.
+
+    Its lines are in float32 and in its order, so that equal log-probabilities give equal results,
+    ties included. What it does only to keep a batch in step with its slowest row is left out.
+    """
+
+    def __init__(
+        self,
+        root: Node,
+        beams: int,
+        limit: int,
+        eos: Tensor,
+        length_penalty: float,
+        early_stopping: bool | str,
+    ) -> None:
+        self.beams, self.limit, self.eos = beams, limit, eos
+        self.length_penalty, self.early_stopping = length_penalty, early_stopping
+        self.live = [root] * beams  # all alike: the scores let the first alone go on
+        self.score_W = torch.full((beams,), NEVER, device=eos.device)
+        self.score_W[0] = 0
+        self.best: list[Node] = [root] * beams  # the best finished hypotheses so far
+        self.best_score_W = torch.full((beams,), NEVER, device=eos.device)
+        self.finished_W = torch.zeros(beams, dtype=torch.bool, device=eos.device)
+        self.length = 0  # generated tokens of every live beam
+        self.done = False
+
+    def step(self, log_p_WV: Tensor, known: Children) -> None:
+        """One token more for every beam, given log p of the live ones. Nodes that are `known`
+        by their parent and token stay what they are."""
+        W, V = self.beams, log_p_WV.shape[1]
+        most = max(2, 1 + len(self.eos)) * W  # W go on even if each beam's best tokens are eos
+        total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
+        token_C = index_C % V
+        ends_C = torch.isin(token_C, self.eos) | (self.length + 1 >= self.limit)
+        pairs = list(zip((index_C // V).tolist(), token_C.tolist(), strict=True))
+
+        def node(c: int) -> Node:
+            parent, token = self.live[pairs[c][0]], pairs[c][1]
+            return known.setdefault((parent, token), Node(token, parent))
+
+        counts_C = ends_C & (torch.arange(most, device=ends_C.device) < W)
+        final_C = total_C / (self.length + 1) ** self.length_penalty + ~counts_C * NEVER
+        merged = torch.cat([self.best_score_W, final_C])
+        best_W = merged.topk(W).indices
+        self.best = [self.best[i] if i < W else node(i - W) for i in best_W.tolist()]
+        self.best_score_W = merged[best_W]
+        self.finished_W = torch.cat([self.finished_W, counts_C])[best_W]
+
+        running_C = total_C + ends_C * NEVER
+        chosen_W = running_C.topk(W).indices
+        self.live, self.score_W = [node(c) for c in chosen_W.tolist()], running_C[chosen_W]
+        self.length += 1
+
+        later = self.early_stopping == "never" and self.length_penalty > 0
+        hope = self.score_W[0] / (self.limit if later else self.length) ** self.length_penalty
+        worst_W = torch.where(self.finished_W, self.best_score_W.min(), NEVER)
+        full = self.early_stopping is True and self.finished_W.all()
+        self.done = bool((hope <= worst_W).all() | full | ends_C.all())
+
+
+class LiveTree:
+    """The live beams in one row of the target's cache: see the module."""
+
+    def __init__(self, target: Target, needs: Needs, prompt: Sequence[int]) -> None:
+        self.target, self.needs, self.cache = target, needs, target.new_cache()
+        self.reread = 0  # nodes of the last pass that read again what was forgotten
+        ids_1T = torch.tensor([list(prompt)], device=target.device)
+        self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
+        self.cache.keep([len(prompt)])
+        self.log_p_NV = self._log_p(final_1TD[0, -1:])
+
+    def read(self, anchors: list[Node], drafted: list[Node]) -> None:
+        """One pass over the last tokens of the live beams, what was drafted after them (parents
+        first), and before them what was forgotten. `features` and `log_p_NV` are then those of
+        the anchors and the drafted nodes."""
+        lost = dict.fromkeys(n for a in anchors for n in a.line()[:-1] if n.slot is None)
+        new, parents = [*lost, *anchors, *drafted], []
+        for slot, node in enumerate(new, self.cache.scratch):
+            assert node.parent is not None
+            parents.append(node.parent.slot)
+            node.slot = slot
+        if lost:
+            self.reread = len(new)
+        device = self.target.device
+        features, final_1ND = self.target.features(
+            torch.tensor([[n.token for n in new]], device=device),
+            self.needs,
+            cache=self.cache,
+            parents_BT=torch.tensor([parents], device=device),
+        )
+        self.features = _each(features, lambda x_1ND: x_1ND[:, len(lost) :])
+        self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
+
+    def settle(self, live: list[Node]) -> None:
+        """Go on from these beams, whose last tokens the next pass reads. Once scratch is full of
+        dead beams, commit what the live ones share and forget the rest."""
+        if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
+            return
+        lines = [[n for n in node.line()[:-1] if n.slot != COMMITTED] for node in live]
+        shared = [nodes[0] for nodes in zip(*lines, strict=True) if len(set(nodes)) == 1]
+        path_1K = torch.tensor([[n.slot for n in shared]], device=self.target.device).long()
+        self.cache.keep([len(shared)], path_1K)
+        for node in itertools.chain(*lines):
+            node.slot = COMMITTED if node in shared else None
+
+    def _log_p(self, final_ND: Tensor) -> Tensor:
+        return self.target.logits(final_ND).float().log_softmax(-1)
+
+
+class Draft:
+    """A drafter with one row a live beam, and its own beam search after them."""
+
+    def __init__(
+        self, drafter: Drafter, root: Node, prompt: Sequence[int], features: Context, eos_E: Tensor
+    ) -> None:
+        self.drafter, self.eos_E, self.live = drafter, eos_E, [root]
+        self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
+        if len(prompt) > 1:  # what all beams share is read once, and only then repeated
+            self.rows.extend([[]], features, [len(prompt) - 1], None)
+            if self.cache is not None:
+                drafter.begin(self.rows.context(), self.cache)
+
+    def follow(self, live: list[Node], steps: int, features: Context, place: Places) -> None:
+        """Give every live beam its row: that of the beam which it continues by `steps` tokens,
+        with the features of the pass, in which `place` finds the nodes."""
+        row: Places = {node: b for b, node in enumerate(self.live)}
+        lines = [node.line()[-steps:] for node in live]
+        before = [line[0].parent for line in lines]
+        if (origin := [row[node] for node in before]) != list(range(len(self.live))):
+            self.rows.select(origin)
+            self.rows.texts = [list(ids) for ids in self.rows.texts]  # repeated rows part here
+            if self.cache is not None:
+                self.cache.select(origin)
+        seen = [[place[n] for n in (a, *line[:-1])] for a, line in zip(before, lines, strict=True)]
+        self.rows.extend(
+            [[n.token for n in line] for line in lines],
+            _each(features, lambda x_1ND: x_1ND.expand(len(live), -1, -1)),
+            [steps] * len(live),
+            torch.tensor(seen, device=self.eos_E.device),
+        )
+        self.live = live
+
+    def grow(self, score_W: Tensor, width: int, depth: int, known: Children) -> int:
+        """Search `depth` steps with `width` beams from the live ones and their true scores; the
+        nodes found go into `known`. Returns how deep it came.
+
+        A row grows as many nodes at a depth as any other, the surplus at a score of -inf. Eos is
+        not drafted: it ends a beam, so nothing would follow.
+        """
+        growth, vocab_S = self.drafter.begin(self.rows.context(), self.cache), self.drafter.vocab_S
+        logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
+        ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
+        ends_S, ids = torch.isin(ids_S, self.eos_E), ids_S.tolist()
+        # of each row: nodes, the numbers of their parents in the growth, and scores
+        front = [[(node, -1, s)] for node, s in zip(self.live, score_W.tolist(), strict=True)]
+        first, count = -1, 0  # the number of the front's first nodes; how many have one
+        for d in range(depth):
+            if d > 0:
+                tokens = [[node.token for node, _, _ in nodes] for nodes in front]
+                parents = [[parent for _, parent, _ in nodes] for nodes in front]
+                logits_BFS = growth.grow(ids_S.new_tensor(tokens), ids_S.new_tensor(parents))
+                first, count = count, count + len(front[0])
+            score_BF = score_W.new_tensor([[score for _, _, score in nodes] for nodes in front])
+            log_q_BFS = logits_BFS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
+            total = (score_BF[..., None] + log_q_BFS).nan_to_num(-torch.inf, neginf=-torch.inf)
+            best_U, index_U = total.flatten().topk(min(width, total.numel()))
+            found: list[list[tuple[Node, int, float]]] = [[] for _ in front]
+            for score, index in zip(best_U.tolist(), index_U.tolist(), strict=True):
+                if score > -math.inf:
+                    b, f = divmod(index // S, len(front[0]))
+                    parent, token = front[b][f][0], ids[index % S]
+                    node = known.setdefault((parent, token), Node(token, parent))
+                    found[b].append((node, first + f, score))
+            if not any(found):
+                return d
+            surplus, F = (Node(0, None), first, -math.inf), max(map(len, found))
+            front = [nodes + [surplus] * (F - len(nodes)) for nodes in found]
+        return depth
+
+
+@torch.inference_mode()
+def beam_search(
+    target: Target,
+    prompt: Sequence[int],
+    *,
+    beams: int,
+    max_new_tokens: int,
+    drafter: Drafter | None = None,
+    draft_beams: int | None = None,
+    gamma: int = 4,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    eos: tuple[int, ...] | None = None,
+) -> BeamResult:
+    """The `beams` best continuations of a prompt, as `model.generate(num_beams=beams,
+    do_sample=False)` of transformers finds them; speculatively where there is a drafter.
+
+    `draft_beams` U (None: twice `beams`) is the width of the draft's own search, and `gamma` its
+    depth: a round drafts up to U · γ nodes. Any family that grows token by token drafts. A score
+    is the log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams`
+    finished hypotheses; False only when the best live beam, as long as it is now, is worse than
+    all of them; "never", when it is at any length. One beam is greedy decoding, which ends at the
+    first eos. `eos` None takes the target's own; () has none.
+
+    Raises UserError for an empty prompt, numbers out of range, `draft_beams` below `beams`, and
+    more tokens than target or draft have positions.
+    """
+    width = 2 * beams if draft_beams is None else draft_beams
+    _require(target, prompt, max_new_tokens, beams, early_stopping, drafter, width, gamma)
+    eos_E = torch.tensor(target.eos if eos is None else eos, device=target.device).long()
+    early_stopping = True if beams == 1 else early_stopping
+    started = time.perf_counter()
+
+    root = Node(prompt[-1], None, COMMITTED)
+    search = Search(root, beams, max_new_tokens, eos_E, length_penalty, early_stopping)
+    tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
+    draft = Draft(drafter, root, prompt, tree.features, eos_E) if drafter else None
+    tree.features = _each(tree.features, lambda x_1TD: x_1TD[:, -1:])
+    place: Places = {root: 0}  # where the nodes are in the target's last pass
+    known: Children = {}
+    search.step(tree.log_p_NV[[0] * beams], known)
+    steps, rounds, draft_seconds = 1, [], 0.0
+    prefill_done = time.perf_counter()
+
+    while not search.done:
+        t0 = time.perf_counter()
+        known, depth = {}, 0
+        if draft is not None:
+            draft.follow(search.live, steps, tree.features, place)
+            if depth := min(gamma, max_new_tokens - search.length - 1):
+                depth = draft.grow(search.score_W, width, depth, known)
+        drafted = list(known.values())
+        draft_seconds += time.perf_counter() - t0
+
+        tree.settle(search.live)
+        anchors = list(dict.fromkeys(search.live))
+        tree.read(anchors, drafted)
+        place = {node: i for i, node in enumerate([*anchors, *drafted])}
+
+        steps, start = 0, search.length
+        while not search.done and all(node in place for node in search.live):
+            search.step(tree.log_p_NV[[place[node] for node in search.live]], known)
+            steps += 1
+        rounds.append(BeamRound(start, depth, steps - 1, len(drafted)))
+
+    return BeamResult(
+        prompt=list(prompt),
+        hypotheses=[
+            Hypothesis([n.token for n in node.line()], score)
+            for node, score in zip(search.best, search.best_score_W.tolist(), strict=True)
+        ],
+        rounds=rounds,
+        prefill_seconds=prefill_done - started,
+        seconds=time.perf_counter() - prefill_done,
+        draft_seconds=draft_seconds,
+    )
+
+
+def _each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
+    """Features of which every tensor is changed alike."""
+    layers, final = features.layers_BTF, features.final_BTD
+    return Context(
+        features.ids_BT,
+        None if layers is None else change(layers),
+        None if final is None else change(final),
+    )
+
+
+def _require(
+    target: Target,
+    prompt: Sequence[int],
+    new: int,
+    beams: int,
+    early_stopping: bool | str,
+    drafter: Drafter | None,
+    width: int,
+    gamma: int,
+) -> None:
+    require_room(target, [prompt], new, drafter)
+    require(beams >= 1, f"beams={beams}: give 1 or more")
+    require(
+        early_stopping in (True, False, "never"),
+        f"early_stopping={early_stopping!r} is unknown: give true, false or never",
+    )
+    if drafter is not None:
+        deepest = drafter.max_depth or gamma
+        require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")
+        require(gamma >= 1, f"gamma={gamma}: give 1 or more steps to draft")
+        require(gamma <= deepest, f"gamma={gamma}: this draft has {deepest} steps: give no more")

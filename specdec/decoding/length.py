@@ -1,0 +1,348 @@
+"""How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early.
+
+`length(name, settings)` makes the policy of that name; what a policy is, and which of them are
+lossless, is in policy.py. `disco`, which learns when to stop, has a file of its own.
+
+Letters: B rows of the batch, S draft vocabulary, K depths.
+"""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from specdec.decoding.disco import Disco
+from specdec.decoding.policy import Length, Whole, check_limit, check_threshold, from_json
+from specdec.errors import UserError, nearest, require, typed
+from specdec.theory.leviathan import (
+    PassCost,
+    line,
+    pass_cost,
+    tokens_by_gamma,
+    walltime_by_gamma,
+)
+
+
+@dataclass
+class FixedConfig:
+    """`limit`: tokens drafted in every round (the paper's γ)."""
+
+    limit: int = 4
+
+    def __post_init__(self) -> None:
+        check_limit(self.limit)
+
+
+class Fixed(Whole):
+    """γ tokens in every round (Leviathan et al. 2023, Algorithm 1)."""
+
+    Config = FixedConfig
+
+    def __init__(self, config: FixedConfig) -> None:
+        self.config = config
+
+    def gamma(self, batch: int) -> int:
+        return self.config.limit
+
+
+# --- Lengths that follow measured acceptance and cost ----------------------------------------
+
+
+@dataclass
+class AdaptiveConfig:
+    """How acceptance by depth is estimated.
+
+    `limit`: the most to draft. `alpha`: acceptance by depth to start from, as measured or
+    guessed, worth `weight` tested tokens; a depth beyond the list starts from what is known of
+    the one before it. `forget`: what earlier rounds count for, each round anew; 1 forgets
+    nothing. Every `explore_every`-th round drafts one token more than seems best, or a depth
+    given up once would never be tried again; 0 never does.
+    """
+
+    limit: int = 8
+    alpha: list[float] = field(default_factory=lambda: [0.6])
+    weight: float = 10.0
+    forget: float = 0.99
+    explore_every: int = 50
+
+    def __post_init__(self) -> None:
+        check_limit(self.limit)
+        require(bool(self.alpha), "length.alpha is empty: give at least one acceptance")
+        for a in self.alpha:
+            require(0 <= a <= 1, f"length.alpha holds {a}: an acceptance is between 0 and 1")
+        require(self.weight > 0, f"length.weight={self.weight}: give more than 0")
+        require(0 < self.forget <= 1, f"length.forget={self.forget}: give more than 0, at most 1")
+        require(
+            self.explore_every >= 0,
+            f"length.explore_every={self.explore_every}: give 0 for never, or more",
+        )
+
+
+class AcceptanceByDepth:
+    """α_k = P(token at depth k accepted | all before it were, and it was drafted), online.
+
+    Counts with a prior: (weight · prior_k + accepted_k) / (weight + tested_k), each count
+    `forget` times what it was before a round that tests depth k again.
+    """
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self.config = config
+        self.tested = [0.0] * config.limit
+        self.accepted = [0.0] * config.limit
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        for k in range(self.config.limit):
+            tested = sum(d > k and a >= k for d, a in zip(drafted, accepted, strict=True))
+            if tested:
+                kept = sum(a > k for a in accepted)
+                self.tested[k] = self.config.forget * self.tested[k] + tested
+                self.accepted[k] = self.config.forget * self.accepted[k] + kept
+
+    def alpha(self) -> list[float]:
+        """α by depth [K], K = limit."""
+        prior, weight, found = self.config.alpha, self.config.weight, list[float]()
+        for k, (tested, accepted) in enumerate(zip(self.tested, self.accepted)):
+            start = prior[k] if k < len(prior) else (found[-1] if found else prior[-1])
+            found.append((weight * start + accepted) / (weight + tested))
+        return found
+
+
+class Adaptive(Whole, ABC):
+    """The γ of the highest rate that acceptance so far promises, and rarely one more.
+
+    Explores by counting rounds, never by chance: the same rounds give the same lengths. It
+    does not where even tokens that were all accepted would not pay.
+    """
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self.settings = config
+        self.acceptance = AcceptanceByDepth(config)
+        self.rounds = 0
+
+    @abstractmethod
+    def rates(self, alpha: list[float], batch: int) -> list[float]:
+        """Tokens over time by γ = 0 … limit, in whatever unit of time."""
+
+    def gamma(self, batch: int) -> int:
+        self.rounds += 1
+        alpha = self.acceptance.alpha()
+        rates = self.rates(alpha, batch)
+        best = rates.index(max(rates))
+        every = self.settings.explore_every
+        if every == 0 or self.rounds % every or best == self.settings.limit:
+            return best
+        hoped = self.rates(alpha[:best] + [1.0] * (len(alpha) - best), batch)
+        return best + (max(hoped[best + 1 :]) > rates[best])
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        self.acceptance.observe(drafted, accepted)
+
+
+@dataclass
+class OptimalConfig(AdaptiveConfig):
+    """`c`: one draft step over one target step. `v`: by γ, a pass over γ + 1 tokens over one
+    step; straight lines between the points given, and from (0, 1); none given means 1."""
+
+    c: float | None = None
+    v: dict[int, float] = field(default_factory=dict)
+
+
+class Optimal(Adaptive):
+    """The γ of the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
+    with acceptance by depth and a pass that costs what it costs. The batch is not looked at:
+    see `Goodput`. Raises UserError where c is not given."""
+
+    Config = OptimalConfig
+
+    def __init__(self, config: OptimalConfig) -> None:
+        super().__init__(config)
+        if config.c is None:
+            raise UserError(
+                "length.c is not given: it is a draft step over a target step in time, "
+                "as an evaluation reports it under costs"
+            )
+        self.c, self.v = config.c, pass_cost(config.v)
+
+    def rates(self, alpha: list[float], batch: int) -> list[float]:
+        return walltime_by_gamma(alpha, self.c, self.settings.limit, self.v)
+
+
+@dataclass
+class CostTable:
+    """Seconds of a whole round, drafting and verifying: `seconds[i][j]` at `batches[i]` rows
+    and `gammas[j]` drafted tokens, both rising, gammas from 0, the plain step."""
+
+    batches: list[int]
+    gammas: list[int]
+    seconds: list[list[float]]
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "gammas"):
+            found = getattr(self, name)
+            rising = all(a < b for a, b in pairwise(found))
+            require(bool(found) and rising, f"cost table: {name} {found} must rise")
+        require(self.gammas[0] == 0, f"cost table: gammas {self.gammas} must start at 0")
+        require(self.batches[0] >= 1, f"cost table: batches {self.batches} must start at 1 or more")
+        require(
+            [len(row) for row in self.seconds] == [len(self.gammas)] * len(self.batches),
+            f"cost table: seconds must have {len(self.batches)} rows of {len(self.gammas)}",
+        )
+        for row in self.seconds:
+            for cell in row:
+                require(
+                    isinstance(cell, int | float) and math.isfinite(cell) and cell > 0,
+                    f"cost table: seconds hold {cell!r}; give finite times above 0",
+                )
+
+    def step(self, gamma: int, batch: int) -> float:
+        """T_step(γ, batch) in seconds: bilinear; beyond the table its last slope, never falling."""
+        by_batch = [line(self.gammas, row, gamma) for row in self.seconds]
+        return line(self.batches, by_batch, batch)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> "CostTable":
+        """Raises UserError where the file is missing, damaged or not such a table."""
+        return from_json(cls, path, "cost table", "measure one and save it there")
+
+
+@dataclass
+class GoodputConfig(AdaptiveConfig):
+    """`table`: JSON file of a `CostTable`, unless one is given in memory."""
+
+    table: str = ""
+
+
+class Goodput(Adaptive):
+    """The γ of the largest E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al. 2024:
+    goodput). Where the batch is large a wider pass costs more than its tokens bring: then 0.
+    Raises UserError where there is no table, or it cannot be read."""
+
+    Config = GoodputConfig
+
+    def __init__(self, config: GoodputConfig, table: CostTable | None = None) -> None:
+        super().__init__(config)
+        if table is None:
+            require(
+                bool(config.table),
+                "length.table is not given: goodput needs a measured cost table (JSON)",
+            )
+            table = CostTable.load(Path(config.table))
+        self.table = table
+
+    def rates(self, alpha: list[float], batch: int) -> list[float]:
+        tokens = tokens_by_gamma(alpha, self.settings.limit)
+        return [t / self.table.step(gamma, batch) for gamma, t in enumerate(tokens)]
+
+
+# --- Lengths that stop within a round ---------------------------------------------------------
+
+
+@dataclass
+class ConfidenceConfig:
+    """`limit`: the most to draft. `threshold`: stop after a token whose q is below it, or, if
+    `cumulative`, where the product of q over the chain is."""
+
+    limit: int = 8
+    threshold: float = 0.4
+    cumulative: bool = False
+
+    def __post_init__(self) -> None:
+        check_limit(self.limit)
+        check_threshold(self.threshold)
+
+
+class Confidence(Whole):
+    """Stops after a token that the draft itself thinks unlikely; that token is still verified."""
+
+    Config = ConfidenceConfig
+    reads_q = True
+
+    def __init__(self, config: ConfidenceConfig) -> None:
+        self.config = config
+        self.q_B: Tensor | None = None
+
+    def gamma(self, batch: int) -> int:
+        return self.config.limit
+
+    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
+        q_B = q_BS.gather(-1, token_B[:, None])[:, 0]
+        if self.config.cumulative and depth > 0 and self.q_B is not None:
+            q_B = q_B * self.q_B
+        self.q_B = q_B
+        return q_B < self.config.threshold
+
+
+# --- By name, and the bound -------------------------------------------------------------------
+
+LENGTHS: dict[str, Any] = {
+    "fixed": Fixed,
+    "optimal": Optimal,
+    "confidence": Confidence,
+    "disco": Disco,
+    "goodput": Goodput,
+}
+
+
+def length(name: str, settings: Mapping[str, Any] | None = None) -> Length:
+    """The length of this name, its config made of `settings`. Raises UserError for an unknown
+    name or setting, and as the length itself."""
+    require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
+    kind = LENGTHS[name]
+    found: Length = kind(typed(kind.Config, settings or {}, "length"))
+    return found
+
+
+class Oracle(NamedTuple):
+    """What knowing where each first rejection falls gives, beside the best fixed γ."""
+
+    tau: float
+    time_per_token: float  # in target steps
+    speedup: float
+    fixed_gamma: int
+    fixed_speedup: float
+    gain: float  # speedup over fixed_speedup
+    censored: float  # share of rounds accepted whole, whose rejection was not reached
+
+
+def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = None) -> Oracle:
+    """A bound for reports, no policy: rounds (drafted, accepted) decoded with a long fixed γ,
+    and what drafting just as far as is accepted would have cost.
+
+    A round of n accepted tokens emits n + 1; the oracle emits them at the least cost, in one
+    round of n drafted, or in several where a wide pass costs more than a second one. The fixed
+    γ is the best for the same rounds. Both take acceptances to fall where they fell, and still
+    run the target (Leviathan et al. 2023, Section 3.5 and footnote 4: up to about 60 % above a
+    fixed γ). Censored rounds end where they were cut, which lowers the bound: draft longer.
+    c and v as in `specdec.theory`. Raises UserError where there are no rounds.
+    """
+    found = list(rounds)
+    require(bool(found), "the oracle has no rounds to look at: decode some first")
+    longest = max(max(d, a) for d, a in found)
+    cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
+    cheapest = [(0.0, 0)]  # (time, rounds) to emit m tokens all of which the draft would get
+    for m in range(1, longest + 2):
+        splits = [(cost[g], cheapest[m - g - 1]) for g in range(m)]
+        cheapest.append(min((t + time, count + 1) for t, (time, count) in splits))
+    tokens = sum(a + 1 for _, a in found)
+    time = sum(cheapest[a + 1][0] for _, a in found)
+    passes = sum(cheapest[a + 1][1] for _, a in found)
+    fixed = [sum(a // (g + 1) + 1 for _, a in found) * cost[g] for g in range(longest + 1)]
+    best = min(range(longest + 1), key=lambda g: (fixed[g], g))
+    return Oracle(
+        tau=tokens / passes,
+        time_per_token=time / tokens,
+        speedup=tokens / time,
+        fixed_gamma=best,
+        fixed_speedup=tokens / fixed[best],
+        gain=fixed[best] / time,
+        censored=sum(a >= d for d, a in found) / len(found),
+    )

@@ -1,0 +1,85 @@
+"""Input copying (shallow aggressive decoding, Sun et al. 2021): for edits, corrections, rewrites.
+
+The output is taken to go along the input. A pointer stands at the token to be copied next;
+while the text agrees with it, it moves on. At a mismatch it is set anew: after the one place
+where the shortest suffix of the text that occurs exactly once before was seen (their Section
+3.2.2). Where no suffix is unique the mismatch is taken for a substitution, and the pointer goes
+on behind it, `patience` times in a row.
+
+The paper copies from its encoder's input. A decoder's text does not say where its prompt ends,
+so here everything before the anchor is the input, and teacher forcing sees what decoding sees.
+"""
+
+from dataclasses import dataclass
+
+from specdec.drafters.copying.memory import Copying, Node, merged
+from specdec.errors import require
+
+
+@dataclass
+class CopyConfig:
+    """`max_match`: longest suffix that is tried; if that one is still ambiguous, its latest
+    occurrence counts. `patience`: mismatches in a row that count as substitutions."""
+
+    name: str = "copy"
+    depth: int = 10
+    max_match: int = 8
+    patience: int = 3
+
+
+class Aligned:
+    """The text read so far, the pointer (-1: none), and where each short n-gram last ended."""
+
+    def __init__(self, config: CopyConfig) -> None:
+        self.config = config
+        self.ids: list[int] = []
+        self.pointer = -1
+        self._missed = 0
+        self._after: dict[tuple[int, ...], tuple[int, int]] = {}  # n-gram: (times, what follows)
+
+    def push(self, token: int) -> None:
+        agrees = self.pointer >= 0 and self.ids[self.pointer] == token
+        self.ids.append(token)
+        tails = [tuple(self.ids[-n:]) for n in range(1, 1 + self.config.max_match)]
+        if agrees:
+            self.pointer, self._missed = self.pointer + 1, 0
+        else:
+            self.pointer = self._aligned(tails)
+        for tail in set(tails):  # a text shorter than max_match has its tails several times
+            self._after[tail] = (self._after.get(tail, (0, 0))[0] + 1, len(self.ids))
+
+    def chain(self, count: int) -> list[int]:
+        return [] if self.pointer < 0 else self.ids[self.pointer : self.pointer + count]
+
+    def tree(self, depth: int, nodes: int) -> list[Node]:
+        return merged([self.chain(depth)], depth, nodes)
+
+    def _aligned(self, tails: list[tuple[int, ...]]) -> int:
+        """Where to copy from after a mismatch."""
+        latest = -1
+        for tail in tails:
+            times, after = self._after.get(tail, (0, -1))
+            if times == 0:
+                break
+            latest = after
+            if times == 1:
+                self._missed = 0
+                return after
+        else:
+            self._missed = 0
+            return latest
+        self._missed += 1
+        if self.pointer >= 0 and self._missed <= self.config.patience:
+            return self.pointer + 1
+        return -1
+
+
+class Copy(Copying):
+    Config = CopyConfig
+
+    def __init__(self, config: CopyConfig, shape: dict) -> None:
+        super().__init__(config, shape)
+        require(config.max_match >= 1, f"drafter.max_match={config.max_match}: give 1 or more")
+
+    def memory(self) -> Aligned:
+        return Aligned(self.config)

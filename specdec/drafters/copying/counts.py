@@ -1,0 +1,142 @@
+"""Unigram and bigram, counted on the training data: the drafters that cost nothing.
+
+unigram: u(y) = (c(y) + a) / (n + a V), with c the assistant's tokens of the training texts, n
+their number and a the pseudo-count `add` (Lidstone).
+bigram: q(y | x) = (c(x, y) + s u(y)) / (c(x) + s), the unigram as a Dirichlet prior of s tokens
+(MacKay and Peto 1995). Leviathan et al. 2023 (Section 4.1) try a bigram as the cheapest draft.
+
+Both give whole distributions, so that sampled drafts are drawn from them and judged with them.
+Letters: B batch, A anchors, K depth, V vocabulary, N pairs of tokens that occur.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context
+from specdec.drafters.base import Drafter, text_after
+from specdec.errors import require
+
+if TYPE_CHECKING:
+    from specdec.target.causal import Target
+
+
+@dataclass
+class UnigramConfig:
+    """`add`: the count that every token of the vocabulary is given before any is seen."""
+
+    name: str = "unigram"
+    depth: int = 4
+    add: float = 0.01
+
+
+@dataclass
+class BigramConfig:
+    """`prior`: how many tokens' worth the unigram weighs against the counts after a token."""
+
+    name: str = "bigram"
+    depth: int = 4
+    add: float = 0.01
+    prior: float = 1.0
+
+
+class Unigram(Drafter):
+    """Its state is `times_V`, how often the assistant says each token; uniform before `fit`."""
+
+    Config: ClassVar[type] = UnigramConfig
+    trainable = False
+    times_V: Tensor
+
+    def __init__(self, config: Any, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        require(config.add > 0, f"drafter.add={config.add}: give a number above 0")
+        self.register_buffer("times_V", torch.zeros(self.target_vocab, dtype=torch.long))
+
+    @classmethod
+    def plan(cls, config: Any, target: "Target") -> dict[str, Any]:
+        return {"target_vocab": target.vocab_size, "draft_vocab": None}
+
+    def fit(
+        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
+    ) -> None:
+        times: Counter[int] = Counter()
+        for ids, mask in zip(texts, masks or texts, strict=True):
+            times.update(y for y, said in zip(ids, mask, strict=True) if masks is None or said)
+        self.times_V = _dense(times, self.times_V)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """The token before each drafted one [B, A, K, 1]: ids are exact in float32 up to 2^24."""
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
+        return torch.cat([anchor_BA1, drafted_BAk], -1)[..., None].float()
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        """The logarithms of q [..., V] themselves."""
+        return self._unigram().log().expand(*hidden.shape[:-1], -1)
+
+    def _unigram(self) -> Tensor:
+        counts_V = self.times_V.float() + self.config.add
+        return counts_V / counts_V.sum()
+
+
+class Bigram(Unigram):
+    """Pairs (x, y) that occur are kept by x: those after x stand at start[x] to start[x + 1]."""
+
+    Config = BigramConfig
+    start_V1: Tensor
+    next_N: Tensor
+    pairs_N: Tensor
+
+    def __init__(self, config: BigramConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        require(config.prior > 0, f"drafter.prior={config.prior}: give a number above 0")
+        pairs = shape["pairs"]
+        self.register_buffer("start_V1", torch.zeros(self.target_vocab + 1, dtype=torch.long))
+        self.register_buffer("next_N", torch.zeros(pairs, dtype=torch.long))
+        self.register_buffer("pairs_N", torch.zeros(pairs, dtype=torch.long))
+
+    @classmethod
+    def plan(cls, config: BigramConfig, target: "Target") -> dict[str, Any]:
+        return super().plan(config, target) | {"pairs": 1}  # 1: no tensor is empty; none counts
+
+    def fit(
+        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
+    ) -> None:
+        super().fit(texts, masks)
+        times: Counter[tuple[int, int]] = Counter()
+        for ids, mask in zip(texts, masks or texts, strict=True):
+            pairs = zip(ids, ids[1:], mask[1:], strict=False)
+            times.update((x, y) for x, y, said in pairs if masks is None or said)
+        if not times:
+            return
+        device = self.next_N.device
+        pairs_N2 = torch.tensor(sorted(times))
+        after = torch.bincount(pairs_N2[:, 0], minlength=self.target_vocab)
+        self.start_V1[1:] = after.cumsum(0).to(device)
+        self.next_N = pairs_N2[:, 1].contiguous().to(device)
+        self.pairs_N = torch.tensor([times[x, y] for x, y in pairs_N2.tolist()], device=device)
+        self.shape["pairs"] = len(times)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        x_R = hidden.long().flatten()
+        start_R, count_R = self.start_V1[x_R], self.start_V1[x_R + 1] - self.start_V1[x_R]
+        row_M = torch.repeat_interleave(torch.arange(len(x_R), device=x_R.device), count_R)
+        first_R = count_R.cumsum(0) - count_R
+        at_M = torch.arange(len(row_M), device=x_R.device) + (start_R - first_R)[row_M]
+        q_RV = (self.config.prior * self._unigram()).repeat(len(x_R), 1)
+        q_RV[row_M, self.next_N[at_M]] += self.pairs_N[at_M].to(q_RV.dtype)
+        log_q = (q_RV / q_RV.sum(-1, keepdim=True)).log()
+        return log_q.view(*hidden.shape[:-1], -1)
+
+
+def _dense(times: Counter[int], like_V: Tensor) -> Tensor:
+    counts_V = torch.zeros_like(like_V)
+    if times:
+        ids = torch.tensor(list(times), device=like_V.device)
+        counts_V[ids] = torch.tensor(list(times.values()), device=like_V.device)
+    return counts_V

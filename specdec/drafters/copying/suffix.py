@@ -1,0 +1,276 @@
+"""Suffix decoding (Oliaro et al. 2024): follow what came after the same words before.
+
+Two indices are matched against the end of the text: one over given texts (the answers that were
+seen in training), one over the text itself. Where the last n tokens occur, the draft goes along
+the tree of what followed, weighing each path by its frequencies, D(path) = Π count(child) /
+count(parent) (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of all
+n of both indices the draft with the largest Σ D, its expected accepted length, is taken.
+
+The given texts are a suffix array, the compact form of a suffix tree: two integers a token, and
+a buffer of the module. The text's own index is a list of positions for each token, from which
+the matches of every length follow by one step a token: a node of either tree is the places at
+which a path occurs.
+
+Letters: N tokens of the given texts, R of them sampled.
+"""
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.drafters.copying.memory import Copying, Node
+from specdec.errors import require
+
+SEPARATOR = -1  # between given texts: equal to no token
+SORTED = 256  # tokens by which suffixes are told apart: more than a match and a draft have
+SAMPLED = 512  # occurrences that are looked at to find the likeliest next tokens
+
+
+@dataclass
+class SuffixConfig:
+    """`factor`, `threshold`: see the module; the paper takes 1 to 4, and 0.1 in its engine.
+
+    `max_match`: longest suffix that is matched. `recent`: how many earlier occurrences of a token
+    in the text itself are followed, the latest. `max_tokens`: of the given texts, the last ones.
+    """
+
+    name: str = "suffix"
+    depth: int = 16
+    factor: float = 2.0
+    threshold: float = 0.1
+    max_match: int = 32
+    recent: int = 256
+    max_tokens: int = 1_000_000
+
+
+class Path(Protocol):
+    """The places at which a path of tokens occurs: a node of a suffix tree."""
+
+    count: int
+
+    def children(self, width: int) -> "list[tuple[int, Path]]":
+        """The `width` most frequent next tokens, each with its node, the most frequent first."""
+        ...
+
+
+class Own:
+    """Places in the text itself: positions of what follows the path."""
+
+    def __init__(self, ids: list[int], after: list[int]) -> None:
+        self.ids, self.after, self.count = ids, after, len(after)
+
+    def children(self, width: int) -> list[tuple[int, Path]]:
+        found: dict[int, list[int]] = {}
+        for p in self.after:
+            if p < len(self.ids):
+                found.setdefault(self.ids[p], []).append(p + 1)
+        ranked = sorted(found.items(), key=lambda x: (-len(x[1]), -x[1][-1]))[:width]
+        return [(token, Own(self.ids, after)) for token, after in ranked]
+
+
+class Index:
+    """Given texts and the order of their suffixes."""
+
+    def __init__(self, text_N: NDArray[np.int32], order_N: NDArray[np.int32]) -> None:
+        self.text_N, self.order_N = text_N, order_N
+
+    def column(self, row: int, offset: int) -> int:
+        """The token `offset` after the beginning of the row-th suffix."""
+        at = int(self.order_N[row]) + offset
+        return int(self.text_N[at]) if at < len(self.text_N) else SEPARATOR
+
+
+class Given:
+    """Places in the given texts: suffixes `low` to `high` begin with the path, `length` long."""
+
+    def __init__(self, index: Index, low: int, high: int, length: int) -> None:
+        self.index, self.low, self.high, self.length = index, low, high, length
+        self.count = high - low
+
+    def narrowed(self, token: int) -> "Given":
+        """The places at which this token follows."""
+
+        def key(row: int) -> int:
+            return self.index.column(row, self.length)
+
+        rows = range(self.low, self.high)
+        low = self.low + bisect_left(rows, token, key=key)
+        high = self.low + bisect_right(rows, token, lo=low - self.low, key=key)
+        return Given(self.index, low, high, self.length + 1)
+
+    def children(self, width: int) -> list[tuple[int, Path]]:
+        step = -(-self.count // SAMPLED)
+        at_R = self.index.order_N[self.low : self.high : step] + self.length
+        at_R = at_R[at_R < len(self.index.text_N)]
+        ranked = Counter(self.index.text_N[at_R].tolist()).most_common(width + 1)
+        found = [(t, self.narrowed(t)) for t, _ in ranked if t != SEPARATOR]
+        return [(t, path) for t, path in sorted(found, key=lambda x: -x[1].count)[:width]]
+
+
+class Suffixes:
+    """The text read so far, and all places at which one of its suffixes occurred before."""
+
+    def __init__(self, config: SuffixConfig, index: Index) -> None:
+        self.config, self.index = config, index
+        self.ids: list[int] = []
+        self._where: dict[int, list[int]] = {}  # positions of each token
+        self._lengths: dict[int, int] = {}  # how much matches before each place
+        self._given: list[Given] = []  # matches in the given texts, the longest first
+        self._read = 0  # tokens that these have read
+
+    def push(self, token: int) -> None:
+        where = self._where.setdefault(token, [])
+        known, longest = self._lengths, self.config.max_match
+        self._lengths = {
+            p + 1: min(known.get(p, 0) + 1, longest) for p in where[-self.config.recent :]
+        }
+        where.append(len(self.ids))
+        self.ids.append(token)
+
+    def matches(self) -> list[tuple[int, Path]]:
+        """Match lengths with their nodes; of equal nodes the one with the longer match."""
+        found: list[tuple[int, Path]] = []
+        for match in self._known():
+            if not found or found[-1][1].count != match.count:
+                found.append((match.length, match))
+        by_length: dict[int, list[int]] = {}
+        for p, n in self._lengths.items():
+            by_length.setdefault(n, []).append(p)
+        after: list[int] = []
+        for n in sorted(by_length, reverse=True):
+            after = sorted(after + by_length[n])
+            found.append((n, Own(self.ids, after)))
+        return found
+
+    def _known(self) -> list[Given]:
+        """Matches in the given texts: of a long prompt its end alone is read."""
+        if len(self.ids) - self._read > self.config.max_match:
+            self._given, self._read = [], len(self.ids) - self.config.max_match
+        for token in self.ids[self._read :]:
+            whole = Given(self.index, 0, len(self.index.order_N), 0)
+            shorter = (m for m in [*self._given, whole] if m.length < self.config.max_match)
+            self._given = [m for m in (m.narrowed(token) for m in shorter) if m.count]
+        self._read = len(self.ids)
+        return self._given
+
+    def chain(self, count: int) -> list[int]:
+        found = [self._followed(n, path, count) for n, path in self.matches()]
+        return max(found, key=lambda x: x[0], default=(0.0, []))[1]
+
+    def tree(self, depth: int, nodes: int) -> list[Node]:
+        """The `nodes` nodes of one match's tree with the largest D, the likeliest first."""
+        found = [self._spread(n, path, depth, nodes) for n, path in self.matches()]
+        return max(found, key=lambda x: x[0], default=(0.0, []))[1]
+
+    def _followed(self, match: int, path: Path, count: int) -> tuple[float, list[int]]:
+        """Σ D and the tokens of the draft along the most frequent children."""
+        tokens: list[int] = []
+        weight, score = 1.0, 0.0
+        for _ in range(self._most(match, count)):
+            child = next(iter(path.children(1)), None)
+            if child is None or weight * child[1].count / path.count < self.config.threshold:
+                break
+            weight *= child[1].count / path.count
+            token, path = child
+            tokens.append(token)
+            score += weight
+        return score, tokens
+
+    def _spread(self, match: int, root: Path, depth: int, nodes: int) -> tuple[float, list[Node]]:
+        """Σ D and the nodes of the tree that grows where D is largest."""
+        found: list[Node] = []
+        heap: list[tuple[float, int, int, int, int, Path]] = []
+        score, order = 0.0, 0  # `order` settles ties: the earlier first
+        at, weight, parent, level = root, 1.0, -1, 1
+        while True:
+            if level <= self._most(match, depth):
+                for token, child in at.children(nodes):
+                    share = weight * child.count / at.count
+                    if share >= self.config.threshold:
+                        heapq.heappush(heap, (-share, order, token, parent, level + 1, child))
+                        order += 1
+            if not heap or len(found) == nodes:
+                return score, found
+            less, _, token, above, level, at = heapq.heappop(heap)
+            weight, parent = -less, len(found)
+            found.append((token, above))
+            score += weight
+
+    def _most(self, match: int, depth: int) -> int:
+        return min(depth, max(1, int(self.config.factor * match)), SORTED - match)
+
+
+class Suffix(Copying):
+    Config = SuffixConfig
+    text_N: Tensor
+    order_N: Tensor
+
+    def __init__(self, config: SuffixConfig, shape: dict) -> None:
+        super().__init__(config, shape)
+        require(config.factor > 0, f"drafter.factor={config.factor}: give a number above 0")
+        require(
+            0 < config.threshold <= 1,
+            f"drafter.threshold={config.threshold}: give a number in (0, 1]",
+        )
+        require(
+            1 <= config.max_match < SORTED,
+            f"drafter.max_match={config.max_match}: give 1 to {SORTED - 1}",
+        )
+        require(config.recent >= 1, f"drafter.recent={config.recent}: give 1 or more")
+        size = shape.setdefault("tokens", 1)  # 1: a separator, so that no tensor is empty
+        self.register_buffer("text_N", torch.full((size,), SEPARATOR, dtype=torch.int32))
+        self.register_buffer("order_N", torch.zeros(size, dtype=torch.int32))
+        self._index: tuple[Tensor, Index] | None = None
+
+    def fit(
+        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
+    ) -> None:
+        """Index the given texts; of each, the stretches that its mask marks."""
+        joined = [SEPARATOR]
+        for ids, mask in zip(texts, masks or texts, strict=True):
+            for token, said in zip(ids, mask, strict=True):
+                if masks is None or said:
+                    joined.append(token)
+                elif joined[-1] != SEPARATOR:
+                    joined.append(SEPARATOR)
+            if joined[-1] != SEPARATOR:
+                joined.append(SEPARATOR)
+        text_N = np.array(joined[-self.config.max_tokens :], dtype=np.int32)
+        device = self.text_N.device
+        self.text_N = torch.from_numpy(text_N).to(device)
+        self.order_N = torch.from_numpy(suffix_order(text_N)).to(device)
+        self.shape["tokens"] = len(text_N)
+
+    def memory(self) -> Suffixes:
+        if self._index is None or self._index[0] is not self.text_N:  # fitted, loaded or moved
+            index = Index(self.text_N.cpu().numpy(), self.order_N.cpu().numpy())
+            self._index = (self.text_N, index)
+        return Suffixes(self.config, self._index[1])
+
+
+def suffix_order(text_N: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The beginnings of all suffixes in their order, told apart by SORTED tokens at least.
+
+    By doubling (Manber and Myers 1990): suffixes ordered by their first w tokens, and the ranks
+    of what comes w later, give the order by 2 w.
+    """
+    size, width = len(text_N), 1
+    rank_N = np.unique(text_N, return_inverse=True)[1].astype(np.int64)
+    order_N = np.argsort(rank_N, kind="stable")
+    while width < SORTED and rank_N.max() < size - 1:
+        later_N = np.zeros_like(rank_N)
+        later_N[: max(0, size - width)] = rank_N[width:] + 1
+        both_N = rank_N * (size + 1) + later_N
+        order_N = np.argsort(both_N, kind="stable")
+        ordered_N = both_N[order_N]
+        rank_N[order_N] = np.cumsum(np.r_[0, ordered_N[1:] != ordered_N[:-1]])
+        width *= 2
+    return order_N.astype(np.int32)

@@ -1,0 +1,156 @@
+"""A smaller encoder-decoder of the target's tokenizer as draft (Leviathan et al. 2023: T5-small
+for T5-XXL). It reads the prompt with its own encoder, once, and tokens alone after that.
+
+Letters: B batch, T time, A anchors, K depth, D width, S draft vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from specdec.context import Context
+from specdec.drafters.base import Drafter, last_of, pieces, unread
+from specdec.drafters.models.lm import fresh
+from specdec.errors import UserError
+from specdec.sampling.trees import Growth
+from specdec.target.encoder_decoder import Reader, Seq2SeqCache, Seq2SeqTarget
+
+if TYPE_CHECKING:
+    from specdec.target.causal import Target
+
+
+@dataclass
+class Seq2SeqLMConfig:
+    """Where the draft comes from.
+
+    `source`: a hub name or a folder, or "random": the target's architecture with `overrides` of
+    its config and fresh weights. `train_embeddings=false` leaves the embedding and the LM head
+    as they start.
+    """
+
+    name: str = "seq2seq_lm"
+    depth: int = 5
+    source: str = "google-t5/t5-small"
+    overrides: dict[str, Any] = field(
+        default_factory=lambda: {"num_layers": 2, "num_decoder_layers": 2}
+    )
+    train_embeddings: bool = False
+
+
+class Seq2SeqLM(Drafter):
+    Config = Seq2SeqLMConfig
+
+    def __init__(self, config: Seq2SeqLMConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        self.model = fresh(AutoModelForSeq2SeqLM, shape["model"], config.train_embeddings)
+        self.reader = Reader(self.model)
+
+    @property
+    def train_depth(self) -> int:
+        return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
+
+    @classmethod
+    def plan(cls, config: Seq2SeqLMConfig, target: "Target") -> dict[str, Any]:
+        if not isinstance(target, Seq2SeqTarget):
+            raise UserError(
+                "drafter=seq2seq_lm drafts for an encoder-decoder target: give drafter=lm, or a "
+                "target such as T5"
+            )
+        if config.source == "random":
+            model = target.model.config.to_dict()
+            if unknown := sorted(set(config.overrides) - set(model)):
+                raise UserError(f"drafter.overrides.{unknown[0]} is no key of the target")
+            model |= config.overrides
+        else:
+            try:
+                found = AutoConfig.from_pretrained(config.source)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"drafter.source={config.source!r} could not be loaded: give random, a hub "
+                    "name or a folder with a Hugging Face encoder-decoder LM"
+                ) from error
+            if not found.is_encoder_decoder:
+                raise UserError(
+                    f"drafter.source={config.source!r} is no encoder-decoder LM, as the target is"
+                )
+            model = found.to_dict()
+        for key, theirs in (
+            ("vocab_size", target.vocab_size),
+            ("decoder_start_token_id", target.reader.start),
+        ):
+            if model.get(key) != theirs:
+                raise UserError(
+                    f"drafter.source={config.source!r} has {key}={model.get(key)}, the target "
+                    f"{theirs}: they must be of the same tokenizer"
+                )
+        return {"target_vocab": target.vocab_size, "draft_vocab": None, "model": model}
+
+    def start(self, target: "Target") -> None:
+        if self.config.source != "random":
+            trained = AutoModelForSeq2SeqLM.from_pretrained(self.config.source, dtype="float32")
+            self.model.load_state_dict(trained.state_dict())
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """As `LM.hidden`; 0 at anchors among the encoder's tokens."""
+        if drafted_BAk is None:
+            out, spread = self.reader.read(
+                ctx.ids_BT, position_BT=ctx.position_BT, document_BT=ctx.document_BT
+            )
+            out_BTD = spread(out)
+            steps = torch.arange(self.depth, device=anchors_BA.device)
+            index = (anchors_BA[..., None] + steps).clamp_max(ctx.ids_BT.shape[1] - 1)
+            rows = out_BTD.gather(1, index.flatten(1)[..., None].expand(-1, -1, out_BTD.shape[-1]))
+            return rows.view(*index.shape, -1)
+        rows_BAkD = []
+        for b, anchors in enumerate(anchors_BA.tolist()):
+            for i, a in enumerate(anchors):
+                first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
+                ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
+                out, spread = self.reader.read(ids)
+                rows_BAkD.append(spread(out)[0, a - first :])
+        return torch.stack(rows_BAkD).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        logits = self.model.get_output_embeddings()(hidden)
+        bias = getattr(self.model, "final_logits_bias", None)
+        return logits if bias is None else logits + bias[0]
+
+    def unembed_parameters(self) -> list[nn.Parameter]:
+        head = self.model.get_output_embeddings()
+        return [p for p in head.parameters() if p.requires_grad]
+
+    def new_cache(self) -> Seq2SeqCache:
+        return self.reader.new_cache()
+
+    def begin(self, ctx: Context, cache: Seq2SeqCache | None = None) -> Growth:
+        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+
+
+class Cached:
+    """The draft at its anchors, over its own caches: it first reads what was committed."""
+
+    def __init__(self, drafter: Seq2SeqLM, ctx: Context, cache: Seq2SeqCache) -> None:
+        self.drafter, self.cache = drafter, cache
+        counts = ctx.counts()
+        if not cache.starts:
+            out, spread = drafter.reader.read(ctx.ids_BT[:, : max(counts)], cache)
+            cache.keep(counts)
+            last_BD = last_of(spread(out), counts)
+        else:
+            new = unread(cache, [n - start for n, start in zip(counts, cache.starts, strict=True)])
+            hidden_BTD = self._read(pieces(ctx.ids_BT, cache.known(), max(new)), None)
+            cache.keep(new)
+            last_BD = last_of(hidden_BTD, new)
+        self.logits_BS = drafter.unembed(last_BD, 0)
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        return self.drafter.unembed(self._read(tokens_BW, parents_BW), 1)
+
+    def marginals(self, depth: int) -> Tensor | None:
+        return None
+
+    def _read(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+        return self.drafter.reader.read(ids_BT, self.cache, parents_BT)[0]

@@ -1,0 +1,421 @@
+"""A draft LM with another tokenizer than the target's (Timor et al. 2025, "Accelerating LLM
+Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies").
+
+The draft reads the target's text in tokens of its own, made anew from the text in every round;
+what it read before stays cached as far as the tokens agree. Two ways back:
+
+- `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
+  both vocabularies have, so that q is a distribution over the target's vocabulary, and every
+  verification rule and every shape of a draft applies. Teacher forcing reads what the decoder
+  would read at each anchor, and counts a depth as nothing drafted where the text's own tokens up
+  to there are not all in the intersection: a decoder never gets there.
+- `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft
+  writes greedily, its text is made into target tokens, and these are proposed with q None, so
+  that a token x is kept with p(x). All tokens can be drafted, and only chains. Its teacher
+  forcing shows, as with prompt lookup, what is drafted from each anchor, whatever the text goes
+  on with: exact at T = 0, where a depth counts only if all before it were right; at T > 0 depth 0
+  is exact, and later depths are of a proposal that the text has left.
+
+Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context, Needs, Proposal
+from specdec.drafters.base import Drafter, copied_chains, last_of
+from specdec.errors import UserError, nearest, require
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.choose import Choose
+from specdec.sampling.trees import Growth, Shape, Stop
+from specdec.target.causal import DTYPES, Target, TargetConfig
+
+METHODS = ("tli", "slem")
+NOTHING = -1  # "no token drafted", in place of an id
+TAIL = 8  # tokens before a piece of text that are enough to see how it joins them
+REPLACED = "\ufffd"  # stands for bytes that are not a whole character
+
+
+@dataclass
+class TranslatedConfig:
+    """`source` is the draft LM, as a target's path is given: a hub name, a folder, a GGUF file,
+    package:NAME. `draft_tokens`: how many of its own tokens the draft writes in a round of slem;
+    null: `depth` of them."""
+
+    name: str = "translated"
+    depth: int = 5
+    source: str = ""
+    method: str = "tli"
+    draft_tokens: int | None = None
+
+
+class Translated(Drafter):
+    Config = TranslatedConfig
+    trainable = False
+
+    def __init__(self, config: TranslatedConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        self.copies = config.method == "slem"
+        self.register_buffer("draft_S", torch.zeros(shape["draft_vocab"] or 0, dtype=torch.long))
+        self.draft_S: Tensor
+        self.lm: Target  # the draft, attached: frozen, and never saved
+        self.bridge: Bridge
+
+    @classmethod
+    def plan(cls, config: TranslatedConfig, target: Target) -> dict[str, Any]:
+        if config.method not in METHODS:
+            near = nearest(config.method, METHODS)
+            raise UserError(f"drafter.method={config.method!r} is unknown{near}")
+        require(
+            config.draft_tokens is None or config.draft_tokens >= 1,
+            f"drafter.draft_tokens={config.draft_tokens}: give 1 or more, or null",
+        )
+        lm = _loaded(config, target)
+        common = None
+        if config.method == "tli":
+            bridge = Bridge(target.tokenizer, lm.tokenizer)
+            common = len(bridge.common(target.vocab_size, lm.vocab_size)[0])
+            require(
+                common > 0,
+                f"drafter.source={config.source!r}: its vocabulary and the target's have no token "
+                "in common: give drafter.method=slem",
+            )
+        return {
+            "target_vocab": target.vocab_size,
+            "draft_vocab": common,
+            "draft_fingerprint": lm.fingerprint(),
+        }
+
+    def start(self, target: Target) -> None:
+        if self.vocab_S is not None:
+            ids = self.bridge.common(target.vocab_size, self.lm.vocab_size)
+            self.vocab_S, self.draft_S = (torch.tensor(x, device=target.device) for x in ids)
+            self._unembed = self.lm.unembedding(self.draft_S)
+
+    def attach(self, target: Target) -> None:
+        self.lm = _loaded(self.config, target)
+        if self.lm.fingerprint() != self.shape["draft_fingerprint"]:
+            raise UserError(
+                f"drafter.source={self.config.source!r} has other weights than when this draft was "
+                "made: give the same, or make the draft again"
+            )
+        self.bridge = Bridge(target.tokenizer, self.lm.tokenizer)
+        self._unembed = self.lm.unembedding(self.draft_S)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """tli: hidden states [B, A, K, D + 1], the last column 0, or -inf where a token before
+        that depth cannot be drafted. slem: the drafted ids themselves [B, A, K, 1], or -1."""
+        depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        found = []
+        for b, (ids, anchors) in enumerate(zip(ctx.ids_BT.tolist(), anchors_BA.tolist())):
+            cache = self.new_cache()
+            for i, a in enumerate(anchors):
+                first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
+                text = ids[first : a + 1]
+                if self.vocab_S is None:
+                    tokens = self._written([text], cache)[0][:depth]
+                    padded = tokens + [NOTHING] * (depth - len(tokens))
+                    found.append(torch.tensor(padded, dtype=torch.float32)[:, None])
+                    continue
+                after = ids[a + 1 : a + depth] if drafted_BAk is None else drafted_BAk[b, i]
+                found.append(
+                    self._forced(text, torch.as_tensor(after, dtype=torch.long), depth, cache)
+                )
+        return torch.stack(found).view(*anchors_BA.shape, depth, -1).to(anchors_BA.device)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        """Draft logits over the intersection; slem: 0 at the drafted token, -inf elsewhere."""
+        if self.vocab_S is not None:
+            return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
+        token = hidden.long()
+        logits = hidden.new_full((*token.shape[:-1], self.target_vocab), -torch.inf)
+        value = torch.zeros_like(hidden).masked_fill(token == NOTHING, -torch.inf)
+        return logits.scatter(-1, token.clamp_min(0), value)
+
+    def new_cache(self) -> "TranslatedCache":
+        return TranslatedCache(self.lm.new_cache())
+
+    def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
+        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+
+    @torch.no_grad()
+    def draft(
+        self,
+        ctx: Context,
+        shape: Shape,
+        choose: Choose,
+        cache: "TranslatedCache | None" = None,
+        stop: Stop | None = None,
+    ) -> Proposal:
+        if self.vocab_S is not None:
+            return super().draft(ctx, shape, choose, cache, stop)
+        written = self._written(ctx.rows(), cache or self.new_cache())
+        return copied_chains([ids[: shape.depth] for ids in written], ctx)
+
+    def read(self, texts: Sequence[list[int]], cache: "TranslatedCache") -> Tensor:
+        """The draft's hidden states [B, D] after texts in target tokens."""
+        owns = [self._fitting(self.bridge.to_draft(ids)) for ids in texts]
+        new = cache.back_to(owns)
+        longest = max(new)
+        tails = [own[len(own) - n :] + [0] * (longest - n) for own, n in zip(owns, new)]
+        ids_BT = torch.tensor(tails, device=self.lm.device)
+        _, hidden_BTD = self.lm.features(ids_BT, Needs(), cache=cache.slots)
+        cache.keep(owns, new)
+        return last_of(hidden_BTD, new)
+
+    def continued(self, ids_BT: Tensor, cache: "TranslatedCache", parents: Any = None) -> Tensor:
+        """Hidden states [B, T, D] of tokens in the draft's own ids, which are not committed."""
+        return self.lm.features(ids_BT, Needs(), cache=cache.slots, parents_BT=parents)[1]
+
+    def own_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The draft's ids of target tokens, and which of them are in the intersection."""
+        assert self.vocab_S is not None
+        index = torch.searchsorted(self.vocab_S, tokens).clamp_max(len(self.vocab_S) - 1)
+        return self.draft_S[index], self.vocab_S[index] == tokens
+
+    def _forced(
+        self, text: list[int], after_k: Tensor, depth: int, cache: "TranslatedCache"
+    ) -> Tensor:
+        """Hidden states [K, D + 1] at the end of a text and after each of the tokens after it."""
+        hidden_KD = self.read([text], cache)
+        own_k, known_k = self.own_ids(after_k.to(self.lm.device))
+        if len(own_k):
+            more_1kD = self.continued(own_k[None], cache)
+            hidden_KD = torch.cat([hidden_KD, more_1kD[0]])
+        reached_K = torch.cat([known_k.new_ones(1), known_k.cumprod(0).bool()])
+        flag_K1 = torch.zeros_like(hidden_KD[:, :1]).masked_fill(~reached_K[:, None], -torch.inf)
+        hidden_KD = torch.cat([hidden_KD, flag_K1], 1)
+        beyond = hidden_KD.new_full((depth - len(hidden_KD), hidden_KD.shape[1]), -torch.inf)
+        beyond[:, :-1] = 0  # past the end of the text, where nothing is measured
+        return torch.cat([hidden_KD, beyond])
+
+    def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
+        """What the draft writes after each text, in target tokens."""
+        last_BD = self.read(texts, cache)
+        steps: list[list[int]] = []
+        for n in range(self.config.draft_tokens or self.depth):
+            if n:
+                own_B1 = torch.tensor(steps[-1], device=self.lm.device)[:, None]
+                last_BD = self.continued(own_B1, cache)[:, -1]
+            steps.append(self.lm.logits(last_BD).float().argmax(-1).tolist())
+        rows = [list(row) for row in zip(*steps)]
+        return [
+            self.bridge.to_target(ids, own, new) for ids, own, new in zip(texts, cache.read, rows)
+        ]
+
+    def _fitting(self, own: list[int]) -> list[int]:
+        """The end of a text that fits the draft's positions. The cut moves in leaps, so that what
+        is cached stays right most of the time."""
+        positions = getattr(self.lm.config, "max_position_embeddings", None) or len(own) + 256
+        room = positions - min(64, positions // 4)
+        over, leap = len(own) - room, max(1, room // 2)
+        return own if over <= 0 else own[-(-over // leap) * leap :]
+
+
+class TranslatedCache:
+    """The draft's keys and values, and the tokens that they are of."""
+
+    def __init__(self, slots: SlotCache) -> None:
+        self.slots = slots
+        self.read: list[list[int]] = []
+
+    def back_to(self, owns: list[list[int]]) -> list[int]:
+        """Forget what is not the beginning of these rows; how many tokens of each are to be read,
+        at least one."""
+        if not self.read:
+            self.read = [[] for _ in owns]
+        self.slots.drop()
+        kept = [min(_shared(*pair), len(pair[1]) - 1) for pair in zip(self.read, owns, strict=True)]
+        self.slots.lengths = kept
+        return [len(own) - n for own, n in zip(owns, kept)]
+
+    def keep(self, owns: list[list[int]], new: list[int]) -> None:
+        self.slots.keep(new)
+        self.read = owns
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        if self.read:
+            self.slots.select(rows)
+            self.read = [self.read[b] for b in rows]
+
+
+class Cached:
+    """tli at its anchors, over the draft's KV cache; nodes of any shape grow from there."""
+
+    def __init__(self, drafter: Translated, ctx: Context, cache: TranslatedCache) -> None:
+        self.drafter, self.cache = drafter, cache
+        self.logits_BS = drafter._unembed(drafter.read(ctx.rows(), cache))
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        own_BW, _ = self.drafter.own_ids(tokens_BW)
+        return self.drafter._unembed(self.drafter.continued(own_BW, self.cache, parents_BW))
+
+    def marginals(self, depth: int) -> Tensor | None:
+        return None
+
+
+class Bridge:
+    """Two tokenizers of the same text. Tokens are compared by the text that they stand for when
+    they follow another token, and special ones by their names, or by their being the eos."""
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self.target, self.draft = target, draft
+        self.specials = _same_specials(target, draft)  # target id -> draft id
+        self._back = {own: theirs for theirs, own in self.specials.items()}
+        self._roles = {
+            getattr(target, f"{role}_token_id", None)
+            for role in ("bos", "eos", "pad", "unk", "cls", "sep")
+        }
+        self._special, self._own_special = set(target.all_special_ids), set(draft.all_special_ids)
+        first = draft.bos_token_id
+        begins = first is not None and first in draft("").input_ids
+        self.prefix = [first] if begins else []
+        spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
+        self._nothing = [spare]  # what the draft reads where no text is left for it
+
+    def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:
+        """Target ids, ascending, of the tokens that both have, and their draft ids."""
+        theirs = _by_text(self.target, target_size)
+        ours = _by_text(self.draft, draft_size)
+        found = {theirs[text]: own for text, own in ours.items() if text in theirs}
+        specials = {a: b for a, b in self.specials.items() if a < target_size and b < draft_size}
+        pairs = sorted((found | specials).items())
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+    def to_draft(self, ids: list[int]) -> list[int]:
+        """A text in target tokens in the draft's; never empty. The target's special tokens are
+        the draft's own, or text, or (bos, eos and their like, where it has none) left out."""
+        own, run = list(self.prefix), []
+        for i in [*ids, None]:
+            if i is not None and i not in self.specials and i not in self._roles:
+                run.append(i)
+                continue
+            if run:
+                text = _text(self.target, run).rstrip(REPLACED)
+                own += self.draft.encode(text, add_special_tokens=False)
+                run = []
+            if i in self.specials and [self.specials[i]] != own:
+                own.append(self.specials[i])
+        return own or self._nothing
+
+    def to_target(self, ids: list[int], own: list[int], new: list[int]) -> list[int]:
+        """What the draft wrote (`new`, after its own tokens `own`) as target tokens to follow
+        `ids`; fewer, or none, where its text cannot be made of whole target tokens there."""
+        end = next((n for n, i in enumerate(new) if i in self._own_special), len(new))
+        before = _after_last(own, self._own_special)[-TAIL:]
+        was, text = _text(self.draft, before), _text(self.draft, before + new[:end])
+        if not text.startswith(was):
+            return []
+        text = text[len(was) :].rstrip(REPLACED)
+        special = [self._back[i] for i in new[end : end + 1] if i in self._back]
+        if not text:
+            return special
+        tail = _after_last(ids, self._special)[-TAIL:]
+        was = _text(self.target, tail)
+        known = self.target.encode(was, add_special_tokens=False)
+        whole = self.target.encode(was + text, add_special_tokens=False)
+        candidates = [self.target.encode(text, add_special_tokens=False)]
+        if whole[: len(known)] == known:
+            candidates.insert(0, whole[len(known) :])
+        for found in candidates:
+            if _text(self.target, tail + found) == was + text:
+                return found + special
+        return []
+
+
+def _loaded(config: TranslatedConfig, target: Target) -> Target:
+    require(bool(config.source), "drafter.source is missing: the draft LM's hub name or folder")
+    require(
+        target.tokenizer is not None,
+        "drafter=translated needs the target's tokenizer, and this target has none",
+    )
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == target.dtype)
+    return _load(config.source, dtype, str(target.device))
+
+
+@lru_cache(maxsize=1)  # `plan` and `attach` read one and the same
+def _load(source: str, dtype: str, device: str) -> Target:
+    try:
+        lm = Target.load(TargetConfig(path=source, dtype=dtype, device=device))
+    except UserError as error:
+        raise UserError(str(error).replace("target.path", "drafter.source")) from error
+    lm.new_cache()  # raises where a rejected token cannot be dropped
+    return lm
+
+
+def _same_specials(target: Any, draft: Any) -> dict[int, int]:
+    """Special tokens that both have, target id -> draft id: of one name, or both the eos or bos."""
+    skipped = {target.unk_token_id, target.pad_token_id} - {target.eos_token_id}
+    theirs = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
+    pairs = {i: theirs.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
+    found = {i: own for i, own in pairs.items() if own is not None and i not in skipped}
+    for a, b in (
+        (target.eos_token_id, draft.eos_token_id),
+        (target.bos_token_id, draft.bos_token_id),
+    ):
+        if None not in (a, b) and a not in found and b not in found.values():
+            found[a] = b
+    return found
+
+
+def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
+    """The ordinary tokens by the bytes that they stand for when they follow another token; of
+    tokens of one text a byte of its own comes last, and else the lowest id first."""
+    count, special = min(size, len(tokenizer)), set(tokenizer.all_special_ids)
+    ids = [i for i in range(count) if i not in special]
+    names = tokenizer.convert_ids_to_tokens(ids)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    found: dict[bytes, int] = {}
+    bytes_alone: dict[bytes, int] = {}
+    if "ByteLevel" in decoder:
+        table = {c: b for b, c in _byte_letters().items()}
+        for i, name in zip(ids, names):
+            if i in added:
+                found.setdefault(name.encode(), i)
+            elif name is not None and all(c in table for c in name):
+                found.setdefault(bytes(table[c] for c in name), i)
+        return found
+    plain = (i for i in ids if _text(tokenizer, [i]).strip().isalnum())
+    before = next(plain, ids[0] if ids else 0)
+    was = _text(tokenizer, [before])
+    texts = tokenizer.batch_decode(
+        [[before, i] for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    for i, name, text in zip(ids, names, texts):
+        if name is None:
+            continue
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+            bytes_alone.setdefault(bytes([int(name[3:5], 16)]), i)
+        elif text.startswith(was) and len(text) > len(was) and REPLACED not in text:
+            found.setdefault(text[len(was) :].encode(), i)
+    return bytes_alone | found
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 + n."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {b: chr(b) for b in shown} | {b: chr(256 + n) for n, b in enumerate(hidden)}
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _after_last(ids: list[int], special: set[int]) -> list[int]:
+    """What follows the last special token."""
+    start = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in special), 0)
+    return ids[start:]
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many first entries are the same."""
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,119 @@
+"""Medusa-1 (Cai et al. 2024): parallel heads on the target's last hidden state.
+
+Head k maps the hidden state at a - 1 to token a + 1 + k:
+logits_k = W2_k (SiLU(W1_k h) + h), W1 zero-started and W2 from the target's LM head, so that
+training starts from the target's own head. Letters: B batch, A anchors, K heads, D width.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import Drafter
+
+if TYPE_CHECKING:
+    from specdec.target.causal import Target
+
+
+@dataclass
+class MedusaConfig:
+    """`depth` heads, each of `num_layers` residual layers and an LM head.
+
+    `shared_head`: one trained LM head for all of them; false is the paper's own head each.
+    """
+
+    name: str = "medusa"
+    depth: int = 3
+    num_layers: int = 1
+    draft_vocab: int | None = 8192
+    shared_head: bool = True
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W1_l x) for each layer l in turn, named as vLLM loads it."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.silu(layer(x))
+        return x
+
+
+class Medusa(Drafter):
+    Config = MedusaConfig
+    needs = Needs(final_hidden=True)
+
+    def __init__(self, config: MedusaConfig, shape: dict[str, Any]) -> None:
+        super().__init__(config, shape)
+        self.max_depth = config.depth
+        width, size = shape["width"], shape["draft_vocab"] or shape["target_vocab"]
+        self.blocks = nn.ModuleList(
+            ResidualBlock(width, config.num_layers) for _ in range(config.depth)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, size, bias=False)
+            for _ in range(1 if config.shared_head else config.depth)
+        )
+
+    @classmethod
+    def plan(cls, config: MedusaConfig, target: "Target") -> dict[str, Any]:
+        pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
+        return {
+            "target_vocab": target.vocab_size,
+            "draft_vocab": pruned,
+            "width": target.width,
+        }
+
+    def start(self, target: "Target") -> None:
+        rows = slice(None) if self.vocab_S is None else self.vocab_S
+        for block in self.blocks:
+            for layer in block.layers:  # type: ignore[union-attr]
+                layer.weight.zero_()
+        for head in self.lm_heads:
+            head.weight.copy_(target.head.weight[rows])  # type: ignore[operator]
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        heads = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        assert ctx.final_BTD is not None
+        index_BA1 = (anchors_BA - 1).clamp_min(0)[..., None]
+        last_BAD = ctx.final_BTD.gather(1, index_BA1.expand(-1, -1, ctx.final_BTD.shape[-1]))
+        last_BAD = last_BAD.to(next(self.parameters()).dtype)
+        return torch.stack([self.blocks[k](last_BAD) for k in range(heads)], 2)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
+
+    def unembed_parameters(self) -> list[nn.Parameter]:
+        return [head.weight for head in self.lm_heads]  # type: ignore[misc]
+
+    def begin(self, ctx: Context, cache: Any = None) -> "Parallel":
+        return Parallel(self, ctx)
+
+
+class Parallel:
+    """Heads that read no drafted token: the logits of a node are those of its depth."""
+
+    def __init__(self, drafter: Medusa, ctx: Context) -> None:
+        self.drafter = drafter
+        self.anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+        none = ctx.ids_BT.new_zeros(*self.anchor_B1.shape, drafter.depth - 1)
+        self.hidden_BKD = drafter.hidden(ctx, self.anchor_B1, none)[:, 0]
+        self.logits_BS = drafter.unembed(self.hidden_BKD[:, 0], 0)
+        self.depths: list[int] = []
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        parent = len(self.depths) - 1 if parents_BW is None else int(parents_BW[0, 0])
+        depth = 1 + (self.depths[parent] if parent >= 0 else 0)
+        self.depths += [depth] * tokens_BW.shape[1]
+        logits_BS = self.drafter.unembed(self.hidden_BKD[:, depth], depth)
+        return logits_BS[:, None].expand(-1, tokens_BW.shape[1], -1)
+
+    def marginals(self, depth: int) -> Tensor:
+        heads = range(min(depth, self.hidden_BKD.shape[1]))
+        return torch.stack([self.drafter.unembed(self.hidden_BKD[:, k], k) for k in heads], 1)

@@ -1,0 +1,134 @@
+"""How logits become tokens: the sampler, the caller's logits processors, and randomness by row.
+
+One object serves a whole generation, for target and draft alike: p and q are warped the same
+way. Letters: B batch, W nodes of a tree, C children a node, S draft vocabulary, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.decoding.verify import draws, sample
+from specdec.sampling.sampler import Sampler
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
+Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens drafted up to it
+
+
+class Chosen(NamedTuple):
+    """Children of W nodes: target ids [B, W, C] (-1: q has no more mass), their indices in the
+    draft vocabulary, and q [B, W, S or V]; q None: the tokens were not drawn at random. `logits`
+    are what they were chosen from, after the processors: `index_BWC` counts in those."""
+
+    tokens_BWC: Tensor
+    index_BWC: Tensor
+    q_BWS: Tensor | None
+    logits_BWS: Tensor
+
+
+class Choose:
+    """Warps logits and picks tokens.
+
+    `siblings` says how a node's children are drawn: "without" replacement, "with", or "fixed"
+    (the likeliest ones; q is then one-hot). `generators`: one a row, so that a row's draws do
+    not depend on its neighbours. `processors` see a row's `texts` and the path drafted.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        siblings: str,
+        generators: Sequence[torch.Generator],
+        vocab_S: Tensor | None = None,
+        vocab_size: int = 0,
+        processors: Sequence[Processor] = (),
+    ) -> None:
+        self.sampler = sampler
+        self.siblings = "fixed" if sampler.greedy else siblings
+        self.generators = list(generators)
+        self.vocab_S = vocab_S
+        self.vocab_size = vocab_size
+        self.processors = list(processors)
+        self.texts: list[list[int]] = []  # of each row, for the processors
+
+    def __call__(
+        self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None
+    ) -> Chosen:
+        """`count` children of each node, from the draft's logits there; none, and no draw from
+        its generator, for a row that is not in `going_B`."""
+        logits, whole = self.drafted(logits_BWS, paths), bool(self.processors)
+        if self.siblings == "fixed":
+            q = None
+            logits = logits.float()
+            if count == 1:
+                best, index = logits.max(-1, keepdim=True)
+            else:
+                best, index = logits.topk(min(count, logits.shape[-1]), -1)
+            none = best.isneginf()
+        else:
+            q = self.sampler.probs(logits)
+            index, none = self._draw(q, count, going_B)
+        tokens = index if self.vocab_S is None or whole else self.vocab_S[index]
+        if none.any():
+            tokens = tokens.masked_fill(none, -1)
+        return Chosen(tokens, index, q, logits)
+
+    def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
+        """The draft's logits after the processors, which need the target's whole vocabulary."""
+        if not self.processors:
+            return logits_BWS
+        if self.vocab_S is not None:
+            whole = logits_BWS.new_full((*logits_BWS.shape[:2], self.vocab_size), -torch.inf)
+            logits_BWS = whole.index_copy_(-1, self.vocab_S, logits_BWS)
+        return self.processed(logits_BWS, paths)
+
+    def processed(self, logits_BWV: Tensor, paths: Paths) -> Tensor:
+        """Logits after the processors: each sees the row's text and the path to the node."""
+        if not self.processors:
+            return logits_BWV
+        out = logits_BWV.float().clone()
+        for b, of_row in enumerate(paths()):
+            text_T = torch.tensor(self.texts[b], device=out.device)
+            for w, path in enumerate(of_row):
+                ids = torch.cat([text_T, text_T.new_tensor(path)])[None]
+                for processor in self.processors:
+                    if out[b, w].isneginf().all():  # nothing to choose from, and some raise on it
+                        break
+                    out[b, w] = processor(ids, out[b, w][None])[0]
+        return out
+
+    def token(self, logits_BV: Tensor) -> Tensor:
+        """The target's own next token of each row [B], from logits that are processed."""
+        if self.sampler.greedy:
+            return logits_BV.float().argmax(-1)  # bfloat16 argmax is slow on a CPU
+        p_BV = self.sampler.probs(logits_BV)
+        return torch.cat([sample(p_BV[b, None], g) for b, g in enumerate(self.generators)])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self.generators = [self.generators[b] for b in rows]
+
+    def _draw(self, q_BWS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Indices [B, W, count] drawn from q, and which of them do not exist."""
+        index, none = [], []
+        going = [True] * len(q_BWS) if going_B is None else going_B.tolist()
+        if self.siblings != "with":
+            count = min(count, q_BWS.shape[-1])
+        for q_WS, generator, wanted in zip(q_BWS, self.generators, going, strict=True):
+            if not wanted:
+                index.append(torch.zeros(len(q_WS), count, dtype=torch.long, device=q_WS.device))
+                none.append(torch.ones_like(index[-1], dtype=torch.bool))
+                continue
+            if count == 1 or self.siblings == "with":
+                safe = q_WS.clone() if q_WS.sum(-1).min() <= 0 else q_WS
+                if safe is not q_WS:
+                    safe[q_WS.sum(-1) <= 0] = 1
+                drawn = draws(safe, count, generator)
+            else:  # the order of q / Exp(1) is that of draws without replacement
+                race = torch.empty_like(q_WS).exponential_(generator=generator)
+                drawn = (q_WS / race).topk(count, -1).indices
+            index.append(drawn)
+            none.append(q_WS.gather(-1, drawn) <= 0)
+        return torch.stack(index), torch.stack(none)

@@ -1,0 +1,318 @@
+"""The decoder beyond losslessness: ends, streaming, processors, lengths, the transformers call.
+
+Run alone: python -m pytest tests/decoding/test_decode.py
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from specdec.decoding.decode import Round, decode, generate
+from specdec.decoding.length import LENGTHS
+from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.strategy import DecodeConfig, strategy
+from specdec.drafters import Drafter
+from specdec.errors import UserError
+from specdec.runtime import compiled as module
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Dynamic, Shape, Static, best_static, fastest_static
+from specdec.target.causal import Target
+from tests.drafters.test_contract import SHAPES, make_drafter, make_target, text
+from tests.tiny import make_tokenizer
+
+PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(params=["eagle3", "lm"])
+def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
+    return make_drafter(request.param, target, noise=0.05)
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 17])
+def test_max_new_tokens_is_exact(target: Target, drafter: Drafter, new: int) -> None:
+    plain = generate(target, PROMPTS[0], max_new_tokens=32).ids
+    for g in decode(target, PROMPTS[:1] * 2, max_new_tokens=new, drafter=drafter):
+        assert g.ids == plain[:new]
+        assert len(g.ids) + len(g.overrun) == 1 + g.emitted
+
+
+def test_eos_within_an_accepted_run_ends_the_answer(target: Target) -> None:
+    oracle = make_drafter("lm", target, noise=0.0)
+    plain = generate(target, PROMPTS[0], max_new_tokens=32).ids
+    eos = plain[6]
+    first = plain.index(eos)
+    for shape in SHAPES:
+        g = generate(target, PROMPTS[0], max_new_tokens=32, drafter=oracle, shape=shape, eos=(eos,))
+        assert g.ids == plain[: first + 1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
+def test_streaming_gives_each_rows_answer_in_order(
+    target: Target, drafter: Drafter, shape: Shape
+) -> None:
+    streamed: dict[int, list[int]] = {}
+    rounds: dict[int, list[Round | None]] = {}
+
+    def show(row: int, ids: list[int], last: Round | None) -> None:
+        streamed.setdefault(row, []).extend(ids)
+        rounds.setdefault(row, []).append(last)
+
+    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "eos": (5,)}
+    made = decode(target, PROMPTS, max_new_tokens=20, on_tokens=show, **options)
+    for row, g in enumerate(made):
+        assert streamed[row] == g.ids
+        assert rounds[row] == [None, *g.rounds]
+
+
+def test_stop_strings_end_with_the_token_that_completes_one(target: Target) -> None:
+    """A tokenizer of words and spaces, one token each, over the same 61 ids."""
+    words = Target(target.model, make_tokenizer(), "words")
+    drafter = make_drafter("lm", target, noise=0.05)
+    plain = generate(words, PROMPTS[0], max_new_tokens=40).ids
+    said = [words.tokenizer.decode([i]) for i in plain]
+    wanted = said[9] + said[10]
+    whole = "".join(said)
+    end = next(n for n in range(1, 41) if wanted in words.tokenizer.decode(plain[:n]))
+    for options in ({}, {"drafter": drafter, "shape": Chain(4)}):
+        g = generate(words, PROMPTS[0], max_new_tokens=40, stop=["never!", wanted], **options)
+        assert g.ids == plain[:end]
+    assert wanted in whole and end <= 11
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
+def test_logits_processors_apply_to_target_and_draft(
+    target: Target, drafter: Drafter, shape: Shape
+) -> None:
+    """Greedy with a repetition penalty and no repeated bigrams: what transformers generates."""
+    processors = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2)]
+    options: dict[str, Any] = {"processors": processors, "drafter": drafter, "shape": shape}
+    made = decode(target, PROMPTS, max_new_tokens=16, **options)
+    kept = 0
+    for prompt, g in zip(PROMPTS, made, strict=True):
+        hf = target.model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=16,
+            do_sample=False,
+            repetition_penalty=1.3,
+            no_repeat_ngram_size=2,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        assert g.ids == hf
+        kept += sum(r.accepted for r in g.rounds)
+    oracle = make_drafter("lm", target, noise=0.0)
+    made = decode(target, PROMPTS, max_new_tokens=16, processors=processors, drafter=oracle)
+    plain = decode(target, PROMPTS, max_new_tokens=16, processors=processors)
+    assert [g.ids for g in made] == [g.ids for g in plain]
+
+
+def test_a_processor_makes_sampled_drafts_follow_its_p(target: Target) -> None:
+    """min-p on both sides: no token is committed that p forbids, under either rule."""
+    drafter = make_drafter("eagle3", target, noise=0.05)
+    processor = MinPLogitsWarper(0.2)
+    for rule in ("rejection", "block"):
+        for g in decode(
+            target,
+            PROMPTS * 4,
+            max_new_tokens=12,
+            drafter=drafter,
+            sampler=Sampler(1.0),
+            processors=[processor],
+            rule=rule,
+        ):
+            ids = torch.tensor([g.prompt + g.ids])
+            _, final = target.features(ids, drafter.needs)
+            for t in range(len(g.prompt), ids.shape[1]):
+                logits = processor(ids[:, :t], target.logits(final[:, t - 1]).float().clone())
+                assert not logits[0, ids[0, t]].isneginf()
+
+
+def test_a_sampled_rows_draws_do_not_depend_on_its_neighbours(
+    target: Target, drafter: Drafter
+) -> None:
+    for shape in (Chain(3), Static([[0], [1], [0, 0]])):
+        options: dict[str, Any] = {"drafter": drafter, "shape": shape, "sampler": Sampler(1.0)}
+        together = decode(target, PROMPTS, max_new_tokens=16, seeds=[7, 8, 9], **options)
+        for seed, prompt, g in zip((7, 8, 9), PROMPTS, together, strict=True):
+            (alone,) = decode(target, [prompt], max_new_tokens=16, seeds=[seed], **options)
+            assert alone.ids == g.ids and alone.rounds == g.rounds
+
+
+@pytest.mark.parametrize("name", list(LENGTHS))
+def test_every_length_leaves_greedy_decoding_as_it_is(
+    target: Target, drafter: Drafter, name: str
+) -> None:
+    settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
+    cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
+    how = strategy(cfg, target, drafter, PROMPTS)
+    policy = how.length and how.length()
+    plain = decode(target, PROMPTS, max_new_tokens=24)
+    made = decode(
+        target, PROMPTS, max_new_tokens=24, drafter=drafter, shape=how.shape, length=policy
+    )
+    assert [g.ids for g in made] == [g.ids for g in plain]
+
+
+def test_best_static_takes_the_paths_of_largest_expected_length() -> None:
+    """Acceptance .6 and .2 at depth 0, .5 and .1 at depth 1: by product, [0] .6, [0, 0] .3, [1]
+    .2, [1, 0] .1, [0, 1] .06."""
+    table = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
+    for nodes, paths in (
+        (1, [[0]]),
+        (2, [[0], [0, 0]]),
+        (3, [[0], [1], [0, 0]]),
+        (4, [[0], [1], [0, 0], [1, 0]]),
+        (5, [[0], [1], [0, 0], [0, 1], [1, 0]]),
+    ):
+        assert [list(p) for p in best_static(table, nodes).paths] == paths
+
+
+@pytest.mark.parametrize(
+    "draft,verify,paths",
+    [
+        ([1.0, 1.0], lambda n: 8.0, [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]),  # all is free
+        ([0.0, 9.0], lambda n: 8.0, [[0], [1]]),  # depth is dear: 1.8 / 8, and 2.36 / 17
+        ([1.0, 1.0], lambda n: 1.0 + 5 * n, [[0]]),  # nodes are dear: 1.6 / 7, and 1.9 / 12
+        ([1.0, 1.5], lambda n: 8.0 + (n > 3), [[0], [1], [0, 0]]),  # 2.1 / 9.5; 2.28 / 10.5
+    ],
+)
+def test_fastest_static_weighs_tokens_against_seconds(
+    draft: list[float], verify: Callable[[int], float], paths: list[list[int]]
+) -> None:
+    """Acceptance .6 and .2 at depth 0, .5 and .1 at depth 1: [0] .6, [0, 0] .3, [1] .2, [1, 0] .1,
+    [0, 1] .06, [1, 1] .02."""
+    table = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
+
+    def seconds(depth: int, nodes: int) -> float:
+        return draft[depth - 1] + verify(nodes)
+
+    assert [list(p) for p in fastest_static(table, seconds, 6).paths] == paths
+
+
+@pytest.mark.parametrize("dear", ["drafting", "nodes", "trees"])
+def test_a_static_tree_without_nodes_is_chosen_by_its_times(
+    target: Target, monkeypatch: pytest.MonkeyPatch, dear: str
+) -> None:
+    """Where drafting on takes as long as 20 rounds, one level of siblings; where every node does,
+    one token; and where trees take longer than chains, a chain."""
+
+    def times(target: Any, drafter: Any, rows: Any, shapes: list[Shape], **options: Any) -> Any:
+        found = []
+        for shape in shapes:
+            draft = 1.0 + 20 * (shape.depth - 1) * (dear == "drafting")
+            rest = 1.0 + 20 * shape.nodes * (dear == "nodes")
+            rest += 20 * (dear == "trees" and isinstance(shape, Static))
+            found.append((draft + rest, draft))
+        return found
+
+    monkeypatch.setattr("specdec.decoding.strategy.rounds_in_turn", times)
+    drafter = make_drafter("lm", target, noise=0.3)
+    how = strategy(
+        DecodeConfig(tree="static", gamma=3, max_new_tokens=24), target, drafter, PROMPTS
+    )
+    if dear == "trees":
+        assert how.shape == Chain(3) and how.notes["paths"] == [[0], [0, 0], [0, 0, 0]]
+    else:
+        assert how.shape.depth == 1 and (how.shape.nodes > 1) == (dear == "drafting")
+
+
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) -> None:
+    drafter = make_drafter("lm", target, noise=0.1)
+    how = strategy(DecodeConfig(tree=tree, nodes=14, gamma=3), target, drafter, PROMPTS)
+    chain = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=Chain(3), eos=())
+    made = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=how.shape, eos=())
+    assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)
+    assert [g.ids for g in made] == [g.ids for g in chain]
+
+
+def test_transformers_style_call(target: Target, drafter: Drafter) -> None:
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS])
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
+    made = speculative_generate(
+        target, drafter, input_ids=ids, attention_mask=mask, generation_config=config
+    )
+    for b, prompt in enumerate(PROMPTS):
+        hf = target.model.generate(
+            torch.tensor([prompt]), generation_config=config, pad_token_id=0
+        )[0].tolist()
+        assert made.sequences[b, : len(hf)].tolist() == hf
+    assert made.tau >= 1 and sum(made.accepted_lengths) == sum(
+        len(g.rounds) for g in made.generations
+    )
+    again = speculative_generate(target, drafter, ids[1:2], max_new_tokens=3)
+    assert again.sequences.shape == (1, longest + 3)
+
+
+@pytest.mark.parametrize(
+    "options,word",
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"rule": "blok"}, "block"),
+        ({"shape": Dynamic(2, 4, 2), "do_sample": True, "rule": "recursive"}, "point_mass"),
+        ({"shape": Static([[0], [1]]), "do_sample": True, "rule": "block"}, "chains only"),
+    ],
+)
+def test_what_cannot_be_done_is_said(target: Target, options: dict[str, Any], word: str) -> None:
+    drafter = make_drafter("lm", target)
+    ids = torch.tensor(PROMPTS[:1])
+    with pytest.raises(UserError, match=word):
+        speculative_generate(target, drafter, ids, **{"max_new_tokens": 4} | options)
+
+
+def test_a_tree_path_needs_its_parent_and_prompts_their_room(target: Target) -> None:
+    with pytest.raises(UserError, match="no parent"):
+        Static([[0], [1, 0]])
+    with pytest.raises(UserError, match="positions"):
+        generate(target, [3] * 250, max_new_tokens=10)
+    with pytest.raises(UserError, match="no tokens"):
+        decode(target, [[1], []], max_new_tokens=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "lm"])
+def test_compiled_passes_decode_the_same(
+    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of target and draft: rows of unlike length, and a tree. The draft's passes are compiled in
+    fact."""
+    drafter = make_drafter(name, target, noise=0.05)
+    passes: list[int] = []
+    build = module.compiled
+
+    def counted(run: module.Pass, device: torch.device) -> module.Pass:
+        built = build(run, device)
+
+        def call(cache: Any, **inputs: Any) -> Any:
+            passes.append(cache.capacity)
+            return built(cache, **inputs)
+
+        return call
+
+    monkeypatch.setattr(module, "compiled", counted)  # which drafts call, and the target does not
+    cases: list[tuple[Shape, list[list[int]]]] = [(Chain(2), PROMPTS[:2])]
+    if name == "eagle3":
+        cases.append((Dynamic(2, 5, 3), PROMPTS[1:2]))
+    for shape, asked in cases:
+        options: dict[str, Any] = {"drafter": drafter, "shape": shape, "max_new_tokens": 24}
+        plain = decode(target, asked, **options)
+        passes.clear()
+        fast = decode(target, asked, compiled=True, **options)
+        assert [g.ids for g in fast] == [g.ids for g in plain]
+        assert [g.rounds for g in fast] == [g.rounds for g in plain]
+        assert set(passes) == {256} and len(passes) > max(len(g.rounds) for g in plain)

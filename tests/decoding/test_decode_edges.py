@@ -1,0 +1,426 @@
+"""The decoder at its edges: positions that end, rows that stop early, settings that are wrong.
+
+Run alone: python -m pytest tests/decoding/test_decode_edges.py
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from specdec.context import Needs
+from specdec.decoding.decode import capacity, decode, fitting_rule, generate
+from specdec.decoding.length import length
+from specdec.decoding.policy import Whole
+from specdec.decoding.rows import Rows
+from specdec.decoding.rules import named, rule_name
+from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.strategy import DecodeConfig, costs, strategy
+from specdec.decoding.stream import Stops
+from specdec.decoding.verify import RULES, law
+from specdec.drafters.models.lm import LMConfig
+from specdec.errors import UserError
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
+from specdec.target.causal import Target
+from tests.drafters.test_contract import CONFIGS, L, V, make_drafter, make_target, text
+from tests.tiny import architectures, compose, random_drafter, random_target
+
+PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]
+T1 = Sampler(1.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ngram", "lm", "eagle3", "lookahead", "early_exit"])
+@pytest.mark.parametrize("shape", [Chain(3), Dynamic(3, 6, 2)], ids=lambda s: type(s).__name__)
+def test_drafts_end_where_the_targets_positions_do(name: str, shape: Shape) -> None:
+    """GPT-2 learns a row for each position: one beyond its table is an error."""
+    small = random_target(architectures(V, L, positions=32)["gpt2"])
+    drafter = make_drafter(name, small, noise=0.05)
+    prompt = text(0, 12)[0].tolist()
+    plain = generate(small, prompt, max_new_tokens=20, eos=())
+    made = generate(small, prompt, max_new_tokens=20, drafter=drafter, shape=shape, eos=())
+    assert made.ids == plain.ids and len(made.ids) == 20
+
+
+def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
+    config = architectures(V, L, positions=24)["gpt2"]
+    short = random_target(config)
+    drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
+    prompt = text(0, 12)[0].tolist()
+    plain = generate(target, prompt, max_new_tokens=40, eos=())
+    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, gamma=3, eos=())
+    assert made.ids == plain.ids
+    assert all(r.drafted == 0 for r in made.rounds if r.anchor >= 24)
+    assert any(r.drafted == 3 for r in made.rounds)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lookahead", "early_exit"])
+@pytest.mark.parametrize(
+    "shape",
+    [Chain(3), Static([[0], [1], [0, 0]]), Dynamic(5, 4, 8)],
+    ids=lambda s: type(s).__name__,
+)
+def test_a_fixed_cache_has_room_for_all_that_is_grown(
+    name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled path's cache, without the compiler: from one token left to a full cache."""
+    monkeypatch.setattr("specdec.target.causal.compiled", lambda run, device: run)
+    target = make_target()
+    drafter = make_drafter(name, target, noise=0.05)
+    slots = capacity(220, drafter, shape)
+    cache = target.new_cache(slots)
+    assert cache.fixed
+    prompt = text(3, 180)[0].tolist()
+    plain = generate(target, prompt, max_new_tokens=40, eos=()).ids
+    monkeypatch.setattr(target, "new_cache", lambda capacity=None: cache)
+    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
+    assert made.ids == plain
+
+
+def test_ids_of_another_tokenizer_are_refused(target: Target) -> None:
+    for prompt in ([3, V], [-1, 3]):
+        with pytest.raises(UserError, match="give ids of its own tokenizer"):
+            decode(target, [[3, 4], prompt], max_new_tokens=3)
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("ngram", ""), ("suffix", ""), ("lookahead", ""), ("copy", ""), ("lm", "confidence")],
+)
+def test_rows_that_draft_less_draw_as_if_alone(
+    target: Target, name: str, policy: str, rule: str
+) -> None:
+    """T = 1: chains of unequal length in one batch; a row's tokens depend on its own seed only."""
+    drafter = make_drafter(name, target, noise=0.05)
+    seeds = [7, 8, 9]
+    settings = {"limit": 4, "threshold": 0.2}
+
+    def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
+        options: dict[str, Any] = {"drafter": drafter, "shape": Chain(4), "sampler": T1}
+        if policy:
+            options["length"] = length(policy, settings)
+        return decode(target, prompts, max_new_tokens=24, seeds=seeds, rule=rule, **options)
+
+    repeated = [p * 2 for p in PROMPTS]  # something to copy
+    together = run(repeated, seeds)
+    assert len({r.drafted for g in together for r in g.rounds}) > 1  # they do differ
+    for seed, prompt, g in zip(seeds, repeated, together, strict=True):
+        (alone,) = run([prompt], [seed])
+        assert alone.ids == g.ids and alone.rounds == g.rounds
+
+
+@pytest.mark.parametrize(
+    ("shape", "sampler", "policy"),
+    [
+        (Chain(5), T1, "confidence"),
+        (Static([[0], [1], [2], [0, 0], [2, 0], [2, 0, 0]]), Sampler(1.0, top_k=2), ""),
+    ],
+    ids=["chain", "static"],
+)
+def test_processors_see_tokens_where_a_row_has_none(
+    target: Target, shape: Shape, sampler: Sampler, policy: str
+) -> None:
+    """Absent nodes, -1, are no index for a processor; those that are there draw as if alone."""
+    drafter = make_drafter("lm", target, noise=0.05)
+    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "sampler": sampler}
+    options |= {"processors": [RepetitionPenaltyLogitsProcessor(1.3)], "max_new_tokens": 12}
+
+    def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
+        how = length(policy, {"limit": 5, "threshold": 0.05}) if policy else None
+        return decode(target, prompts, seeds=seeds, length=how, **options)
+
+    together = run(PROMPTS, [7, 8, 9])
+    nodes = zip(*[[r.nodes for r in g.rounds] for g in together])
+    assert any(min(n) + 1 < (max(n) if policy else shape.nodes) for n in nodes)  # a level went on
+    for g, prompt, seed in zip(together, PROMPTS, (7, 8, 9), strict=True):
+        (alone,) = run([prompt], [seed])
+        assert (alone.ids, alone.rounds) == (g.ids, g.rounds)
+
+
+class Pausing(Whole):
+    """Two plain rounds, then three drafted tokens."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def gamma(self, batch: int) -> int:
+        self.rounds += 1
+        return 0 if self.rounds <= 2 else 3
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_rows_may_leave_before_anything_was_drafted(target: Target, name: str) -> None:
+    drafter = make_drafter(name, target, noise=0.05)
+    first = generate(target, PROMPTS[0], max_new_tokens=1, eos=()).ids[0]
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos": (first,)}
+    plain = decode(target, PROMPTS, **options)
+    for policy in (None, Pausing()):
+        made = decode(target, PROMPTS, drafter=drafter, shape=Chain(2), length=policy, **options)
+        assert [g.ids for g in made] == [g.ids for g in plain]
+
+
+def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> None:
+    """A pruned vocabulary, processors and T = 0: q and the token's index are of one vocabulary."""
+    drafter = make_drafter("eagle3", target, noise=0.05)
+    seen: list[float] = []
+
+    class Watching(Whole):
+        reads_q = True
+
+        def gamma(self, batch: int) -> int:
+            return 3
+
+        def stop(self, depth: int, q_BS: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
+            q_B = q_BS.gather(-1, token_B[:, None])[:, 0]
+            assert torch.allclose(q_B, q_BS.max(-1).values)  # greedy drafts are the likeliest
+            seen.extend(q_B.tolist())
+            return torch.zeros_like(token_B, dtype=torch.bool)
+
+    processors = [RepetitionPenaltyLogitsProcessor(1.3)]
+    decode(
+        target, PROMPTS, max_new_tokens=12, drafter=drafter, length=Watching(),
+        processors=processors,
+    )  # fmt: skip
+    assert seen
+
+
+# --- trees ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(rule: str) -> None:
+    """q = p = (.9, .1): the second of two draws, judged as the first, makes token 1 too likely."""
+    with pytest.raises(UserError, match="no sibling before it"):
+        Static([[1]])
+    with pytest.raises(UserError, match="no sibling before it"):
+        Static([[0], [0, 0], [0, 2]])
+    p = torch.tensor([[[0.9, 0.1]] * 2]).double()
+    found = torch.zeros(2).double()
+    for second, chance in ((1, 0.9), (0, 0.1)):  # the first draw took the other one
+        made = law(RULES[rule], torch.tensor([[second]]), torch.tensor([[-1]]), p[:, :1], p)
+        found[second] += chance * made.stop_BM[0, 1]
+        found += chance * made.stop_BM[0, 0] * made.next_BMV[0, 0]
+    assert (found - p[0, 0]).abs().max() > 0.1  # so this is why
+
+
+def test_what_was_tested_is_the_kept_path_and_its_children(target: Target) -> None:
+    """A path that ends at a leaf was not rejected there."""
+    drafter = make_drafter("lm", target, noise=0.1)
+    shape = Static([[0], [1], [0, 0], [0, 0, 0]])  # [1] is a leaf
+    rounds = [
+        r
+        for g in decode(target, PROMPTS, max_new_tokens=60, drafter=drafter, shape=shape, eos=())
+        for r in g.rounds
+    ]
+    leaves = [r for r in rounds if r.path == (1,)]
+    assert leaves and all(r.tested == r.accepted == 1 for r in leaves)
+    assert all(r.tested == r.accepted + 1 for r in rounds if r.path in ((), (0,), (0, 2)))
+    assert all(r.bonus == (r.path in ((1,), (0, 2, 3))) for r in rounds)
+    assert all(r.bonus for r in generate(target, PROMPTS[0], max_new_tokens=5, eos=()).rounds)
+
+
+def test_a_stop_string_of_many_bytes_is_found() -> None:
+    """Five characters of four one-byte tokens each."""
+    stop = "\N{FIRE}" * 5
+    text_bytes = list(("ab" + stop + "cd").encode())
+
+    class Bytes:
+        def decode(self, ids: list[int], **_: object) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    stops = Stops([stop], Bytes())
+    found = [n for n in range(1, len(text_bytes) + 1) if stops.ends([], text_bytes[:n])]
+    assert found == [2 + 20]
+    for cut in (1, 2, 5, 21):  # where the prompt ends and the answer begins
+        assert stops.ends(text_bytes[:cut], text_bytes[cut:22])
+        assert not stops.ends(text_bytes[:cut], text_bytes[cut:23])
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": "confidence", "settings": {"threshold": "x"}}, "threshold"),
+        ({"length": "confidence", "settings": {"limit": 2.5}}, "limit"),
+        ({"length": "optimal", "settings": {"alpha": 0.5, "c": 0.1}}, "alpha"),
+        ({"length": "optimal", "settings": {"thresh": 1, "c": 0.1}}, "thresh"),
+        ({"tree": "dynamic", "settings": {"limit": 3}}, "chains"),
+        ({"paths": [[0]]}, "static"),
+        ({"tree": "static", "paths": [[1]]}, "sibling"),
+        ({"settings": {"limit": 4}}, "would never be reached: give decode.gamma=4"),
+        ({"gamma": 2, "length": "confidence", "settings": {"limit": 3}}, "above γ = 2"),
+    ],
+)
+def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
+    drafter = make_drafter("lm", target)
+    with pytest.raises(UserError, match=words):
+        strategy(DecodeConfig(**options), target, drafter, PROMPTS)
+
+
+def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
+    one = compose(["drafter=lm", "decode.length=confidence", "decode.settings.threshold=0.3"])
+    assert one.decode.settings == {"threshold": 0.3}
+    two = compose(["drafter=lm", "decode.length=optimal", "decode.settings={c: 0.1, v: {4: 1.2}}"])
+    assert length("optimal", two.decode.settings).v(4) == pytest.approx(1.2)  # type: ignore[attr-defined]
+
+
+def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
+    for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
+        with pytest.raises(UserError, match="copies tokens"):
+            strategy(DecodeConfig(**options), target, make_drafter(name, target), PROMPTS)
+    cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
+    how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS)
+    assert how.shape.nodes == 4
+
+
+@pytest.mark.parametrize("shape", [Chain(3), Static([[0], [1], [0, 0]])], ids=["chain", "tree"])
+def test_a_verification_costs_all_that_the_shape_can_draft(
+    target: Target, monkeypatch: pytest.MonkeyPatch, shape: Shape
+) -> None:
+    """After two tokens prompt lookup has one to copy at most, or none."""
+    widths, step = set(), target.step
+
+    def recorded(ids_BT: torch.Tensor, *args: Any) -> Any:
+        widths.add(ids_BT.shape[1])
+        return step(ids_BT, *args)
+
+    monkeypatch.setattr(target, "step", recorded)
+    costs(target, make_drafter("ngram", target), [5], shape, repeats=1)
+    assert widths == {1, 1 + shape.nodes}
+
+
+def test_no_gamma_is_the_trained_depth_and_0_is_plain(target: Target) -> None:
+    drafter = make_drafter("lm", target, noise=0.05)
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos": ()}
+    made = [generate(target, PROMPTS[0], drafter=drafter, gamma=g, **options) for g in (None, 3, 0)]
+    assert made[0].rounds == made[1].rounds and made[0].rounds[0].drafted == drafter.depth == 3
+    assert made[2].rounds == generate(target, PROMPTS[0], **options).rounds
+
+
+def test_a_length_that_would_not_be_asked_is_refused(target: Target) -> None:
+    lm, copies = make_drafter("lm", target), make_drafter("ngram", target)
+    options: dict[str, Any] = {"max_new_tokens": 4, "length": length("confidence", {"limit": 2})}
+    with pytest.raises(UserError, match="a tree has none"):
+        decode(target, PROMPTS, drafter=lm, shape=Static([[0], [1]]), **options)
+    with pytest.raises(UserError, match="Confidence reads q: ngram copies tokens"):
+        decode(target, PROMPTS, drafter=copies, **options)
+
+
+def test_the_rule_that_is_named_instead_does_fit(target: Target) -> None:
+    for shape in (Static([[0], [1], [0, 0]]), Dynamic(3, 5, 2)):
+        with pytest.raises(UserError, match="judges chains only") as caught:
+            fitting_rule("block", shape, T1)
+        (name,) = re.findall(r"give (\w+) for this tree", str(caught.value))
+        assert fitting_rule(name, shape, T1).trees
+
+
+def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
+    for stop, words in (([""], "at once"), (["x"], "tokenizer, and it has none")):
+        with pytest.raises(UserError, match=words):
+            decode(target, PROMPTS, max_new_tokens=2, stop=stop)
+    for depth, nodes, words in ((3, 0, "nodes=0"), (0, 3, "depth=0")):
+        with pytest.raises(UserError, match=words):
+            BestFirst(depth, nodes)
+
+
+def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
+    for words in ("block", "lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"):
+        assert rule_name(named(words)) == words
+    drafter = make_drafter("lm", target, noise=0.3)
+    kept = [
+        sum(g.emitted for g in made) / sum(len(g.rounds) for g in made)
+        for factor in ("1", "0.2")
+        for made in [
+            decode(
+                target, PROMPTS * 4, max_new_tokens=24, drafter=drafter, sampler=T1, eos=(),
+                rule=f"lenience:factor={factor}",
+            )
+        ]
+    ]  # fmt: skip
+    assert kept[1] > kept[0]
+    zero = [
+        decode(target, PROMPTS, max_new_tokens=24, drafter=drafter, eos=(), rule=rule)
+        for rule in ("auto", "typical", "lenience:factor=1", "lenience:factor=0.2")
+    ]  # at T = 0
+    ids = [[g.ids for g in made] for made in zero]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    rounds = [sum(len(g.rounds) for g in made) for made in zero]
+    assert rounds[3] < rounds[2]
+    for wrong, words in (
+        ("lenience:foo=1", "known: factor"),
+        ("block:x=1", "no parameters"),
+        ("lenience:factor", "factor=0.8"),
+        ("lenient", "lenience"),
+        ("lenience:factor=2", "factor=2.0; give"),
+        ("lenience:factor=nan", "factor=nan; give"),
+    ):
+        with pytest.raises(UserError, match=words):
+            DecodeConfig(rule=wrong)
+
+
+def test_seeds_are_one_a_row(target: Target) -> None:
+    for seeds in ([1], [1, 2, 3, 4]):
+        with pytest.raises(UserError, match="seeds"):
+            decode(target, PROMPTS, max_new_tokens=2, sampler=T1, seeds=seeds)
+
+
+def test_a_row_draws_by_the_seed_and_its_place(target: Target) -> None:
+    ids = torch.tensor([PROMPTS[0]] * 2)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 3.0}
+    made = speculative_generate(target, None, ids, seed=3, **options).sequences
+    alone = speculative_generate(target, None, ids[:1], seed=3, **options).sequences
+    assert made[0].tolist() == alone[0].tolist() != made[1].tolist()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lm", "suffix"])
+def test_the_same_prompt_is_read_once_for_all_its_rows(
+    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_drafter(name, target, noise=0.05)
+    asked, seeds = [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], [3, 4, 5, 6]
+    options: dict[str, Any] = {"max_new_tokens": 12, "drafter": drafter, "sampler": T1}
+    alone = [decode(target, [p], seeds=[s], **options)[0] for p, s in zip(asked, seeds)]
+    read: list[int] = []
+    features = target.features
+
+    def counted(ids_BT: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        read.append(len(ids_BT))
+        return features(ids_BT, *args, **kwargs)
+
+    monkeypatch.setattr(target, "features", counted)
+    made = decode(target, asked, seeds=seeds, **options)
+    assert read[0] == 2
+    assert [(g.ids, g.rounds) for g in made] == [(g.ids, g.rounds) for g in alone]
+
+
+@pytest.mark.parametrize("lengths", [[6], [6, 6], [6, 4]], ids=str)
+def test_a_tree_deeper_than_the_window_sees_by_positions(lengths: list[int]) -> None:
+    """A window of 2: the slots of a tree lie further apart than its positions. The deepest node's
+    logits are those of its path as a text."""
+    windowed = random_target(architectures(61, 2, window=2)["mistral"])
+    prompts = [text(b, n)[0].tolist() for b, n in enumerate(lengths)]
+    rows, cache = Rows(prompts, windowed.device), windowed.new_cache()
+    windowed.features(rows.ids(), Needs(), cache=cache)
+    cache.keep(lengths)
+    nodes_BM = torch.tensor([[3, 5, 7, 9, 11, 13, 15, 17]]).expand(len(lengths), -1)
+    parents_BM = torch.tensor([[-1, 0, 0, 1, 1, 3, 3, 5]]).expand(len(lengths), -1)
+    _, logits = windowed.step(nodes_BM, Needs(), cache, parents_BM)
+    for b, prompt in enumerate(prompts):
+        _, final = windowed.features(torch.tensor([[*prompt, 3, 5, 9, 13, 17]]), Needs())
+        torch.testing.assert_close(logits[b, -1], windowed.logits(final)[0, -1])

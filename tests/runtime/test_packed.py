@@ -1,0 +1,140 @@
+"""Linear layers in oneDNN's layout: the same layer, in each of its uses.
+
+Run alone: python -m pytest tests/runtime/test_packed.py
+"""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specdec.decoding.decode import generate
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.formats import draft as checkpoint
+from specdec.formats import export
+from specdec.runtime import packed
+from specdec.target.causal import Target, TargetConfig
+from tests.tiny import random_drafter, random_target, save_target
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
+)
+WIDE = {
+    "vocab_size": 61,
+    "hidden_size": 384,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of sums of 300 products of N(0, 1)
+
+
+def layer(dtype: torch.dtype, bias: bool = True) -> packed.PackedLinear:
+    torch.manual_seed(0)
+    made = nn.Linear(300, 500, bias=bias).to(dtype)
+    packed.pack(nn.Sequential(made))
+    assert isinstance(made, packed.PackedLinear)
+    return made
+
+
+def plain(of: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, of.weight, of.bias)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_is_that_of_the_layer(dtype: torch.dtype, bias: bool) -> None:
+    one = layer(dtype, bias)
+    for shape in ((300,), (1, 300), (8, 300), (2, 3, 300), (100, 300), (0, 300), (2, 0, 300)):
+        x = torch.randn(shape).to(dtype)
+        with torch.inference_mode():
+            found = one(x)
+        torch.testing.assert_close(found, plain(one, x), rtol=0, atol=TOLERANCE[dtype])
+    with torch.no_grad():
+        strided = torch.randn(4, 600).to(dtype)[:, ::2]
+        torch.testing.assert_close(one(strided), plain(one, strided), rtol=0, atol=TOLERANCE[dtype])
+    assert one._copy is not None and one._copy.layout is torch._mkldnn
+
+
+def test_gradients_flow_and_a_changed_weight_is_read() -> None:
+    one = layer(torch.float32)
+    x = torch.randn(4, 300, requires_grad=True)
+    one(x).sum().backward()
+    assert x.grad is not None and one.weight.grad is not None and one._copy is None
+    with torch.no_grad():
+        before = one(x)
+        one.weight.mul_(2)  # as an optimizer's step
+        torch.testing.assert_close(one(x), plain(one, x))
+        assert not torch.allclose(one(x), before)
+        one.weight.data = torch.zeros_like(one.weight)  # as a move to another device and back
+        assert torch.equal(one(x), one.bias.expand(4, 500))
+        assert one.double()(x.double()).dtype is torch.float64  # not packed: computed as it was
+
+
+def test_autocast_is_obeyed() -> None:
+    one = layer(torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert one(torch.randn(2, 300)).dtype is torch.bfloat16
+
+
+def test_it_is_copied_pickled_and_saved_as_any_layer() -> None:
+    one, x = layer(torch.float32), torch.randn(2, 300)
+    with torch.no_grad():
+        expected = one(x)
+        for twin in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert torch.equal(twin(x), expected)
+            twin.weight.zero_()
+            assert torch.equal(one(x), expected)
+    assert list(one.state_dict()) == ["weight", "bias"]
+
+
+def test_only_large_layers_of_its_types_are_packed() -> None:
+    class Other(nn.Linear):
+        pass
+
+    layers = [nn.Linear(4, 4), nn.Linear(300, 500).half(), Other(300, 500), nn.Linear(300, 500)]
+    packed.pack(nn.Sequential(*layers))
+    assert [type(x) is packed.PackedLinear for x in layers] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_target_and_its_draft_are_packed_where_asked(
+    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From disk; greedy text in float32 is that of the layers as they are."""
+    monkeypatch.setattr(packed, "LEAST", 1)
+    folder = save_target(tmp_path / "target")
+    bare = Target.load(TargetConfig(str(folder), "float32", "cpu", packed=False))
+    checkpoint.save(tmp_path / "draft", random_drafter(Medusa.Config(), bare, 0.1), bare)
+    target = Target.load(TargetConfig(str(folder), "float32", "cpu", packed=asked))
+    drafter = checkpoint.load(tmp_path / "draft", target)
+    for module in (target.model, drafter):
+        found = {type(m) for m in module.modules() if isinstance(m, nn.Linear)}
+        assert found == {packed.PackedLinear if asked else nn.Linear}
+    assert target.fingerprint() == bare.fingerprint()
+    expected = generate(bare, [1, 2, 3], max_new_tokens=20, eos=()).ids
+    assert generate(target, [1, 2, 3], max_new_tokens=20, eos=()).ids == expected
+    made = generate(target, [1, 2, 3], max_new_tokens=20, eos=(), drafter=drafter)
+    assert made.ids == expected and made.rounds
+
+
+def test_an_export_of_a_packed_draft_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of float32 in another order would not be the same logits; layers of 300 and more are
+    wide enough to be summed otherwise."""
+    monkeypatch.setattr(packed, "LEAST", 1)
+    target = random_target(LlamaConfig(**WIDE))
+    drafter = random_drafter(Medusa.Config(), target, 0.1)
+    plain_logits = drafter.unembed(torch.ones(1, 384), 0)
+    packed.pack(drafter)
+    with torch.no_grad():
+        assert not torch.equal(drafter.unembed(torch.ones(1, 384), 0), plain_logits)
+    export.write(tmp_path / "out", drafter, target)
+    assert packed.is_packed(export.read(tmp_path / "out", drafter, target))

@@ -1,0 +1,236 @@
+"""What the scripts compute on their own: text while it streams, a two-sample test, warm-ups.
+
+Run alone: python -m pytest tests/scripts/test_scripts.py
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from specdec.decoding.decode import decode
+from specdec.decoding.stream import Stream
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.errors import UserError
+from specdec.sampling.trees import Chain, Dynamic, Shape
+from specdec.target.causal import Target
+from tests.tiny import REPOSITORY, architectures, process, random_target
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, as byte-level BPE has for what its merges do not cover."""
+    vocab = {c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_character_comes_with_the_token_that_completes_it() -> None:
+    """é takes 2 bytes, 🙂 4: "aé🙂b" is 8 tokens."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("aé🙂b")
+    stream = Stream(tokenizer)
+    assert [stream.add([i]) for i in ids] == ["a", "", "é", "", "", "", "🙂", "b"]
+    assert stream.rest() == "" and stream.text() == "aé🙂b"
+    for cut in range(len(ids) + 1):  # however rounds cut it
+        stream = Stream(tokenizer)
+        assert stream.add(ids[:cut]) + stream.add(ids[cut:]) == "aé🙂b"
+    stream = Stream(tokenizer)
+    assert stream.add(ids[:2]) == "a" and stream.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_long_answer_is_not_decoded_anew_for_each_token() -> None:
+    tokenizer, lengths = byte_tokenizer(), []
+    decode_all = tokenizer.decode
+
+    def counted(ids, **options):
+        lengths.append(len(ids))
+        return decode_all(ids, **options)
+
+    tokenizer.decode = counted  # type: ignore[method-assign]
+    text = "aé🙂b " * 200
+    stream = Stream(tokenizer)
+    assert "".join(stream.add([i]) for i in tokenizer.encode(text)) + stream.rest() == text
+    assert max(lengths) < 150
+
+
+def test_homogeneity_of_two_samples() -> None:
+    """Two cells of 30, 20 and 20, 30: each of the four is 5 off its 25, χ² = 4 · 25 / 25. Rare
+    cells are pooled, here 2 and 1 of one side with 1 and 2 of the other: 3 and 3, no deviation."""
+    from benches.lossless import homogeneity
+
+    one, two = Counter(a=30, b=20), Counter(a=20, b=30)
+    assert homogeneity(one, two) == (pytest.approx(4.0), 1)
+    assert homogeneity(one, one) == (0.0, 1)
+    chi, freedom = homogeneity(one + Counter(c=2, d=1), two + Counter(c=1, d=2))
+    assert (chi, freedom) == (pytest.approx(4.0), 2)
+
+
+def test_every_prompt_warms_up_what_is_compiled() -> None:
+    from benches.speed import Variant, in_turn, ratio
+
+    calls: dict[str, list[int]] = {"eager": [], "compiled": []}
+    variants = {
+        name: Variant(
+            lambda prompt, seen=seen: seen.append(len(prompt)),
+            lambda _prompt, _result: 1,
+            name == "compiled",
+        )
+        for name, seen in calls.items()
+    }
+    in_turn(variants, [[1] * n for n in (2, 5, 3)])
+    assert calls == {"eager": [2, 5, 2, 5, 3], "compiled": [2, 5, 3, 2, 5, 3]}
+    assert ratio([3.0], [2.0]) == "1.50 (one prompt)"
+    assert ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4) == "2.50 (1.25 to 3.75)"
+
+
+def test_drafts_that_know_nothing_yet_are_not_measured() -> None:
+    from benches.subject import drafts_of
+
+    target = random_target(architectures(16, 2)["llama"])
+    assert list(drafts_of([Path("ngram"), Path("suffix")], target)) == ["ngram", "suffix"]
+    for name in ("bigram", "unigram", "eagle3"):
+        with pytest.raises(UserError, match=f"{name} learns from texts: run `python train.py"):
+            drafts_of([Path(name)], target)
+    with pytest.raises(UserError, match="ngram is measured already"):
+        drafts_of([Path("ngram"), Path("ngram")], target)
+
+
+def stood_in(
+    monkeypatch: pytest.MonkeyPatch, target: Target, prompts: list[list[int]], decoder: Any
+) -> None:
+    """Let `bench lossless` measure this target on these prompts through this decoder."""
+    from benches import lossless as bench
+
+    monkeypatch.setattr(bench, "target_of", lambda *_: target)
+    monkeypatch.setattr(bench, "held_out", lambda *_: prompts)
+    monkeypatch.setattr(bench, "decode", decoder)
+
+
+def test_identity_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Decoded once each, whatever was interrupted; other prompts or other weights are measured
+    anew, and a draft that changes one answer is told."""
+    from benches import lossless as bench
+
+    target = random_target(architectures(16, 2)["llama"])
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    calls: list[int] = []
+    left = [2]  # calls until it is interrupted
+
+    def counted(_target, part, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        calls.append(len(part))
+        return decode(target, part, **options)
+
+    stood_in(monkeypatch, target, prompts, counted)
+
+    def run() -> str:
+        bench.lossless([Path("ngram")], 3, 6, False, [2], tmp_path / "kept")
+        return capsys.readouterr().out
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert calls == [3, 2]  # all plainly, then the first batch
+    left[0] = 1
+    assert "3 of 3" in run() and calls == [3, 2, 1]
+    assert "3 of 3" in run() and calls == [3, 2, 1]
+    prompts[0] = [1, 2]
+    left[0] = 3
+    assert "3 of 3" in run() and calls[3:] == [3, 2, 1]
+    broken = bench.Kept(tmp_path / "kept", [target.fingerprint(), 6, prompts])
+    broken.get(["plain", 0], dict)["ids"][1] = [0] * 6
+    broken.known = {key: found for key, found in broken.known.items() if "plain" in key}
+    monkeypatch.setattr(bench, "Kept", lambda *_: broken)
+    left[0] = 2
+    assert "2 of 3" in run()
+
+
+@pytest.mark.parametrize(("gamma", "chain", "tree"), [(2, 2, 2), (5, 5, 4), (None, 5, 4)])
+def test_identity_drafts_as_deep_as_asked(
+    monkeypatch: pytest.MonkeyPatch, gamma: int | None, chain: int, tree: int
+) -> None:
+    from benches import lossless as bench
+
+    shapes: list[Shape | None] = []
+
+    def seen(*given, shape=None, **options):
+        shapes.append(shape)
+        return decode(*given, shape=shape, **options)
+
+    target = random_target(architectures(16, 2)["llama"])
+    stood_in(monkeypatch, target, [[1, 2, 3]], seen)
+    bench.lossless([Path("ngram")], 1, 6, True, [1], None, gamma)
+    assert shapes == [None, Chain(chain), Dynamic(tree, 12, 4)]
+
+
+def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benches import lossless as bench
+
+    def never(*_, **__):
+        raise AssertionError("decoded")
+
+    target = random_target(architectures(16, 2)["llama"])
+    stood_in(monkeypatch, target, [[1, 2, 3]], never)
+    drafter = Medusa.build(Medusa.Config(depth=2), target)
+    monkeypatch.setattr(bench, "drafts_of", lambda *_: {"medusa": drafter})
+    with pytest.raises(UserError, match="2 heads"):
+        bench.lossless([Path("medusa")], 1, 6, False, [1], None, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["scripts/generate", "x", "hello", "--beams", "2", "--top-p", "0.9"], "--top-p"),
+        (["scripts/generate", "x", "hello", "--beams", "2", "--compile"], "--compile"),
+        (["scripts/generate", "x"], "no prompt"),
+        (["scripts/bench", "samples", "x", "--gamma", "3"], "--gamma"),
+        (["scripts/bench", "lossless", "x", "--dtype", "float16"], "--dtype"),
+        (["scripts/bench", "trees", "x", "y"], "y"),
+        (["scripts/bench", "theory", "x", "--gamma", "0"], "--gamma 0"),
+        (["scripts/export", "x", "--to", "y", "--with-target", "tests"], "tests holds something"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_options_that_would_be_ignored_are_refused(arguments: list[str], part: str) -> None:
+    done = process(arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert part in done.stderr.splitlines()[-1]
+
+
+def test_an_engine_is_spoken_to_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of vLLM's Python a shell that chatters, answers once, and ends of a fault."""
+    from benches import engine
+
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    counts = '"num_drafts": [4], "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1]'
+    answer = f'{{"ids": [7, 8], "seconds": 0.5, {counts}}}'
+    python.write_text(
+        f"#!/bin/sh\necho chatter; echo '@{{}}'; read line; echo '@{answer}'\n"
+        "echo that is all >&2; exit 3\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(engine, "VENV", tmp_path)
+    with engine.Engine(tmp_path, "eagle3", 2, "float32") as served:
+        assert served.answer([1, 2], 2) == engine.Served([7, 8], 0.5, 4, 3, [2, 1])
+        for _ in range(2):  # it has ended, or ends while it is written to
+            with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
+                served.answer([1, 2], 2)

@@ -1,0 +1,234 @@
+"""Models with habits of their own: decoded as transformers decodes them, or refused in one line.
+
+Run alone: python -m pytest tests/target/test_architectures.py
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from specdec.decoding.decode import decode, generate
+from specdec.drafters import DRAFTERS
+from specdec.drafters.copying.counts import BigramConfig
+from specdec.drafters.copying.ngram import NgramConfig
+from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.models.sparse import SparseConfig
+from specdec.errors import UserError
+from specdec.sampling.trees import Chain, Static
+from specdec.target.causal import Target
+from specdec.target.encoder_decoder import Seq2SeqTarget
+from tests.target.test_seq2seq import make_target as make_seq2seq
+
+V = 61
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, **HEADS}
+LONGROPE = {
+    "original_max_position_embeddings": 24,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 6.0],
+        "original_max_position_embeddings": 24,
+    },
+}
+SHARED = {
+    **SMALL,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": V,
+    "hidden_size_per_layer_input": 8,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def target_of(kind: str, **config: Any) -> Target:
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(
+        kind,
+        **{"vocab_size": V, "initializer_range": 0.3, "pad_token_id": 0} | config,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = AutoModelForCausalLM.from_config(made).float().eval()
+    model.generation_config.eos_token_id = None
+    return Target(model, None, kind)
+
+
+def phi3() -> Target:
+    return target_of("phi3", **SMALL, max_position_embeddings=128, **LONGROPE)
+
+
+def words(count: int, seed: int = 3) -> list[int]:
+    return torch.randint(3, V, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def transformers_ids(target: Target, prompt: list[int], new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    made = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return made[0, len(prompt) :].tolist()
+
+
+# --- LongRoPE: the factors of a whole pass go by its longest position ---------------------------
+
+
+@pytest.mark.parametrize("length", [12, 30])
+def test_longrope_on_either_side_of_its_line(length: int) -> None:
+    """Up to the line of 24, drafts end at it: a token beyond would change what comes before."""
+    target, prompt = phi3(), words(length)
+    new = 12 if length == 12 else 30
+    expected = transformers_ids(target, prompt, new)
+    drafter = DRAFTERS["ngram"].build(NgramConfig(depth=6, min_ngram=1), target)
+    for draft in (None, drafter):
+        made = generate(target, prompt, max_new_tokens=new, drafter=draft, eos=())
+        assert made.ids == expected
+
+
+def test_longrope_across_its_line_is_refused() -> None:
+    target = phi3()
+    with pytest.raises(UserError, match="do not fit the 24 positions of the target"):
+        decode(target, [words(12)], max_new_tokens=13)
+    with pytest.raises(UserError, match="do not fit the 24 positions of the target"):
+        decode(target, [words(12), words(40)], max_new_tokens=2)
+    assert (target.room(23), target.room(24)) == (24, 128)
+
+
+# --- Layers that share keys and values ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bigram", "sparse"])
+@pytest.mark.parametrize("shape", [Chain(2), Static([[0], [1], [2], [0, 0], [1, 0]])])
+def test_layers_may_read_the_keys_of_others(family: str, shape: Any) -> None:
+    target = target_of("gemma4_text", **SHARED, max_position_embeddings=256)
+    prompt = list(range(3, 20))
+    plain = generate(target, prompt, max_new_tokens=40, eos=()).ids
+    assert plain == transformers_ids(target, prompt, 40)
+    config: Any = BigramConfig(depth=2)
+    if family == "sparse":
+        config = SparseConfig(depth=2, budget=3, window=2, refresh=3, sink=1, pool=3)
+    drafter = DRAFTERS[family].build(config, target)
+    drafter.fit([prompt + plain, [plain[0], plain[3]] * 3])
+    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
+    assert made.ids == plain
+    assert any(r.accepted for r in made.rounds)
+
+
+# --- A draft cut from the target ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["full_attention", "sliding_attention"])
+def test_kept_layers_keep_their_kind(first: str) -> None:
+    """Layer 0 adds nothing, so that layers 1 to 3 are the target: all they draft is accepted."""
+    target = target_of(
+        "qwen3",
+        **SMALL,
+        head_dim=8,
+        max_position_embeddings=256,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=[first] + ["full_attention"] * 3,
+    )
+    for part in (target.layers[0].self_attn.o_proj, target.layers[0].mlp.down_proj):
+        nn.init.zeros_(part.weight)
+    drafter = DRAFTERS["lm"].build(LMConfig(depth=3, layers=[1, 2, 3]), target).float().eval()
+    made = generate(target, list(range(3, 30)), max_new_tokens=40, drafter=drafter, eos=())
+    assert all(r.accepted == 3 for r in made.rounds)
+
+
+@pytest.mark.parametrize("layers", [None, [3, 7]])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 2}),
+        ("qwen3_moe", {**EXPERTS, "num_experts": 4, "mlp_only_layers": [2]}),
+        (
+            "deepseek_v3",
+            {
+                **EXPERTS,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "n_routed_experts": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 3,
+            },
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_a_config_says_by_layer_is_cut_with_the_layers(
+    kind: str, config: dict[str, Any], layers: list[int] | None
+) -> None:
+    target = target_of(kind, **SMALL | {"num_hidden_layers": 8} | config)
+    drafter = DRAFTERS["lm"].build(LMConfig(depth=2, layers=layers), target)
+    assert drafter.model.config.num_hidden_layers == len(layers or [0, 1, 6, 7])
+    if kind == "smollm3" and layers:
+        assert drafter.model.config.no_rope_layers == [0, 0]
+
+
+def test_a_draft_of_another_kind_of_model_is_refused() -> None:
+    with pytest.raises(UserError, match="drafter=lm drafts with a decoder-only target"):
+        DRAFTERS["lm"].build(LMConfig(), make_seq2seq("t5"))
+    target = target_of("gemma4_text", **SHARED, max_position_embeddings=256)
+    with pytest.raises(UserError, match=r"no draft can be made of this|are no model by themselves"):
+        DRAFTERS["lm"].build(LMConfig(layers=[0, 3]), target)
+
+
+# --- Models that cannot be read with a cache of slots -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (
+            "gpt_neo",
+            {
+                "hidden_size": 32,
+                "num_layers": 4,
+                "num_heads": 4,
+                "attention_types": [[["global", "local"], 2]],
+            },
+        ),
+        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32}),
+        ("openai-gpt", {"n_embd": 32, "n_layer": 4, "n_head": 4}),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": V}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_would_be_read_wrongly_is_refused(kind: str, config: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="read") as caught:
+        target_of(kind, **config)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_decoder_of_an_unknown_kind_is_refused() -> None:
+    config = AutoConfig.for_model(
+        "umt5", vocab_size=V, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
+    )
+    config.decoder_start_token_id = 0
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(UserError, match="UMT5"):
+        Seq2SeqTarget(model, None, "umt5")
+
+
+def test_a_mask_for_each_head_is_obeyed() -> None:
+    """Doge masks each head by itself: attention by groups of heads leaves that to sdpa."""
+    target = target_of("doge", **SMALL, max_position_embeddings=256)
+    target.model.set_attn_implementation("grouped")
+    prompt = words(9)
+    assert generate(target, prompt, max_new_tokens=20, eos=()).ids == transformers_ids(
+        target, prompt, 20
+    )

@@ -1,0 +1,128 @@
+"""Loading a target: its attention is the model's own, its compiled passes are as many as needed.
+
+Run alone: python -m pytest tests/target/test_target.py
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from specdec.context import Needs
+from specdec.drafters.models.lm import LM
+from specdec.errors import UserError
+from specdec.runtime import compiled
+from specdec.target.causal import Target, TargetConfig, grouped_attention
+from tests.tiny import architectures, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    """A tiny config; `gpt_oss` has attention sinks, `gemma2` a soft cap."""
+    if kind != "gpt_oss":
+        return architectures(len(TOKENIZER), 4)[kind]
+    return GptOssConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        rope_scaling={"rope_type": "default", "rope_theta": 10_000.0},
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+    )
+
+
+def saved(folder: Path, kind: str) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(kind))
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):  # large enough that leaving them out would be seen
+            nn.init.normal_(weight, mean=2.0)
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("llama", "grouped"), ("gpt_oss", "eager"), ("gemma2", "eager")]
+)
+def test_the_default_attention_is_the_models_own(tmp_path: Path, kind: str, attention: str) -> None:
+    """Logits of a prefill and of two passes after it, as the model's eager attention has them; a
+    draft LM cut from the target attends as it does."""
+    folder = saved(tmp_path, kind)
+    target = Target.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
+    assert target.config._attn_implementation == attention
+    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = torch.randint(3, len(TOKENIZER), (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = eager(input_ids=ids).logits
+        cache, ours = target.new_cache(), []
+        for part in ids.split([14, 1, 5], 1):
+            ours.append(target.step(part, Needs(), cache)[1])
+            cache.keep([part.shape[1]])
+    assert torch.allclose(torch.cat(ours, 1), theirs, atol=1e-4)
+    draft = LM.build(LM.Config(), target)
+    assert draft.model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(4)}, {"softcap": 30.0}])
+def test_grouped_attention_refuses_what_sdpa_leaves_out(asked: dict[str, Any]) -> None:
+    query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UserError, match="attn_implementation=eager"):
+        grouped_attention(nn.Module(), query, key, key, None, **asked)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "qwen3"])
+def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path, kind: str) -> None:
+    """Of unlike lengths, a shorter one at the very end of the batch, padding in between: each as
+    the model itself reads it, 0 at the padding, and documents of like length in one pass."""
+    target = Target.load(TargetConfig(str(saved(tmp_path, kind)), dtype="float32", device="cpu"))
+    rows = [[20], [3], [1, 19]]
+    ids = torch.randint(3, len(TOKENIZER), (3, 20), generator=torch.Generator().manual_seed(1))
+    position = torch.zeros(3, 20, dtype=torch.long)
+    document = torch.full((3, 20), -1)
+    for b, row in enumerate(rows):
+        for n, part in enumerate(torch.arange(sum(row)).split(row)):
+            position[b, part], document[b, part] = part - part[0], n
+    passes: list[tuple[int, ...]] = []
+    target.model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    ctx, final = target.features(ids, Needs((1, 4)), position_BT=position, document_BT=document)
+    assert sorted(passes) == [(1, 1), (1, 3), (2, 20)]
+    assert ctx.layers_BTF is not None
+    for b, row in enumerate(rows):
+        for part in torch.arange(sum(row)).split(row):
+            alone, theirs = target.features(ids[b, part][None], Needs((1, 4)))
+            assert alone.layers_BTF is not None
+            torch.testing.assert_close(final[b, part], theirs[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                ctx.layers_BTF[b, part], alone.layers_BTF[0], atol=1e-4, rtol=1e-4
+            )
+    assert final[1, 3:].abs().max() == ctx.layers_BTF[1, 3:].abs().max() == 0
+
+
+@pytest.mark.slow
+def test_too_many_graphs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "GRAPHS", 1)
+    target = Target.load(TargetConfig(str(saved(tmp_path, "llama")), dtype="float32", device="cpu"))
+    cache = target.new_cache(capacity=256)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):  # restores what the target sets
+        target.step(torch.tensor([[5]]), Needs(), cache)
+        with pytest.raises(UserError, match="more than 1 graphs"):
+            target.step(torch.tensor([[5, 6]]), Needs(), cache)
+    torch._dynamo.reset()

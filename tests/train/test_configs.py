@@ -1,0 +1,561 @@
+"""Every configuration composes; every mistake is told in one line, with exit code 2.
+
+Run alone: python -m pytest tests/train/test_configs.py         (-m "not slow": under half a minute)
+
+Processes start slowly (about 4 s), so the command line itself is tried with one mistake of each
+path that a message takes; the others go through the same functions in this process.
+"""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from safetensors.torch import save_file
+
+import train
+from specdec.drafters import DRAFTERS
+from specdec.errors import UserError
+from specdec.formats import draft as checkpoint
+from specdec.objectives.losses import LOSSES
+from specdec.target.causal import Target, TargetConfig
+from tests.tiny import (
+    REPOSITORY,
+    Tiny,
+    compose,
+    conversations,
+    process,
+    save_target,
+    write_jsonl,
+)
+from train import pipeline
+from train.config import Config, explain
+
+CONF = REPOSITORY / "conf"
+GROUPS = ["target", "data", "drafter", "loss", "optim", "sampler", "decode", "track"]
+NEEDED = {"target=model": "target.path=x", "data=conversations": "data.path=x"}  # ??? in the yaml
+
+
+def options(group: str) -> list[str]:
+    found = {p.stem for p in (CONF / group).glob("*.yaml")}
+    found |= set(DRAFTERS) if group == "drafter" else set(LOSSES) if group == "loss" else set()
+    return sorted(found)
+
+
+def require_one_line(text: str, *parts: str) -> None:
+    """One line that begins with "error:" and has every part (regular expressions)."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert len(lines) == 1, text
+    assert lines[0].startswith("error: ")
+    for part in parts:
+        assert re.search(part, lines[0]), f"{part!r} is not in {lines[0]!r}"
+
+
+def told(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], folder: Path | None = None
+) -> str:
+    """What `train.py` prints on stderr for these overrides, in this process; without a folder,
+    before the job starts."""
+    capsys.readouterr()
+    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as error:
+        config = compose(overrides)
+        if folder is not None:
+            train.run(config, folder)
+    capsys.readouterr()
+    assert explain(error.value) == 2
+    return capsys.readouterr().err
+
+
+# What composes
+
+
+@pytest.mark.parametrize(
+    "chosen", [f"{g}={o}" for g in (*GROUPS, "experiment", "debug") for o in options(g)]
+)
+def test_every_option_composes(chosen: str) -> None:
+    more = [f"drafter={d}" for d in DRAFTERS] if chosen.startswith("debug") else []
+    for extra in more or [None]:
+        given = [chosen, NEEDED.get(chosen), extra]
+        config = compose([x for x in given if x])
+        assert isinstance(config, Config)
+        assert "${" not in repr(config) and "???" not in repr(config)
+    group, option = chosen.split("=")
+    if group in ("drafter", "loss"):
+        assert getattr(config, group).name == option
+
+
+def test_options_are_there() -> None:
+    """So that a group that lost its files does not pass by having none to try."""
+    assert all(options(g) for g in (*GROUPS, "experiment", "debug", "search"))
+
+
+@pytest.mark.parametrize("option", options("search"))
+def test_every_search_composes(option: str) -> None:
+    """With the sweeper's own configuration; each key that it searches exists."""
+    cfg = compose([f"search={option}"], hydra=True)
+    assert "Optuna" in cfg.hydra.sweeper._target_
+    config = compose([f"search={option}"])
+    for key in cfg.hydra.sweeper.params:
+        node: Any = config
+        for part in key.split("."):
+            node = getattr(node, part)
+
+
+def test_defaults_are_those_of_the_classes() -> None:
+    assert compose([]).drafter == DRAFTERS["eagle3"].Config()
+    assert compose(["drafter=medusa", "drafter.depth=5"]).drafter.depth == 5
+    assert compose(["drafter=lm"]).name == "lm"
+
+
+# Mistakes in the configuration
+
+
+@pytest.mark.parametrize(
+    ("mistake", "parts"),
+    [
+        ("loss.nam=kl", ["loss.nam", "did you mean 'name'"]),
+        ("+loss.foo=1", ["loss.foo", "known: .*name"]),
+        ("+loss.nam=kl", ["loss.nam", "did you mean 'name'"]),
+        ("+foo=1", ["'foo'", "known: .*target"]),
+        ("+dat.path=x", ["'dat'", "did you mean 'data'"]),
+        ("lop.rows=3", ["'lop", "did you mean 'loop'"]),
+        ("loop.row=3", ["loop.row", "did you mean 'rows'"]),
+        ("drafter.dept=3", ["drafter.dept", "did you mean 'depth'"]),
+        ("loop.rows=abc", ["loop.rows", "abc", "[Ii]nteger"]),
+        ("loop.rows=1.5", ["loop.rows", "1.5", "[Ii]nteger"]),
+        ("optim.lr=fast", ["optim.lr", "fast", "[Ff]loat"]),
+        ("optim.betas=[a,b]", ["optim.betas", "[Ff]loat"]),
+        ("drafter.depth=deep", ["drafter.depth", "deep", "[Ii]nteger"]),
+        ("drafter=eagle4", ["drafter", "eagle4", "eagle3"]),
+        ("loss=nlaa", ["loss", "nlaa", "nla"]),
+        ("experiment=quick", ["experiment", "quick", "quickstart"]),
+        ("target=smolm2", ["target", "smolm2", "smollm2"]),
+        ("target=model", ["target.path", "[Mm]issing"]),
+        ("data=conversations", ["data.path", "[Mm]issing"]),
+        ("sampler.temperature=-1", ["sampler.temperature", "-1", ">= 0"]),
+        ("sampler.top_p=1.5", ["sampler.top_p", "1.5"]),
+        ("loop.rows", ["loop.rows"]),
+    ],
+)
+def test_a_mistake_in_the_configuration(
+    capsys: pytest.CaptureFixture[str], mistake: str, parts: list[str]
+) -> None:
+    require_one_line(told(capsys, [mistake]), *parts)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "mistake", "right"),
+    [
+        ("medusa", "drafter.num_layer=2", "num_layers"),
+        ("lm", "drafter.train_embedding=true", "train_embeddings"),
+        ("ngram", "drafter.maxngram=2", "max_ngram"),
+    ],
+)
+def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
+    capsys: pytest.CaptureFixture[str], drafter: str, mistake: str, right: str
+) -> None:
+    said = told(capsys, [f"drafter={drafter}", mistake])
+    require_one_line(said, f"did you mean '{right}'")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "parts"),
+    [
+        ("loop.objective=tau", ["loop.objective", "tau_greedy"]),
+        ("loop.precision=fp8", ["loop.precision", "fp8", "bf16"]),
+        ("loop.rows=0", ["loop.rows"]),
+        ("loop.accumulate=0", ["loop.accumulate"]),
+        ("loop.log_every=0", ["loop.log_every"]),
+        ("loop.epochs=0", ["loop.epochs"]),
+        ("loop.rows=1000", ["loop.rows", "fewer than one step"]),
+        ("optim.betas=[0.9]", ["optim.betas"]),
+        ("loss.name=k", ["loss.name", "kl"]),
+        ("loss.chunk=0", ["loss.chunk"]),
+        ("sampler.temperature=0", ["sampler.temperature=0", "train at 1"]),
+        ("features.cache=disc", ["features.cache", "disk"]),
+        ("data.answers=datta", ["data.answers", "data"]),
+        ("data.format=sharegtp", ["data.format", "did you mean 'sharegpt'"]),
+        ("data.held_out=1.5", ["data.held_out", "1.5"]),
+        ("data.held_out=0", ["held.out"]),
+        ("data.limit=0", ["data.limit"]),
+        ("target.dtype=float31", ["target.dtype", "did you mean 'float32'"]),
+        ("target.path=/no/such/model", ["target.path", "/no/such/model"]),
+        ("drafter.depth=0", ["drafter.depth"]),
+        ("drafter.start=targett", ["drafter.start", "did you mean 'target'"]),
+        ("drafter.layers=[1,2,99]", ["99", "to 4"]),
+        ("decode.rule=blok", ["decode.rule|blok", "did you mean 'block'"]),
+        ("decode.gamma=0", ["decode.gamma"]),
+        ("decode.prompts=0", ["prompts"]),
+        ("decode.repeats=0", ["decode.repeats"]),
+        ("decode.temperatures=[]", ["decode.temperatures"]),
+        ("decode.temperatures=[-1.0]", ["temperature", "-1"]),
+        ("export=hff", ["export|layout", "did you mean 'hf'"]),
+    ],
+)
+def test_a_value_that_cannot_be(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, mistake: str, parts: list[str]
+) -> None:
+    """It is told, and before hours of training: no checkpoint was written by then."""
+    require_one_line(told(capsys, tiny.overrides("eagle3", mistake), tmp_path / "run"), *parts)
+    assert not (tmp_path / "run" / "checkpoints").exists(), "told only after training"
+
+
+# Mistakes in the data
+
+
+BROKEN = {
+    "missing": (None, ["no such file"]),
+    "empty": ("", ["no conversation", "empty"]),
+    "blank lines": ("\n\n \n", ["no conversation"]),
+    "not JSON": ("hello, world\n", ["no conversation", "broken JSON line"]),
+    "a list of numbers": ("[1, 2, 3]", ["no conversation", "not a conversation"]),
+    "other records": ('{"text": "once upon a time"}\n', ["not a conversation", "keys text"]),
+    "a number a line": ("1\n2\n", ["no conversation", "not a conversation"]),
+    "null": ("null\n", ["no conversation", "not a conversation"]),
+    "one object": ('{"a": {"messages": []}}', ["no conversation", "keys a"]),
+    "prompts alone": (
+        '{"messages": [{"role": "user", "content": "we go home"}]}\n',
+        ["no .*conversation|no assistant turn"],
+    ),
+    "other roles": ('{"messages": [{"role": "bot", "content": "hi"}]}\n', ["another role"]),
+    "cut in the first record": ('[{"messages": [{"role": "us', ["cut off"]),
+    "binary": ("\x00\x01\x02", ["no conversation"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),  # prompts alone are what the target answers
+    [c for c in itertools.product(BROKEN, ("data", "target")) if c != ("prompts alone", "target")],
+)
+def test_data_that_are_no_conversations(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, answers: str
+) -> None:
+    text, parts = BROKEN[kind]
+    path = tmp_path / "chats.jsonl"
+    if text is not None:
+        path.write_text(text)
+    more = [f"data.path={path}", f"data.answers={answers}"]
+    said = told(capsys, tiny.overrides("medusa", *more), tmp_path / "run")
+    require_one_line(said, re.escape(str(path)), *parts)
+
+
+def test_a_folder_without_data(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    said = told(
+        capsys, tiny.overrides("medusa", f"data.path={tmp_path / 'empty'}"), tmp_path / "run"
+    )
+    require_one_line(said, "empty", r"\.jsonl")
+
+
+def test_no_conversation_short_enough(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = told(capsys, tiny.overrides("medusa", "data.max_length=5"), tmp_path / "run")
+    require_one_line(said, "max_length=5")
+    said = told(capsys, tiny.overrides("medusa", "data.max_prompt=3"), tmp_path / "run2")
+    require_one_line(said, "max_prompt=3")
+
+
+def test_too_few_conversations_for_a_held_out_side(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "one.jsonl", conversations(1))
+    for held_out in ("0.0001", "0.9999"):  # all on one side
+        more = [f"data.path={path}", f"data.held_out={held_out}"]
+        said = told(capsys, tiny.overrides("medusa", *more), tmp_path / f"run{held_out}")
+        require_one_line(said, "no (train|held out) conversation", "data.held_out")
+
+
+def test_a_tokenizer_without_chat_template(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = save_target(tmp_path / "plain", template=None)
+    said = told(capsys, tiny.overrides("medusa", f"target.path={target}"), tmp_path / "run")
+    require_one_line(said, "plain", "no chat template", "instruction-tuned")
+
+
+def test_a_template_that_fails_on_every_conversation(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = save_target(tmp_path / "odd", template="{{ raise_exception('never') }}")
+    said = told(capsys, tiny.overrides("medusa", f"target.path={target}"), tmp_path / "run")
+    require_one_line(said, "refused by the chat template")
+
+
+# Run folders, caches and checkpoints of something else
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("optim.lr=1e-4", r"optim\.lr=0\.005"),
+        ("drafter.depth=1", r"drafter\.depth=2"),
+        ("loss=kl", r"loss\.name='nla'"),
+        ("data.seed=7", r"data\.seed=0"),
+    ],
+)
+def test_a_run_folder_of_another_configuration(
+    tiny: Tiny,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    training_alone: None,
+    change: str,
+    part: str,
+) -> None:
+    tiny.job(tmp_path / "run", "medusa")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    said = told(capsys, tiny.overrides("medusa", change), tmp_path / "run")
+    require_one_line(said, "run", part, "name=", "delete")
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_another_drafter_in_a_run_folder(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, training_alone: None
+) -> None:
+    tiny.job(tmp_path / "run", "medusa")
+    said = told(capsys, tiny.overrides("eagle3"), tmp_path / "run")
+    require_one_line(said, "run", "medusa", "name=")
+
+
+def test_a_command_that_was_mended_runs(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, training_alone: None
+) -> None:
+    """A mistake that was told before any work leaves nothing that the mended command trips on."""
+    told(capsys, tiny.overrides("medusa", "data.path=/no/such/file.jsonl"), tmp_path / "run")
+    tiny.job(tmp_path / "run", "medusa")
+
+
+def test_a_feature_cache_of_another_target(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, training_alone: None
+) -> None:
+    """features.path filled with rows of this target's namesake: same words, other weights."""
+    cache = f"features.path={tmp_path / 'cache'}"
+    other = save_target(tmp_path / "other", seed=1)
+    told_or_not = tiny.overrides("medusa", cache)
+    try:
+        train.run(compose(told_or_not), tmp_path / "a")
+    except UserError:  # see test_loop.py, test_a_feature_cache_at_a_path_of_ones_own
+        assert list((tmp_path / "cache").rglob("meta.json"))
+    more = [cache, f"target.path={other}"]
+    said = told(capsys, tiny.overrides("medusa", *more), tmp_path / "run")
+    require_one_line(said, "feature cache", "cache", "target|fingerprint", "features.path")
+
+
+def test_a_feature_cache_of_another_target_in_its_place_is_not_used(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """Without a path of one's own each target has a folder of its own, even under one name."""
+    root = f"features.root={tmp_path / 'cache'}"
+    tiny.job(tmp_path / "a", "medusa", root)
+    one = {p.parent.name for p in (tmp_path / "cache").rglob("meta.json")}
+    other = save_target(tmp_path / "other", seed=1)
+    train.run(compose(tiny.overrides("medusa", root, f"target.path={other}")), tmp_path / "b")
+    assert len({p.parent.name for p in (tmp_path / "cache").rglob("meta.json")}) == 2 * len(one)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny) -> Path:
+    """A run's folder with a draft, without what follows training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
+        tiny.job(tiny.root / "trained", "medusa")
+    return tiny.root / "trained"
+
+
+def test_a_draft_of_another_target_is_refused(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    namesake = Target.load(TargetConfig(str(save_target(tmp_path / "other", seed=1)), "float32"))
+    with pytest.raises(UserError, match="other weights"):
+        checkpoint.load(trained / "best", namesake)
+
+
+def test_a_draft_serves_its_target_in_any_dtype(tiny: Tiny, trained: Path) -> None:
+    """The draft was trained with the target in float32; scripts/evaluate and scripts/generate
+    load it in bfloat16, scripts/export in float32, whatever it was trained in: the same target,
+    from the same files."""
+    for dtype in ("float32", "bfloat16"):
+        checkpoint.load(trained / "best", Target.load(TargetConfig(str(tiny.target), dtype)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (lambda data: data[: len(data) // 2], "cut short or damaged"),
+        (lambda data: b"", "cut short or damaged"),
+        (lambda data: b"\xff" * 64, "cut short or damaged"),
+    ],
+    ids=["half", "empty", "noise"],
+)
+def test_a_draft_file_that_is_damaged(
+    tiny: Tiny, trained: Path, tmp_path: Path, damage: Any, part: str
+) -> None:
+    target = Target.load(TargetConfig(str(tiny.target), "float32"))
+    (tmp_path / "best").mkdir()
+    for file in (trained / "best").iterdir():
+        data = file.read_bytes()
+        data = damage(data) if file.suffix == ".safetensors" else data
+        (tmp_path / "best" / file.name).write_bytes(data)
+    with pytest.raises(UserError, match=part):
+        checkpoint.load(tmp_path / "best", target)
+
+
+@pytest.mark.parametrize(
+    "card", [b"", b"[]", b"{}", b"null", b'{"format": 1}', b'{"format": 99}', b"\x93\xff\x00"]
+)
+def test_a_card_that_is_none(tmp_path: Path, card: bytes) -> None:
+    (tmp_path / checkpoint.CARD).write_bytes(card)
+    with pytest.raises(UserError, match=r"drafter\.json") as caught:
+        checkpoint.read_card(tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="holds no draft"):  # a file of the folder, not the folder
+        checkpoint.read_card(tmp_path / checkpoint.CARD)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"target": {}}, "'name'"),
+        ({"target": [1]}, "'target'"),
+        ({"family": ["x"]}, "'family'"),
+        ({"shape": [1]}, "'shape'"),
+        ({"config": None}, "'config'"),
+    ],
+)
+def test_a_card_with_a_part_of_a_wrong_type(
+    trained: Path, tmp_path: Path, change: dict[str, Any], part: str
+) -> None:
+    card = checkpoint.read_card(trained / "best")
+    (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
+    with pytest.raises(UserError, match=f"{part} is missing, or of a wrong type"):
+        checkpoint.read_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"family": "eagle4"}, "did you mean 'eagle3'"),
+        ({"config": {"name": "medusa", "dept": 2}}, "dept"),
+    ],
+)
+def test_a_card_of_another_version(
+    tiny: Tiny, trained: Path, tmp_path: Path, change: dict[str, Any], part: str
+) -> None:
+    """A family or a key that this version does not have."""
+    target = Target.load(TargetConfig(str(tiny.target), "float32"))
+    card = json.loads((trained / "best" / checkpoint.CARD).read_text())
+    (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
+    save_file({"x": torch.zeros(1)}, tmp_path / checkpoint.WEIGHTS)
+    with pytest.raises(UserError, match=part):
+        checkpoint.load(tmp_path, target)
+
+
+# The command lines, as processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistakes", "parts"),
+    [
+        # while Hydra composes
+        (["loss.nam=kl"], ["loss.nam", "did you mean 'name'"]),
+        (["drafter=eagle4"], ["eagle4", "eagle3"]),
+        # in the job: after composition, then below train.run
+        (["+loss.foo=1"], ["loss.foo", "known"]),
+        (["data.path=/no/such/file.jsonl"], ["/no/such/file.jsonl", "no such file"]),
+        # under a sweeper
+        (["-m", "loop.rows=abc,2"], ["loop.rows", "abc"]),
+    ],
+    ids=lambda x: x[-1] if isinstance(x, list) else x,
+)
+def test_train_py_tells_a_mistake_in_one_line(
+    tiny: Tiny, tmp_path: Path, mistakes: list[str], parts: list[str]
+) -> None:
+    sweep = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    flags = [x for x in mistakes if x.startswith("-")]  # argparse wants them before the rest
+    script, *given = tiny.command(tmp_path / "run", "medusa")
+    done = process([script, *flags, *given, sweep, *(x for x in mistakes if x not in flags)])
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    require_one_line(without_noise(done.stderr), *parts)
+
+
+def without_noise(stderr: str) -> str:
+    """Progress bars of other libraries end in a carriage return or show a percentage."""
+    return "\n".join(x for x in stderr.splitlines() if not re.search(r"\d+%\|", x))
+
+
+@pytest.mark.slow
+def test_scripts_tell_a_mistake_in_one_line(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    """scripts/evaluate: a draft cut short, a draft of another target, no draft at all."""
+    cut = tmp_path / "cut" / "best"
+    cut.mkdir(parents=True)
+    for file in (trained / "best").iterdir():
+        data = file.read_bytes()
+        half = data[: len(data) // 2] if file.suffix == ".safetensors" else data
+        (cut / file.name).write_bytes(half)
+    other = str(save_target(tmp_path / "other", seed=1))
+    for arguments, parts in (
+        ([str(cut)], ["draft.safetensors", "cut short"]),
+        ([str(trained / "best"), "--target", other], ["other weights", re.escape(other)]),
+        ([str(tmp_path)], ["holds no draft", "runs/NAME/best"]),
+    ):
+        done = process(["scripts/evaluate", *arguments, "--dtype", "float32"])
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        require_one_line(without_noise(done.stderr), *parts)
+
+
+@pytest.mark.slow
+def test_scripts_work_on_what_a_run_leaves(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    """As the README has them: no word about the dtype that the run had."""
+    few = ["--limit", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "report")]
+    for arguments in (
+        ["scripts/evaluate", str(trained / "best"), *few],
+        ["scripts/export", str(trained / "best"), "--to", str(tmp_path / "export")],
+        ["scripts/generate", str(trained / "best"), "we go home", "--max-new-tokens", "6"],
+    ):
+        done = process(arguments)
+        assert done.returncode == 0, (arguments[0], done.stderr[-2000:])
+    assert (tmp_path / "report" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path) -> None:
+    """`optim.lr` from one that trains and one that cannot; 3 trials, the sampler's seed fixed so
+    that both occur. The best is a trial that did not diverge, its value the best τ."""
+    given = [x for x in tiny.overrides("medusa", "decode.prompts=1") if "optim.lr" not in x]
+    done = process(
+        [
+            "train.py",
+            "-m",
+            "hydra/sweeper=optuna",
+            "search=lr",
+            *given,
+            "optim.lr=choice(0.005,1e30)",
+            "loss.depth_decay=choice(0.6,1.0)",
+            "hydra.sweeper.n_trials=3",
+            "hydra.sweeper.sampler.seed=4",
+            f"hydra.sweep.dir={tmp_path / 'sweep'}",
+        ]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    trials = [tmp_path / "sweep" / str(i) for i in range(3)]
+    diverged = [t for t in trials if (t / "diverged").exists()]
+    assert 0 < len(diverged) < 3, "choose a seed with which both rates are tried"
+    for trial in diverged:
+        assert "not finite at step" in (trial / "diverged").read_text()
+    results = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+    values = [
+        json.loads((t / "report" / "results.json").read_text())["training"]["objective"]
+        for t in trials
+        if t not in diverged
+    ]
+    assert re.search(r"optim\.lr: 0\.005", results)
+    best = float(re.search(r"best_value: (\S+)", results)[1])  # type: ignore[index]
+    assert best == pytest.approx(max(values))

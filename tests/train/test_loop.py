@@ -1,0 +1,356 @@
+"""The whole job on a tiny target: its curve and its arithmetic. What interrupts it, and several
+processes, are in test_resume.py.
+
+Run alone: python -m pytest tests/train/test_loop.py            (-m "not slow": under half a minute)
+"""
+
+import itertools
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from specdec.drafters import DRAFTERS
+from specdec.errors import UserError
+from specdec.target.causal import Target
+from tests.runs import draft, final_state, require_same_run
+from tests.tiny import (
+    DRAFTER_OVERRIDES,
+    Tiny,
+    losses,
+    process,
+    records,
+)
+from train import optim, pipeline
+from train.loop import OBJECTIVES, Diverged, LoopConfig, _order, _steps
+from train.optim import OptimConfig
+
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
+    """The targets that a job loads, to look at afterwards."""
+    found: list[Target] = []
+    load = Target.load
+
+    def keep(cfg: Any) -> Target:
+        found.append(load(cfg))
+        return found[-1]
+
+    monkeypatch.setattr(Target, "load", keep)
+    return found
+
+
+# The whole job
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+@pytest.mark.parametrize("name", list(DRAFTER_OVERRIDES))
+def test_whole_job(
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], name: str, answers: str
+) -> None:
+    objective = tiny.job(tmp_path / "run", name, f"data.answers={answers}")
+    assert math.isfinite(objective) and objective >= 1  # τ counts the bonus token
+    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
+    assert [at["temperature"] for at in results["temperatures"]] == [0.0, 1.0]
+    greedy = results["temperatures"][0]
+    assert greedy["identical"] == results["prompts"], "greedy speculation changed an answer"
+    (target,) = loaded
+    fresh = Target.load(pipeline.replace(tiny.config().target))
+    for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "the target was trained"
+    if name in TRAINABLE:
+        curve = [record["loss"] for _, record in losses(tmp_path / "run")]
+        assert all(math.isfinite(x) for line in curve for x in line)
+        steps = [step for step, _ in losses(tmp_path / "run")]
+        assert steps == list(range(1, 1 + (12 if answers == "data" else len(steps))))
+        first, last = (sum(line[0] for line in part) for part in (curve[:3], curve[-3:]))
+        assert last < first, "12 steps of 100 answer tokens lower the loss of depth 0"
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_features_from_disk_and_online_give_one_curve(
+    tiny: Tiny, tmp_path: Path, training_alone: None, name: str
+) -> None:
+    """1e-4: rows go through the target one by one for the disk and in batches online, which
+    differs by float32 rounding (about 1e-6), and 12 steps of AdamW carry that on."""
+    for cache in ("disk", "online"):
+        tiny.job(tmp_path / cache, name, f"features.cache={cache}", "loop.rows=2")
+    pairs = list(zip(losses(tmp_path / "disk"), losses(tmp_path / "online"), strict=True))
+    assert pairs
+    for (step, disk), (_, online) in pairs:
+        assert disk["loss"] == pytest.approx(online["loss"], rel=1e-4), step
+        assert disk["sampled"] == pytest.approx(online["sampled"], rel=1e-4), step
+
+
+def test_a_second_run_reads_the_cache_and_equals_the_first(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    root = f"features.root={tmp_path / 'cache'}"
+    tiny.job(tmp_path / "a", "eagle3", root)
+    made = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")}
+    tiny.job(tmp_path / "b", "eagle3", root)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")} == made
+    require_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_feature_cache_at_a_path_of_ones_own(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """`features.path` holds both sides: training and held-out rows."""
+    tiny.job(tmp_path / "a", "eagle3", f"features.path={tmp_path / 'cache'}")
+    tiny.job(tmp_path / "b", "eagle3")
+    require_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_the_target_stays_as_it_is_when_the_draft_trains_embeddings_cut_from_it(
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
+) -> None:
+    tiny.job(tmp_path / "run", "lm", "drafter.train_embeddings=true", "optim.lr=0.05")
+    (target,) = loaded
+    fresh = Target.load(tiny.config().target)
+    for name, weight in fresh.model.state_dict().items():
+        assert torch.equal(weight, target.model.state_dict()[name]), name
+    theirs = fresh.embedding.weight
+    assert any(
+        x.shape == theirs.shape and not torch.equal(x, theirs)
+        for x in draft(tmp_path / "run").values()
+    ), "the draft's embedding was to be trained"
+
+
+# Divergence
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    kept = [*(folder / "checkpoints").rglob("*"), *(folder / "best").rglob("*")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in kept if p.is_file()}
+
+
+def test_a_row_that_is_not_finite_stops_before_the_update(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epoch 1, 6 steps over 12 rows, reads each row once. One row's features are NaN: the run
+    ends at the step that reads it, names it, and leaves the checkpoint before it as it was."""
+    root = tmp_path / "features"
+    more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]
+    tiny.job(tmp_path / "whole", "medusa", *more)
+    count, bad = 0, 0
+    for path in root.rglob("rows-*.safetensors"):
+        tensors = load_file(path)
+        rows = {int(n.split(".")[0]) for n in tensors}
+        if len(rows) > count:
+            count, shard = len(rows), path
+    order = list(_order(0, count, 2, 5))
+    bad, step = order[4][1], 5  # the second row of the fifth step
+    tensors = load_file(shard)
+    tensors[f"{bad}.final"][:] = math.nan
+    save_file(tensors, shard)
+    updates: list[int] = []
+    adamw = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *a: (updates.append(1), adamw(self, *a))[1]
+    )
+    with pytest.raises(Diverged, match=rf"step {step} \(rows [\d, ]*\b{bad}\b") as error:
+        tiny.job(tmp_path / "run", "medusa", *more)
+    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
+    assert len(updates) == step - 1
+    run = tmp_path / "run"
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
+        "step-0000003",
+        "step-0000004",
+    ]
+    assert losses(run) == losses(tmp_path / "whole")[: step - 1]
+    for weight in (*final_state(run).values(), *draft(run).values()):
+        assert weight.isfinite().all()
+    before = snapshot(run)
+    with pytest.raises(Diverged):  # again: it stops in the same place and touches nothing
+        tiny.job(run, "medusa", *more)
+    assert snapshot(run) == before
+    shutil.rmtree(root)  # the cause is gone: the run goes on to the same end
+    tiny.job(run, "medusa", *more)
+    require_same_run(run, tmp_path / "whole")
+
+
+def test_a_learning_rate_that_explodes_is_reported(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    with pytest.raises(Diverged, match=r"(loss|gradient) is not finite at step \d+ \(rows"):
+        tiny.job(tmp_path / "run", "medusa", "optim.lr=1e30", "loop.save_every=1")
+    for path in (tmp_path / "run").rglob("*.safetensors"):
+        assert all(x.isfinite().all() for x in load_file(path).values()), path
+
+
+@pytest.mark.slow
+def test_divergence_of_the_command_is_one_line_and_code_2(tiny: Tiny, tmp_path: Path) -> None:
+    done = process(tiny.command(tmp_path / "run", "medusa", "optim.lr=1e30"))
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: the ") and "not finite at step" in last
+    assert "Traceback" not in done.stderr
+
+
+# When to stop, and what is best
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_patience_ends_a_run_that_does_not_get_better(
+    tiny: Tiny, tmp_path: Path, training_alone: None, patience: int
+) -> None:
+    """With lr = 0 every evaluation is as good as the first, never better: evaluation 1 sets the
+    best, `patience` more follow, and that is the end."""
+    more = ["optim.lr=0", "loop.eval_every=2", f"loop.patience={patience}", "loop.save_every=100"]
+    tiny.job(tmp_path / "run", "medusa", *more)
+    evaluated = [r["step"] for r in records(tmp_path / "run") if "held_out" in r]
+    assert evaluated == [2 * (i + 1) for i in range(1 + patience)]
+    card = json.loads((tmp_path / "run" / "best" / "drafter.json").read_text())
+    assert card["notes"]["step"] == 2  # the first of equals
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    tiny.job(tmp_path / "run", "medusa", *more)  # it stays ended
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_best_is_the_best_by_the_objective(
+    tiny: Tiny, tmp_path: Path, training_alone: None, objective: str
+) -> None:
+    """A learning rate so high that quality goes up and down."""
+    value = tiny.job(
+        tmp_path / "run",
+        "medusa",
+        "optim.lr=0.2",
+        "loop.eval_every=1",
+        f"loop.objective={objective}",
+    )
+    found = [
+        (r["held_out"][objective], r["step"]) for r in records(tmp_path / "run") if "held_out" in r
+    ]
+    assert len(found) == 12
+    best = max(v for v, _ in found)
+    assert value == best
+    card = json.loads((tmp_path / "run" / "best" / "drafter.json").read_text())
+    assert card["notes"]["step"] == next(s for v, s in found if v == best)
+    assert card["notes"]["held_out"][objective] == best
+
+
+def test_the_held_out_figures_are_those_of_the_best_draft(
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
+) -> None:
+    """Read back from disk and measured anew, by another path: one row at a time, online."""
+    from specdec.forcing.teacher import TeacherForcing, batch_of
+    from specdec.formats import draft as checkpoint
+    from train.data.documents import encode_all, load
+
+    tiny.job(tmp_path / "run", "medusa", "optim.lr=0.05", "loop.eval_every=1")
+    (target,) = loaded
+    drafter = checkpoint.load(tmp_path / "run" / "best", target)
+    cfg = tiny.config("medusa")
+    split = load(cfg.data, target.tokenizer)
+    sums, count = torch.zeros(2), torch.zeros(2)
+    for d in encode_all(split.held_out, target.tokenizer, cfg.data, split.tally):
+        batch = batch_of(target, drafter.needs, cfg.sampler, [d.ids], [d.mask])
+        with torch.no_grad():
+            table = TeacherForcing(drafter, target, cfg.sampler)(batch, measure=True)
+        sums += table.alpha.sampled.sum(0)
+        count += table.anchors.valid_NK.sum(0)
+    notes = json.loads((tmp_path / "run" / "best" / "drafter.json").read_text())["notes"]
+    assert notes["held_out"]["positions"] == count.tolist()
+    # rel 1e-5: the same sums in float32, in another order
+    assert notes["held_out"]["by_depth"]["sampled"] == pytest.approx(
+        (sums / count).tolist(), rel=1e-5
+    )
+
+
+# Arithmetic by hand
+
+
+def test_learning_rate_by_hand() -> None:
+    """10 steps, the first 2 warm: 1/2 and 2/2 of the peak, then a cosine over 8:
+    step 2 cos 0 = 1; step 6 cos π/2 = 0: .02 + .98 · .5 = .51; step 9 cos 7π/8 = -.92388:
+    .02 + .98 · .03806 = .05730."""
+    cfg = OptimConfig(lr=2.0, warmup=0.2, final=0.02)
+    rates = [optim.learning_rate(cfg, step, 10) for step in range(10)]
+    assert rates[:3] == pytest.approx([1.0, 2.0, 2.0])
+    assert rates[6] == pytest.approx(2 * 0.51)
+    assert rates[9] == pytest.approx(2 * 0.0572989, rel=1e-5)
+    assert all(a >= b for a, b in itertools.pairwise(rates[2:]))
+    assert optim.learning_rate(cfg, 0, 1) == 2.0  # one step: the peak
+
+
+def test_records_hold_the_rate_that_was_used(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """12 steps, lr 5e-3, warm-up max(1, round(.05 · 12)) = 1; step index 6: done = 5/11,
+    cos(5π/11) = .142315: 5e-3 · (.02 + .98 · .571157) = 2.898671e-3."""
+    tiny.job(tmp_path / "run", "medusa")
+    rates = [record["lr"] for _, record in losses(tmp_path / "run")]
+    assert rates[:2] == [5e-3, 5e-3]
+    assert rates[6] == pytest.approx(2.898671e-3, rel=1e-5)
+    # the optimiser's own, in the last checkpoint, is the last record's
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-0000012" / "training.json").read_text()
+    )
+    used = set(re.findall(r'lr": ([-+.e\d]+)', json.dumps(state["optimizer"])))
+    assert {float(x) for x in used} == {rates[-1]}
+
+
+def test_adamw_by_hand() -> None:
+    """w = 1, lr .1, β .9 and .95, decay .01 for the matrix alone.
+
+    Step 1, g = .5: m̂ = .5, v̂ = .25: w = 1 · (1 - .001) - .1 · .5/.5 = .899.
+    Step 2, g = -.25: m = .9 · .05 - .025 = .02, m̂ = .02/.19 = .105263;
+    v = .95 · .0125 + .05 · .0625 = .015, v̂ = .015/.0975 = .153846, √v̂ = .392232;
+    w = .899 · .999 - .1 · .105263/.392232 = .871264. The vector, without decay: .9, .873163.
+    """
+    matrix, vector = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
+    model = nn.ParameterList([matrix, vector])
+    adamw = optim.build(model, OptimConfig(lr=0.1, betas=[0.9, 0.95], weight_decay=0.01))
+    for gradient, of_matrix, of_vector in ((0.5, 0.899, 0.9), (-0.25, 0.871264, 0.873163)):
+        for weight in model:
+            weight.grad = torch.full_like(weight, gradient)
+        adamw.step()
+        assert float(matrix) == pytest.approx(of_matrix, abs=1e-6)
+        assert float(vector) == pytest.approx(of_vector, abs=1e-6)
+
+
+def test_the_gradient_is_clipped_to_its_bound(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record has the norm before clipping, the optimiser sees at most `clip`."""
+    seen: list[float] = []
+    adamw = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any) -> Any:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        seen.append(float(torch.stack([g.pow(2).sum() for g in grads]).sum().sqrt()))
+        return adamw(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    tiny.job(tmp_path / "run", "medusa", "optim.clip=1e-3")
+    norms = [record["gradient_norm"] for _, record in losses(tmp_path / "run")]
+    assert len(seen) == 12 and min(norms) > 1e-3
+    assert seen == pytest.approx([1e-3] * 12, rel=1e-3)
+
+
+def test_rows_of_a_run_by_hand() -> None:
+    """7 rows in steps of 2: 3 steps an epoch, each row at most once in it, another order the
+    next; 100 tokens a row and max_tokens=900: 900/200 = 4.5, rounded to 4 steps."""
+    steps = list(_order(0, 7, 2, 9))
+    for epoch in range(3):
+        rows = [i for step in steps[3 * epoch : 3 * epoch + 3] for i in step]
+        assert len(set(rows)) == 6 and set(rows) <= set(range(7))
+    assert steps[:3] != steps[3:6]
+    assert list(_order(0, 7, 2, 9)) == steps and list(_order(1, 7, 2, 9)) != steps
+    assert list(_order(0, 7, 2, 4)) == steps[:4]  # a shorter run is a prefix
+    assert _steps(LoopConfig(epochs=3), [100] * 7, 2) == 9
+    assert _steps(LoopConfig(epochs=3, max_tokens=900), [100] * 7, 2) == 4
+    assert _steps(LoopConfig(epochs=1, max_tokens=900), [100] * 7, 2) == 3
+    assert _steps(LoopConfig(epochs=3, max_tokens=1), [100] * 7, 2) == 1

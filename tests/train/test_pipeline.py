@@ -1,0 +1,252 @@
+"""The job's folders and caches: mistakes come before the work, what is made is not mistaken.
+
+Run alone: python -m pytest tests/train/test_pipeline.py
+"""
+
+import errno
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from rich.console import Console
+from safetensors import SafetensorError
+
+from specdec import progress
+from specdec.drafters import DRAFTERS
+from specdec.errors import UserError, of_files
+from specdec.formats import draft as checkpoint
+from specdec.formats import export
+from specdec.target.causal import Target
+from tests.tiny import Tiny, conversations, records, write_jsonl
+from train.data import answers
+from train.data.answers import AnswersConfig, answered
+from train.data.documents import Prompt
+from train.features import store as features
+from train.pipeline import alone
+from train.tracking import read
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Tiny) -> Target:
+    return Target.load(tiny.config().target)
+
+
+# --- mistakes are told before the work -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafter", "more", "said"),
+    [
+        ("medusa", ["+decode.settings.foo=1"], "decode.settings.foo is unknown"),
+        ("medusa", ["decode.length=confidence", "+decode.settings.threshold=2"], "threshold=2"),
+        ("medusa", ["decode.length=confidence", "+decode.settings.limit=5"], "decode.gamma=5"),
+        ("medusa", ["decode.length=disco", "+decode.settings.path=/nope"], "/nope"),
+        ("medusa", ["decode.gamma=9"], "this drafter has 2 heads"),
+        ("medusa", ["decode.tree=static", "decode.paths=[[0],[0,0],[0,0,0]]"], "has 2 heads"),
+        ("eagle3", ["decode.tree=best_first"], "parallel heads"),
+        ("medusa", ["decode.max_new_tokens=5000"], "do not fit the 512 positions"),
+        ("medusa", ["data.answers=target", "data.max_length=20"], "do not fit data.max_length=20"),
+        ("medusa", ["data.answers=target", "data.held_out=0"], "no held out conversation"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x[-1],
+)
+def test_what_cannot_be_decoded_is_told_before_training(
+    tiny: Tiny, tmp_path: Path, drafter: str, more: list[str], said: str
+) -> None:
+    more = [*more, f"answers.root={tmp_path / 'answers'}"]
+    with pytest.raises(UserError, match=said):
+        tiny.job(tmp_path / "run", drafter, *more)
+    made = [p for p in tmp_path.rglob("*") if p.suffix in (".safetensors", ".json", ".jsonl")]
+    assert not made, "and leaves the folder to the corrected command"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "loop.patience=0",
+        "loop.max_tokens=0",
+        "loop.eval_every=-1",
+        "loop.seed=-1",
+        "optim.betas=[1.5,2]",
+        "optim.weight_decay=-1",
+        "loss.depth_decay=nan",
+        "loss.depth_decay=-1",
+        "answers.batch=0",
+        "answers.temperature=-1",
+        "track.mode=foo",
+        "name=..",
+        "name=../a",
+        "name=.",
+        "drafter.name=eagle3",
+        "export=speculators",
+    ],
+)
+def test_values_out_of_range_are_named(tiny: Tiny, value: str) -> None:
+    with pytest.raises(Exception, match=value.split("=")[0].replace(".", r"\.")):
+        tiny.config("medusa", value)
+
+
+@pytest.mark.parametrize("value", ["drafter.draft_vocab=-3", "target.device=nowhere"])
+def test_values_that_only_a_target_can_refuse(tiny: Tiny, tmp_path: Path, value: str) -> None:
+    with pytest.raises(UserError, match=value.split("=")[0]):
+        tiny.job(tmp_path / "run", "medusa", value)
+
+
+# --- a run's folder ------------------------------------------------------------------------------
+
+
+def test_data_that_changed_are_not_trained_on_under_the_same_name(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    path = write_jsonl(tmp_path / "chats.jsonl", conversations(29))
+    tiny.job(tmp_path / "run", "medusa", f"data.path={path}")
+    before = records(tmp_path / "run")
+    write_jsonl(path, conversations(60))
+    with pytest.raises(UserError, match="training data changed since this run began"):
+        tiny.job(tmp_path / "run", "medusa", f"data.path={path}")
+    assert records(tmp_path / "run") == before
+
+
+def test_a_run_older_than_a_setting_had_its_default(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    run = tmp_path / "run"
+    tiny.job(run, "medusa")
+    was = json.loads((run / "config.json").read_text())
+    del was["target"]["packed"], was["loop"]["patience"]
+    (run / "config.json").write_text(json.dumps(was))
+    with pytest.raises(UserError, match=r"holds a run with target\.packed=True, not False"):
+        tiny.job(run, "medusa", "target.packed=false")
+    tiny.job(run, "medusa")
+
+
+def test_a_folder_is_one_processes_at_a_time(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with alone(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
+        tiny.job(tmp_path / "run", "medusa")
+    with alone(tmp_path / "run"):
+        pass
+
+
+def test_records_with_a_damaged_line_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\x00\n[3]\n{"other": 1}\n{"step": 2}\n{"step": 3')
+    assert read(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_dropped_prompts_are_counted_on_both_sides(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], training_alone: None
+) -> None:
+    chats = conversations(60)
+    for chat in chats[::2]:
+        chat["messages"][0]["content"] *= 40  # longer than data.max_prompt
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
+    more = [f"data.path={path}", "data.answers=target", f"answers.root={tmp_path / 'answers'}"]
+    tiny.job(tmp_path / "run", "medusa", *more)
+    said = capsys.readouterr().out.split()
+    kept = int(said[said.index("kept") - 1])
+    documents = [int(said[i - 1]) for i, word in enumerate(said) if word == "documents,"]
+    assert kept == sum(documents) < 60
+
+
+def test_an_export_replaces_nothing_but_an_export(target: Target, tmp_path: Path) -> None:
+    config = DRAFTERS["medusa"].Config(depth=1, draft_vocab=None)
+    drafter = DRAFTERS["medusa"].build(config, target)
+    export.write(tmp_path / "out", drafter, target)
+    export.write(tmp_path / "out", drafter, target)
+    (tmp_path / "precious").mkdir()
+    for folder in (tmp_path, tmp_path / "precious"):
+        (folder / "thesis.txt").write_text("gold")
+        with pytest.raises(UserError, match="no export of ours"):
+            export.write(folder, drafter, target)
+        assert (folder / "thesis.txt").read_text() == "gold"
+    with pytest.raises(UserError, match="no export of ours"):
+        export.write(tmp_path / "thesis.txt", drafter, target)
+    checkpoint.save(tmp_path / "best", drafter, target)
+    with pytest.raises(UserError, match="no export of ours"):
+        export.write(tmp_path / "best", drafter, target)
+
+
+def test_a_disk_that_fails_is_told_in_one_line() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "runs/x")
+    assert "runs/x cannot be written (No space left on device)" in str(of_files(full))
+    text = "Error while serializing: I/O error: File too large (os error 27)"
+    assert "File too large" in str(of_files(SafetensorError(text)))
+    for bug in (FileNotFoundError(errno.ENOENT, "gone", "x"), SafetensorError("bad header")):
+        with pytest.raises(type(bug)):
+            of_files(bug)
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+def store_of(tiny: Tiny, target: Target, root: Path) -> features.Disk:
+    """A cache of 5 rows in shards of 2."""
+    ids = [[1 + i, 2, 3, 4] for i in range(5)]
+    rows = [features.Row(x, [True] * 4, [0] * 4, [0, 1, 2, 3]) for x in ids]
+    cfg = tiny.config("eagle3")
+    drafter = DRAFTERS["eagle3"].build(cfg.drafter, target)
+    where = features.FeaturesConfig(root=str(root))
+    return features.Disk(target, drafter.needs, cfg.sampler, rows, where)
+
+
+def test_a_shard_that_is_cut_short_is_made_again(
+    tiny: Tiny, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "SHARD", 2)
+    store = store_of(tiny, target, tmp_path)
+    with progress.bars(Console(quiet=True), False) as bar:
+        store.fill(bar, store.missing())
+        assert store.missing() == []
+        whole = [x.read_bytes() for x in sorted(store.folder.glob("rows-*"))]
+        for keep in (0, 4, len(whole[1]) // 2):
+            (store.folder / "rows-00001.safetensors").write_bytes(whole[1][:keep])
+            assert store.missing() == [1]
+        store.fill(bar, [1])
+    assert [x.read_bytes() for x in sorted(store.folder.glob("rows-*"))] == whole
+
+
+def test_only_what_is_missing_needs_room(
+    tiny: Tiny, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "SHARD", 2)
+    store = store_of(tiny, target, tmp_path)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(store.bytes([2]) + 1))
+    with progress.bars(Console(quiet=True), False) as bar:
+        with pytest.raises(UserError, match="MB more"):
+            store.fill(bar, [0, 1, 2])
+        store.fill(bar, [2])
+    assert store.missing() == [0, 1]
+
+
+def test_answers_are_kept_by_the_prompt_they_answer(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also sampled, of ids that look alike, one by one or together, and after damage."""
+    asked: list[int] = []
+
+    def counting(target: Target, prompts: Any, **options: Any) -> Any:
+        asked.append(len(prompts))
+        return decode(target, prompts, **options)
+
+    decode = answers.decode
+    monkeypatch.setattr(answers, "decode", counting)
+    prompts = [Prompt("a", [5, 6, 7]), Prompt("a", [8, 9]), Prompt("a#2", [10, 11, 12, 13])]
+
+    def made(some: list[Prompt], root: str = "x", batch: int = 2) -> list[list[int]]:
+        cfg = AnswersConfig(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
+        with progress.bars(Console(quiet=True), False) as bar:
+            return [d.ids for d in answered(target, some, cfg, Accelerator(cpu=True), bar)]
+
+    apart = [made([p], root=str(i))[0] for i, p in enumerate(prompts)]
+    asked.clear()
+    assert made(prompts[:2]) == apart[:2] and asked == [2]
+    assert made(prompts, batch=3) == apart and asked == [2, 1], "the new one alone"
+    path = min((tmp_path / "x").rglob("*.jsonl"), key=lambda p: p.read_text().count("\n"))
+    path.write_text("{\x00}\n" + json.dumps({"ids": [1]}) + "\n" + path.read_text()[:-3])
+    assert made(prompts) == apart and asked == [2, 1, 1]

@@ -1,0 +1,361 @@
+"""Runs on a tiny target that are killed, damaged, or of two processes: they equal one that was not.
+
+Run alone: python -m pytest tests/train/test_resume.py
+"""
+
+import functools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from specdec import progress
+from specdec.drafters import DRAFTERS
+from specdec.errors import UserError
+from specdec.formats.draft import write_whole
+from specdec.target.causal import Target
+from tests.runs import draft, require_same_run
+from tests.tiny import (
+    DRAFTER_OVERRIDES,
+    REPOSITORY,
+    Tiny,
+    environment,
+    losses,
+    process,
+    records,
+)
+from train import pipeline
+from train.data.documents import Row
+from train.features import store as features
+from train.loop import OBJECTIVES
+
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Interruption
+
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from specdec.formats import draft as drafts
+from tests.tiny import compose
+from train import checkpoint, optim, pipeline
+from train.tracking import Tracker
+pipeline._finish = lambda *_: {"temperatures": []}  # decoding and report are not at stake
+plan = json.loads(sys.argv[1])
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def nth(owner, name, n, after):
+    # Die at the n-th call, before it or after it
+    original, calls = getattr(owner, name), [0]
+    def counted(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == n and not after:
+            die()
+        out = original(*args, **kwargs)
+        if calls[0] == n:
+            die()
+        return out
+    setattr(owner, name, counted)
+
+OWNERS = {"log": (Tracker, "log"), "checkpoint": (checkpoint, "save"), "best": (drafts, "save"),
+          "rewind": (Tracker, "rewind"), "features": (pipeline.Disk, "fill"),
+          "rename": (os, "rename"), "json": (json, "dumps"),
+          "half": (checkpoint, "save_file"), "half_best": (drafts, "save_file"),
+          "lr": (optim, "learning_rate")}
+for where, n, after in plan["kills"] + [(None, 0, 0)]:
+    child = os.fork()
+    if child == 0:
+        sys.stdout = sys.stderr = open(plan["log"], "a")
+        if where:
+            nth(*OWNERS[where], n, after)
+        code = 1
+        try:
+            pipeline.run(compose(plan["overrides"]), plan["folder"])
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    print(where, n, os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
+    sys.stdout.flush()
+"""
+
+
+def killed(
+    tiny: Tiny, folder: Path, drafter: str, kills: list[tuple[str, int, int]], *more: str
+) -> list[int]:
+    """Run a job that dies of SIGKILL at each of these places in turn, and then goes on to its
+    end. Returns the signals. One Python start for all: each life is a fork."""
+    plan = {
+        "overrides": tiny.overrides(drafter, *more),
+        "folder": str(folder),
+        "kills": kills,
+        "log": str(folder.with_suffix(".log")),
+    }
+    done = process(["-c", DRIVER, json.dumps(plan)])
+    assert done.returncode == 0, done.stderr
+    signals = [int(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert signals[-1] == 0, folder.with_suffix(".log").read_text()[-3000:]
+    return signals[:-1]
+
+
+KILLS = {
+    "between_checkpoints": [("log", 2, 1), ("log", 6, 1), ("log", 3, 0)],
+    "around_a_checkpoint": [("checkpoint", 2, 0), ("checkpoint", 1, 1), ("checkpoint", 2, 1)],
+    "in_the_middle_of_writing": [("half", 2, 0), ("half", 1, 1), ("half_best", 1, 1)],
+    "between_two_renames": [("rename", 1, 0), ("rename", 2, 1), ("rename", 3, 1), ("rename", 4, 1)],
+    "before_and_after_resuming": [("features", 1, 1), ("lr", 5, 0), ("rewind", 1, 1)],
+}
+
+
+OFTEN = ("loop.save_every=2", "loop.eval_every=3")
+PLACES = [("eagle3", kills) for kills in KILLS]  # the places do not depend on the family
+PLACES += [(n, "between_checkpoints") for n in TRAINABLE if n != "eagle3"]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny) -> Callable[[str], Path]:
+    """The folder of an uninterrupted run of each family, made as the killed ones are."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        folder = tiny.root / f"whole-{name}"
+        assert killed(tiny, folder, name, [], *OFTEN) == []
+        return folder
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kills"), PLACES)
+def test_killed_and_resumed_is_bit_identical(
+    tiny: Tiny, tmp_path: Path, whole: Callable[[str], Path], name: str, kills: str
+) -> None:
+    """Saves every 2 steps and evaluates every 3: records lie after the newest checkpoint, and
+    best drafts that it does not know of. The features are made anew, in a cache of its own."""
+    more = (*OFTEN, f"features.root={tmp_path / 'features'}")
+    signals = killed(tiny, tmp_path / "cut", name, KILLS[kills], *more)
+    assert signals == [signal.SIGKILL] * len(KILLS[kills])
+    require_same_run(tmp_path / "cut", whole(name))
+    assert not list(tmp_path.rglob("*.partial")), "half-written folders are left behind"
+
+
+@pytest.mark.slow
+def test_train_py_killed_at_a_length_of_metrics_and_started_again(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """The command itself, as a process, killed from outside whenever metrics.jsonl has grown by
+    a few lines; then the same command to its end."""
+    more = ("loop.save_every=2", "loop.epochs=7", "decode.prompts=1")  # 42 steps
+    folder, whole = tmp_path / "cut", tmp_path / "whole"
+    assert process(tiny.command(whole, "medusa", *more)).returncode == 0
+    seen = 0
+    for lines in (5, 17):
+        running = subprocess.Popen(
+            [sys.executable, *tiny.command(folder, "medusa", *more)],
+            cwd=REPOSITORY,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 60
+        while running.poll() is None and time.monotonic() < deadline:
+            path = folder / "metrics.jsonl"
+            if path.exists() and path.read_bytes().count(b"\n") >= max(lines, seen + 3):
+                break
+            time.sleep(0.002)
+        running.kill()
+        running.wait()
+        seen = (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    assert process(tiny.command(folder, "medusa", *more)).returncode == 0
+    require_same_run(folder, whole)
+
+
+def test_a_finished_run_is_not_trained_again(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    first = tiny.job(tmp_path / "run", "medusa")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    weights = draft(tmp_path / "run")
+    assert tiny.job(tmp_path / "run", "medusa") == first
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+    assert all(torch.equal(w, weights[n]) for n, w in draft(tmp_path / "run").items())
+
+
+def test_a_record_cut_short_by_a_crash_does_not_stop_the_next_start(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    tiny.job(tmp_path / "whole", "medusa")
+    tiny.job(tmp_path / "run", "medusa")
+    for path in (tmp_path / "run" / "checkpoints").glob("step-0000012"):
+        shutil.rmtree(path)  # as if killed after step 8
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "train": {"lo')
+    tiny.job(tmp_path / "run", "medusa")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kept", [0, 100], ids=["empty", "cut short"])
+@pytest.mark.parametrize("file", ["training.safetensors", "training.json"])
+def test_a_damaged_checkpoint_is_named(
+    tiny: Tiny, tmp_path: Path, training_alone: None, file: str, kept: int
+) -> None:
+    tiny.job(tmp_path / "run", "medusa")
+    path = tmp_path / "run" / "checkpoints" / "step-0000012" / file
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(UserError, match=r"step-0000012.*delete that folder"):
+        tiny.job(tmp_path / "run", "medusa")
+    shutil.rmtree(path.parent)
+    tiny.job(tmp_path / "run", "medusa")  # as the message says
+
+
+def test_a_run_config_cut_short_is_an_error_of_one_line(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    tiny.job(tmp_path / "run", "medusa")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(UserError, match=r"config\.json"):
+        tiny.job(tmp_path / "run", "medusa")
+
+
+# Processes
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def reasons(stderr: str) -> str:
+    """What each process died of, without the launcher's words."""
+    return "\n".join(x for x in stderr.splitlines() if re.search(r"rank\d.*Error|^error:", x))
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu_know_of_each_other(tiny: Tiny, tmp_path: Path) -> None:
+    """Plain torchrun, no variable: one run of 6 steps of 2 · 2 rows, not two in one folder."""
+    command = [*TORCHRUN, *tiny.command(tmp_path / "run", "medusa", "decode.prompts=1")]
+    done = process(command)
+    assert done.returncode == 0, reasons(done.stderr)
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 7))
+
+
+def test_no_shard_of_features_is_left_out_when_a_process_is_slow_to_look(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both share out the same list: the slow one must not see what the other made meanwhile."""
+    monkeypatch.setattr(features, "SHARD", 1)
+    cfg = tiny.config("medusa", f"features.root={tmp_path}")
+    target = Target.load(cfg.target)
+    drafter = pipeline._drafter(cfg, target, [])
+    rows = [Row([1, n, 2], [True] * 3, [0] * 3, [0, 1, 2]) for n in range(3, 9)]
+    look, together, ahead = features.Disk.missing, threading.Barrier(2), threading.Event()
+
+    def missing(store: features.Disk) -> list[int]:
+        if threading.current_thread() is not threading.main_thread():
+            ahead.wait(10)
+        return look(store)
+
+    def wait() -> None:
+        ahead.set()  # the main thread waits for the other, or has filled its share
+        together.wait(10)
+
+    def share(rank: int) -> features.Online:
+        everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
+        with progress.bars(Console(quiet=True), False) as bar:
+            return pipeline._features(cfg, target, drafter, [], "train", everyone, bar)
+
+    monkeypatch.setattr(pipeline, "pack", lambda *_: rows)
+    monkeypatch.setattr(features.Disk, "missing", missing)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(share, 1)
+        store = share(0)
+        other.result()
+    assert isinstance(store, features.Disk)
+    assert look(store) == []
+
+
+def test_a_file_is_read_whole_while_another_process_writes_it(tmp_path: Path) -> None:
+    path, text = tmp_path / "meta.json", "x" * 100_000
+    write_whole(path, text)
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(lambda: [write_whole(path, text) for _ in range(200)])
+        while not writing.done():
+            assert path.read_text() == text
+        writing.result()
+    assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
+
+
+def test_a_damaged_description_of_a_feature_cache_is_named(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    root = f"features.root={tmp_path / 'features'}"
+    tiny.job(tmp_path / "a", "medusa", root)
+    for path in (tmp_path / "features").rglob("meta.json"):
+        path.write_text("")
+    with pytest.raises(UserError, match=r"meta\.json is damaged.*delete that folder"):
+        tiny.job(tmp_path / "b", "medusa", root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_two_processes_are_one_that_accumulates(
+    tiny: Tiny, tmp_path: Path, training_alone: None, name: str
+) -> None:
+    """1e-5 relative: the same micro-batches, and the same sum of their gradients but for its
+    order and the all-reduce's two halves (a mean times two): float32 rounding, 6e-8 an
+    operation, grows over 12 steps of AdamW to some 1e-6. torchrun, since `accelerate launch
+    --cpu` starts several processes through MPI alone; the variable is what it sets for them."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    tail = ["decode.prompts=1", f"features.root={tmp_path / 'features'}"]
+    tiny.job(one, name, *tail)
+    command = [*TORCHRUN, *tiny.command(two, name, *tail, "loop.accumulate=1")]
+    both = process(command, ACCELERATE_USE_CPU="true")
+    assert both.returncode == 0, reasons(both.stderr)
+    pairs = list(zip(losses(two), losses(one), strict=True))
+    assert len(pairs) == 12
+    for (step, ours), (_, theirs) in pairs:
+        for key in ("loss", "sampled", "greedy_draft", "greedy"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), (step, key)
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4), step
+        assert ours["lr"] == theirs["lr"]
+    figures = [[r["held_out"] for r in records(f) if "held_out" in r] for f in (two, one)]
+    assert len(figures[0]) == 3
+    for a, b in zip(*figures, strict=True):
+        assert a["positions"] == b["positions"]  # no row is counted twice
+        for key in OBJECTIVES:
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    ours, theirs = draft(two), draft(one)
+    assert ours.keys() == theirs.keys()
+    for weight in ours:
+        torch.testing.assert_close(ours[weight], theirs[weight], rtol=1e-4, atol=1e-5)
+
+
+def test_cutting_a_step_otherwise_changes_rounding_only(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """2 rows in one micro-batch = 2 micro-batches of 1 row: rel 1e-5, for float32 sums in
+    another order."""
+    tiny.job(tmp_path / "a", "eagle3", "loop.rows=2", "loop.accumulate=1")
+    tiny.job(tmp_path / "b", "eagle3", "loop.rows=1", "loop.accumulate=2")
+    for (step, ours), (_, theirs) in zip(
+        losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True
+    ):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5), step

@@ -1,0 +1,109 @@
+"""On-policy data: the target answers the prompts itself, in batches, into files that resume."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from specdec.decoding.decode import decode
+from specdec.errors import require
+from specdec.sampling.sampler import Sampler
+from specdec.target.causal import Target
+from train.data.documents import Document, Prompt
+from train.data.jsonl import records
+
+
+@dataclass
+class AnswersConfig:
+    """How the target answers with `data.answers=target`; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 192
+    batch: int = 128
+    seed: int = 0
+    root: str = "cache/answers"
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("batch", 1), ("seed", 0), ("temperature", 0)):
+            value = getattr(self, name)
+            require(value >= least, f"answers.{name}={value}: give {least} or more")
+        require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a share above 0, up to 1")
+
+
+def answered(
+    target: Target,
+    prompts: Sequence[Prompt],
+    cfg: AnswersConfig,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> list[Document]:
+    """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
+
+    Answers are appended to a file as each batch ends, by the prompt they answer: an interrupted
+    run goes on where it stopped, and one with more conversations answers those alone. Each prompt
+    has a seed of its own, so that answers do not depend on the batch, on interruptions, nor on
+    the number of processes that share the work.
+    """
+    folder = Path(cfg.root) / _key(target, cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [_name(p.ids) for p in prompts]
+    known = _read(folder)
+    accelerator.wait_for_everyone()
+    todo = {name: p.ids for name, p in zip(names, prompts, strict=True) if name not in known}
+    # Prompts of like length go together: less padding. Windows keep the order roughly, so that
+    # what an interruption leaves is spread over all lengths.
+    order, window = list(todo), 8 * cfg.batch
+    order = [
+        name
+        for start in range(0, len(order), window)
+        for name in sorted(order[start : start + window], key=lambda name: len(todo[name]))
+    ]
+    batches = [order[i : i + cfg.batch] for i in range(0, len(order), cfg.batch)]
+    batches = batches[accelerator.process_index :: accelerator.num_processes]
+    total = sum(map(len, batches)) * cfg.max_new_tokens
+    task = progress.add_task("target's answers", total=total)
+    sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
+    path = folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
+    for batch in batches:
+        answers = decode(
+            target,
+            [todo[name] for name in batch],
+            max_new_tokens=cfg.max_new_tokens,
+            sampler=sampler,
+            seeds=[int(name, 16) % (1 << 62) + cfg.seed for name in batch],
+            on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
+        )
+        with path.open("a") as file:
+            for name, answer in zip(batch, answers, strict=True):
+                file.write(json.dumps({"prompt": name, "ids": answer.ids}) + "\n")
+    progress.remove_task(task)
+    accelerator.wait_for_everyone()
+    known = _read(folder)
+    return [
+        Document(p.id, p.ids + known[n], [False] * len(p.ids) + [True] * len(known[n]))
+        for n, p in zip(names, prompts, strict=True)
+    ]
+
+
+def _key(target: Target, cfg: AnswersConfig) -> str:
+    """One folder for each target and way of answering."""
+    how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
+    for name in ("batch", "root"):  # which change no answer
+        del how[name]
+    return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _name(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=12).hexdigest()
+
+
+def _read(folder: Path) -> dict[str, list[int]]:
+    """The answers of all runs and processes."""
+    files = sorted(folder.glob("*.jsonl"))
+    return {r["prompt"]: r["ids"] for path in files for r in records(path, ("prompt", "ids"))}
