@@ -28,8 +28,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
 from specdec.target.causal import Target
 from tests.drafters.test_contract import L, make_drafter, make_target, text
-from tests.target import test_seq2seq as seq2seq
 from tests.drafters.test_translated import byte_tokenizer, piece_tokenizer
+from tests.target import test_seq2seq as seq2seq
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 PROMPTS = [text(seed, 6)[0].tolist() for seed in range(3)]
