@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from specdec.errors import UserError
-from specdec.formats.draft import replaced, require_same, untied
+from specdec.files import replaced
+from specdec.formats.draft import require_same, untied
 
 TENSORS, STATE = "training.safetensors", "training.json"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)

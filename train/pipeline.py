@@ -21,6 +21,7 @@ from specdec.decoding.decode import require_room
 from specdec.decoding.strategy import require_fitting
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError
+from specdec.files import write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -116,7 +117,7 @@ def _run(
     _require_same_texts(folder, of)
     if main:  # the folder is this run's from here on; a mistake before leaves it free
         described = dataclasses.asdict(cfg) | {"of": of}
-        drafts.write_whole(folder / "config.json", json.dumps(described, indent=1))
+        write_whole(folder / "config.json", json.dumps(described, indent=1))
 
     outcome: Outcome | None = None
     if kind.trainable:

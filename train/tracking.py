@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import nearest, require
-from specdec.formats.draft import write_whole
+from specdec.files import write_whole
 from train.data.jsonl import records
 
 MODES = ("offline", "online", "disabled")

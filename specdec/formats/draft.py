@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from specdec.drafters import Drafter, family
 from specdec.errors import UserError
+from specdec.files import replaced
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.causal import Target
 
@@ -179,34 +177,3 @@ def _require_vocabulary(vocab_S: Tensor | None, size: int, where: Path) -> None:
 def _line(error: Exception) -> str:
     """What an error says, in one line."""
     return " ".join(str(error).split()) or repr(error)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file; a reader, or what comes after a kill, finds it as it was or as it is now."""
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-class replaced:
-    """`with replaced(folder) as partial:` writes a folder anew; it appears whole or not at all."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.partial = folder.with_name(f".{folder.name}.partial")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        return self.partial
-
-    def __exit__(self, kind: type | None, *_: Any) -> None:
-        if kind is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            return
-        old = self.folder.with_name(f".{self.folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.folder.exists():
-            os.rename(self.folder, old)
-        os.rename(self.partial, self.folder)
-        shutil.rmtree(old, ignore_errors=True)

@@ -21,7 +21,8 @@ from specdec.drafters.models.lm import LM
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import UserError, nearest, require
-from specdec.formats.draft import replaced, require_finite, require_same, untied
+from specdec.files import replaced
+from specdec.formats.draft import require_finite, require_same, untied
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.causal import Target
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from specdec.formats.draft import write_whole
+from specdec.files import write_whole
 from specdec.target.causal import Target
 from tests.runs import draft, require_same_run
 from tests.tiny import (

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specdec.context import Context, Needs
 from specdec.errors import UserError
+from specdec.files import write_whole
 from specdec.forcing.teacher import Batch, summarise
-from specdec.formats.draft import write_whole
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.causal import Target
 from train.data.documents import Row
