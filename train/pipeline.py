@@ -211,7 +211,7 @@ def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Draf
     torch.manual_seed(cfg.loop.seed)
     kind = family(cfg.drafter.name)
     vocab = None
-    if size := kind.plan(cfg.drafter, target).get("draft_vocab"):
+    if size := kind.plan(cfg.drafter, target).draft_vocab:
         said = ([t for t, m in zip(d.ids, d.mask, strict=True) if m] for d in documents)
         vocab = frequent_tokens(said, size).to(target.device)
     drafter = kind.build(cfg.drafter, target, vocab).float()

@@ -9,6 +9,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -24,15 +25,28 @@ if TYPE_CHECKING:
     from specdec.target.causal import Target
 
 
+@dataclass(kw_only=True)
+class Sizes:
+    """What the target determines of a drafter; families with more to remember extend it.
+
+    `target_vocab` and `draft_vocab` are numbers of tokens; no draft vocabulary: the target's.
+    Together with the config it is written to a draft's card, so all fields are plain JSON.
+    """
+
+    target_vocab: int
+    draft_vocab: int | None = None
+
+
 class Drafter(nn.Module, ABC):
     """Proposes tokens. A family gives `plan`, `hidden` and `unembed`; the rest follows.
 
-    A drafter is made of its config (what the user chose) and its shape (a JSON-able dict of
-    what the target then determined), so that a checkpoint can be read without the target.
-    Frozen parts that belong to the target (its embedding) are attached, never saved.
+    A drafter is made of its config (what the user chose) and its sizes (what the target then
+    determined), so that a draft on disk can be read without planning it again. Frozen parts that
+    belong to the target (its embedding) are attached, never saved.
     """
 
     Config: ClassVar[type]  # the dataclass that configures the family
+    Sizes: ClassVar[type[Sizes]] = Sizes
     trainable: ClassVar[bool] = True
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
@@ -42,25 +56,22 @@ class Drafter(nn.Module, ABC):
     scratch: int = 0  # slots of the target's cache that drafting needs beside those of its nodes
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
-    def __init__(self, config: Any, shape: dict[str, Any]) -> None:
+    def __init__(self, config: Any, sizes: Any) -> None:
         super().__init__()
         for name in ("depth", "draft_vocab", "intermediate_size"):
             value = getattr(config, name, None)
             require(value is None or value >= 1, f"drafter.{name}={value}: give 1 or more")
         self.config = config
-        self.shape = shape
+        self.sizes = sizes
         self.depth = config.depth
         self.register_buffer("vocab_S", None)
-        if size := shape.get("draft_vocab"):
-            self.vocab_S = torch.arange(size)
+        if sizes.draft_vocab:
+            self.vocab_S = torch.arange(sizes.draft_vocab)
 
     @classmethod
     @abstractmethod
-    def plan(cls, config: Any, target: "Target") -> dict[str, Any]:
-        """The shape of a drafter with this config for this target.
-
-        "target_vocab" is always there; "draft_vocab" where the draft vocabulary is pruned.
-        """
+    def plan(cls, config: Any, target: "Target") -> Any:
+        """The `Sizes` of a drafter with this config for this target."""
 
     @classmethod
     def build(cls, config: Any, target: "Target", vocab_S: Tensor | None = None) -> Self:
@@ -92,7 +103,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def target_vocab(self) -> int:
-        return self.shape["target_vocab"]
+        return self.sizes.target_vocab
 
     @property
     def train_depth(self) -> int:

@@ -48,7 +48,7 @@ def save(
         "format": FORMAT,
         "family": drafter.config.name,
         "config": dataclasses.asdict(drafter.config),
-        "shape": drafter.shape,
+        "shape": dataclasses.asdict(drafter.sizes),
         "target": {
             "name": target.name,
             "revision": target.revision,
@@ -83,7 +83,7 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Draf
         )
     kind = family(card["family"])
     try:
-        drafter = kind(kind.Config(**card["config"]), card["shape"])
+        drafter = kind(kind.Config(**card["config"]), kind.Sizes(**card["shape"]))
     except UserError as error:
         raise UserError(f"{folder / CARD}: {error}") from error
     except Exception as error:  # whatever a family's parts say of values that were not theirs

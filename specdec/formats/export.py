@@ -185,7 +185,7 @@ def read(folder: Path, like: Drafter, target: Target) -> Drafter:
         config = json.loads((folder / CONFIG).read_text())
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise UserError(f"{folder} is no complete export: {error}") from error
-    drafter = type(like)(like.config, like.shape)
+    drafter = type(like)(like.config, like.sizes)
     if "speculators_config" in config:
         tensors = {n.replace("layers.0.", "midlayer.", 1): x for n, x in tensors.items()}
     if isinstance(like, LM):

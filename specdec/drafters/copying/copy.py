@@ -12,6 +12,7 @@ so here everything before the anchor is the input, and teacher forcing sees what
 
 from dataclasses import dataclass
 
+from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, Node, merged
 from specdec.errors import require
 
@@ -77,8 +78,8 @@ class Aligned:
 class Copy(Copying):
     Config = CopyConfig
 
-    def __init__(self, config: CopyConfig, shape: dict) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: CopyConfig, sizes: Sizes) -> None:
+        super().__init__(config, sizes)
         require(config.max_match >= 1, f"drafter.max_match={config.max_match}: give 1 or more")
 
     def memory(self) -> Aligned:

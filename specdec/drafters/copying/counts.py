@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, text_after
+from specdec.drafters.base import Drafter, Sizes, text_after
 from specdec.errors import require
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class Unigram(Drafter):
     trainable = False
     times_V: Tensor
 
-    def __init__(self, config: Any, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: Any, sizes: Any) -> None:
+        super().__init__(config, sizes)
         require(config.add > 0, f"drafter.add={config.add}: give a number above 0")
         self.register_buffer("times_V", torch.zeros(self.target_vocab, dtype=torch.long))
 
     @classmethod
-    def plan(cls, config: Any, target: "Target") -> dict[str, Any]:
-        return {"target_vocab": target.vocab_size, "draft_vocab": None}
+    def plan(cls, config: Any, target: "Target") -> Sizes:
+        return cls.Sizes(target_vocab=target.vocab_size)
 
     def fit(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
@@ -84,25 +84,30 @@ class Unigram(Drafter):
         return counts_V / counts_V.sum()
 
 
+@dataclass(kw_only=True)
+class BigramSizes(Sizes):
+    """`pairs`: how many occur; before any is seen 1, which does not count, so that no tensor is
+    empty."""
+
+    pairs: int = 1
+
+
 class Bigram(Unigram):
     """Pairs (x, y) that occur are kept by x: those after x stand at start[x] to start[x + 1]."""
 
     Config = BigramConfig
+    Sizes = BigramSizes
+    sizes: BigramSizes
     start_V1: Tensor
     next_N: Tensor
     pairs_N: Tensor
 
-    def __init__(self, config: BigramConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: BigramConfig, sizes: BigramSizes) -> None:
+        super().__init__(config, sizes)
         require(config.prior > 0, f"drafter.prior={config.prior}: give a number above 0")
-        pairs = shape["pairs"]
         self.register_buffer("start_V1", torch.zeros(self.target_vocab + 1, dtype=torch.long))
-        self.register_buffer("next_N", torch.zeros(pairs, dtype=torch.long))
-        self.register_buffer("pairs_N", torch.zeros(pairs, dtype=torch.long))
-
-    @classmethod
-    def plan(cls, config: BigramConfig, target: "Target") -> dict[str, Any]:
-        return super().plan(config, target) | {"pairs": 1}  # 1: no tensor is empty; none counts
+        self.register_buffer("next_N", torch.zeros(sizes.pairs, dtype=torch.long))
+        self.register_buffer("pairs_N", torch.zeros(sizes.pairs, dtype=torch.long))
 
     def fit(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
@@ -120,7 +125,7 @@ class Bigram(Unigram):
         self.start_V1[1:] = after.cumsum(0).to(device)
         self.next_N = pairs_N2[:, 1].contiguous().to(device)
         self.pairs_N = torch.tensor([times[x, y] for x, y in pairs_N2.tolist()], device=device)
-        self.shape["pairs"] = len(times)
+        self.sizes.pairs = len(times)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         x_R = hidden.long().flatten()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import copied_chains
+from specdec.drafters.base import Sizes, copied_chains
 from specdec.drafters.copying.memory import Copying, Memories, copied_trees, merged, walked
 from specdec.drafters.models.early_exit import decoder_layers
 from specdec.errors import require
@@ -94,15 +94,15 @@ class Lookahead(Copying):
     Config = LookaheadConfig
     _target: "tuple[Target]"
 
-    def __init__(self, config: LookaheadConfig, shape: dict) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
+        super().__init__(config, sizes)
         for name, least in (("window", 1), ("ngram", 2), ("pool", 1)):
             value = getattr(config, name)
             require(value >= least, f"drafter.{name}={value}: give {least} or more")
         self.scratch = 1 + config.window * (config.ngram - 1)
 
     @classmethod
-    def plan(cls, config: LookaheadConfig, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: LookaheadConfig, target: "Target") -> Sizes:
         decoder_layers(target, config.name)
         return super().plan(config, target)
 

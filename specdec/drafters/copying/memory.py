@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter, copied_chains
+from specdec.drafters.base import Drafter, Sizes, copied_chains
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
 
@@ -57,8 +57,8 @@ class Copying(Drafter):
     copies = True
 
     @classmethod
-    def plan(cls, config: Any, target: "Target") -> dict[str, Any]:
-        return {"target_vocab": target.vocab_size, "draft_vocab": None}
+    def plan(cls, config: Any, target: "Target") -> Sizes:
+        return cls.Sizes(target_vocab=target.vocab_size)
 
     @abstractmethod
     def memory(self) -> Any:

@@ -6,8 +6,8 @@ drafted.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
+from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, Node, merged
 from specdec.errors import require
 
@@ -48,8 +48,8 @@ class Text:
 class Ngram(Copying):
     Config = NgramConfig
 
-    def __init__(self, config: NgramConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: NgramConfig, sizes: Sizes) -> None:
+        super().__init__(config, sizes)
         least, most = config.min_ngram, config.max_ngram
         require(
             1 <= least <= most,

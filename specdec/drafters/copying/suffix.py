@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, Node
 from specdec.errors import require
 
@@ -208,13 +209,22 @@ class Suffixes:
         return min(depth, max(1, int(self.config.factor * match)), SORTED - match)
 
 
+@dataclass(kw_only=True)
+class SuffixSizes(Sizes):
+    """`tokens`: of the given texts; before any is given a separator, so that no tensor is empty."""
+
+    tokens: int = 1
+
+
 class Suffix(Copying):
     Config = SuffixConfig
+    Sizes = SuffixSizes
+    sizes: SuffixSizes
     text_N: Tensor
     order_N: Tensor
 
-    def __init__(self, config: SuffixConfig, shape: dict) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: SuffixConfig, sizes: SuffixSizes) -> None:
+        super().__init__(config, sizes)
         require(config.factor > 0, f"drafter.factor={config.factor}: give a number above 0")
         require(
             0 < config.threshold <= 1,
@@ -225,9 +235,9 @@ class Suffix(Copying):
             f"drafter.max_match={config.max_match}: give 1 to {SORTED - 1}",
         )
         require(config.recent >= 1, f"drafter.recent={config.recent}: give 1 or more")
-        size = shape.setdefault("tokens", 1)  # 1: a separator, so that no tensor is empty
-        self.register_buffer("text_N", torch.full((size,), SEPARATOR, dtype=torch.int32))
-        self.register_buffer("order_N", torch.zeros(size, dtype=torch.int32))
+        N = sizes.tokens
+        self.register_buffer("text_N", torch.full((N,), SEPARATOR, dtype=torch.int32))
+        self.register_buffer("order_N", torch.zeros(N, dtype=torch.int32))
         self._index: tuple[Tensor, Index] | None = None
 
     def fit(
@@ -247,7 +257,7 @@ class Suffix(Copying):
         device = self.text_N.device
         self.text_N = torch.from_numpy(text_N).to(device)
         self.order_N = torch.from_numpy(suffix_order(text_N)).to(device)
-        self.shape["tokens"] = len(text_N)
+        self.sizes.tokens = len(text_N)
 
     def memory(self) -> Suffixes:
         if self._index is None or self._index[0] is not self.text_N:  # fitted, loaded or moved

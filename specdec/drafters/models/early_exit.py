@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
@@ -36,21 +36,29 @@ class EarlyExitConfig:
     layers: int | None = None
 
 
+@dataclass(kw_only=True)
+class OwnLayers(Sizes):
+    """`layers`: how many of the target's own layers draft."""
+
+    layers: int
+
+
 class EarlyExit(Drafter):
     Config = EarlyExitConfig
+    Sizes = OwnLayers
     trainable = False
     _parts: "tuple[Any, Target]"  # the shallow model, and whose it is: never saved
 
     @classmethod
-    def plan(cls, config: EarlyExitConfig, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: EarlyExitConfig, target: "Target") -> OwnLayers:
         L = decoder_layers(target, config.name)
         E = (L + 1) // 2 if config.layers is None else config.layers
         if not 1 <= E <= L:
             raise UserError(f"drafter.layers={E}: give 1 to {L}, the layers of this target")
-        return {"target_vocab": target.vocab_size, "draft_vocab": None, "layers": E}
+        return OwnLayers(target_vocab=target.vocab_size, layers=E)
 
     def attach(self, target: "Target") -> None:
-        self._parts = (shallow(target, self.shape["layers"]), target)
+        self._parts = (shallow(target, self.sizes.layers), target)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         model = self._parts[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, entries, pieces, unread
+from specdec.drafters.base import Drafter, Sizes, entries, pieces, unread
 from specdec.drafters.models.early_exit import decoder_layers
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, model_inputs, new_cache, size
@@ -43,12 +43,20 @@ class LMConfig:
     train_embeddings: bool = False
 
 
+@dataclass(kw_only=True)
+class LMSizes(Sizes):
+    """`model`: the config of the draft LM, as transformers writes it."""
+
+    model: dict[str, Any]
+
+
 class LM(Drafter):
     Config = LMConfig
+    Sizes = LMSizes
 
-    def __init__(self, config: LMConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
-        self.model = fresh(AutoModelForCausalLM, shape["model"], config.train_embeddings)
+    def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
+        super().__init__(config, sizes)
+        self.model = fresh(AutoModelForCausalLM, sizes.model, config.train_embeddings)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
         self.short = Short(self, self.read)
         self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
@@ -58,7 +66,7 @@ class LM(Drafter):
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
     @classmethod
-    def plan(cls, config: LMConfig, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: LMConfig, target: "Target") -> LMSizes:
         decoder_layers(target, config.name)
         if config.source in ("target", "random"):
             model = target.config.to_dict()
@@ -93,7 +101,7 @@ class LM(Drafter):
                 f"drafter.source={config.source!r}: no draft can be made of this "
                 f"{model['model_type']} ({reason[0].strip()}): give random, a hub name or a folder"
             ) from error
-        return {"target_vocab": target.vocab_size, "draft_vocab": None, "model": model}
+        return LMSizes(target_vocab=target.vocab_size, model=model)
 
     def start(self, target: "Target") -> None:
         if self.config.source == "random":

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, last_of, pieces, unread
-from specdec.drafters.models.lm import fresh
+from specdec.drafters.models.lm import LMSizes, fresh
 from specdec.errors import UserError
 from specdec.sampling.trees import Growth
 from specdec.target.encoder_decoder import Reader, Seq2SeqCache, Seq2SeqTarget
@@ -42,10 +42,11 @@ class Seq2SeqLMConfig:
 
 class Seq2SeqLM(Drafter):
     Config = Seq2SeqLMConfig
+    Sizes = LMSizes
 
-    def __init__(self, config: Seq2SeqLMConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
-        self.model = fresh(AutoModelForSeq2SeqLM, shape["model"], config.train_embeddings)
+    def __init__(self, config: Seq2SeqLMConfig, sizes: LMSizes) -> None:
+        super().__init__(config, sizes)
+        self.model = fresh(AutoModelForSeq2SeqLM, sizes.model, config.train_embeddings)
         self.reader = Reader(self.model)
 
     @property
@@ -53,7 +54,7 @@ class Seq2SeqLM(Drafter):
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
     @classmethod
-    def plan(cls, config: Seq2SeqLMConfig, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: Seq2SeqLMConfig, target: "Target") -> LMSizes:
         if not isinstance(target, Seq2SeqTarget):
             raise UserError(
                 "drafter=seq2seq_lm drafts for an encoder-decoder target: give drafter=lm, or a "
@@ -86,7 +87,7 @@ class Seq2SeqLM(Drafter):
                     f"drafter.source={config.source!r} has {key}={model.get(key)}, the target "
                     f"{theirs}: they must be of the same tokenizer"
                 )
-        return {"target_vocab": target.vocab_size, "draft_vocab": None, "model": model}
+        return LMSizes(target_vocab=target.vocab_size, model=model)
 
     def start(self, target: "Target") -> None:
         if self.config.source != "random":

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, text_after
-from specdec.drafters.models.early_exit import decoder_layers
+from specdec.drafters.models.early_exit import OwnLayers, decoder_layers
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import Place, SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
@@ -74,11 +74,12 @@ class Kept:
 
 class Sparse(Drafter):
     Config = SparseConfig
+    Sizes = OwnLayers
     trainable = False
     _target: "tuple[Target]"
 
-    def __init__(self, config: SparseConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: SparseConfig, sizes: OwnLayers) -> None:
+        super().__init__(config, sizes)
         if config.method not in METHODS:
             raise UserError(f"drafter.method={config.method!r}{nearest(config.method, METHODS)}")
         for name, least in (("budget", 1), ("window", 1), ("refresh", 1), ("sink", 0), ("pool", 1)):
@@ -91,15 +92,15 @@ class Sparse(Drafter):
         )
 
     @classmethod
-    def plan(cls, config: SparseConfig, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: SparseConfig, target: "Target") -> OwnLayers:
         layers = decoder_layers(target, config.name)
-        return {"target_vocab": target.vocab_size, "draft_vocab": None, "layers": layers}
+        return OwnLayers(target_vocab=target.vocab_size, layers=layers)
 
     def attach(self, target: "Target") -> None:
         self._target = (target,)
 
     def new_cache(self) -> Kept:
-        return Kept(self.shape["layers"])
+        return Kept(self.sizes.layers)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """What decoding would compute [B, A, K, D]: each anchor is a row with a small cache of

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import Drafter, copied_chains, last_of
+from specdec.drafters.base import Drafter, Sizes, copied_chains, last_of
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -55,20 +55,28 @@ class TranslatedConfig:
     draft_tokens: int | None = None
 
 
+@dataclass(kw_only=True)
+class TranslatedSizes(Sizes):
+    """`draft_fingerprint`: of the draft LM's weights, which are not saved."""
+
+    draft_fingerprint: str
+
+
 class Translated(Drafter):
     Config = TranslatedConfig
+    Sizes = TranslatedSizes
     trainable = False
 
-    def __init__(self, config: TranslatedConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: TranslatedConfig, sizes: TranslatedSizes) -> None:
+        super().__init__(config, sizes)
         self.copies = config.method == "slem"
-        self.register_buffer("draft_S", torch.zeros(shape["draft_vocab"] or 0, dtype=torch.long))
+        self.register_buffer("draft_S", torch.zeros(sizes.draft_vocab or 0, dtype=torch.long))
         self.draft_S: Tensor
         self.lm: Target  # the draft, attached: frozen, and never saved
         self.bridge: Bridge
 
     @classmethod
-    def plan(cls, config: TranslatedConfig, target: Target) -> dict[str, Any]:
+    def plan(cls, config: TranslatedConfig, target: Target) -> TranslatedSizes:
         if config.method not in METHODS:
             near = nearest(config.method, METHODS)
             raise UserError(f"drafter.method={config.method!r} is unknown{near}")
@@ -86,11 +94,9 @@ class Translated(Drafter):
                 f"drafter.source={config.source!r}: its vocabulary and the target's have no token "
                 "in common: give drafter.method=slem",
             )
-        return {
-            "target_vocab": target.vocab_size,
-            "draft_vocab": common,
-            "draft_fingerprint": lm.fingerprint(),
-        }
+        return TranslatedSizes(
+            target_vocab=target.vocab_size, draft_vocab=common, draft_fingerprint=lm.fingerprint()
+        )
 
     def start(self, target: Target) -> None:
         if self.vocab_S is not None:
@@ -100,7 +106,7 @@ class Translated(Drafter):
 
     def attach(self, target: Target) -> None:
         self.lm = _loaded(self.config, target)
-        if self.lm.fingerprint() != self.shape["draft_fingerprint"]:
+        if self.lm.fingerprint() != self.sizes.draft_fingerprint:
             raise UserError(
                 f"drafter.source={self.config.source!r} has other weights than when this draft was "
                 "made: give the same, or make the draft again"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, Sizes
 
 if TYPE_CHECKING:
     from specdec.target.causal import Target
@@ -32,6 +32,13 @@ class MedusaConfig:
     shared_head: bool = True
 
 
+@dataclass(kw_only=True)
+class MedusaSizes(Sizes):
+    """`width`: that of the target's hidden state."""
+
+    width: int
+
+
 class ResidualBlock(nn.Module):
     """x + SiLU(W1_l x) for each layer l in turn, named as vLLM loads it."""
 
@@ -47,12 +54,13 @@ class ResidualBlock(nn.Module):
 
 class Medusa(Drafter):
     Config = MedusaConfig
+    Sizes = MedusaSizes
     needs = Needs(final_hidden=True)
 
-    def __init__(self, config: MedusaConfig, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: MedusaConfig, sizes: MedusaSizes) -> None:
+        super().__init__(config, sizes)
         self.max_depth = config.depth
-        width, size = shape["width"], shape["draft_vocab"] or shape["target_vocab"]
+        width, size = sizes.width, sizes.draft_vocab or sizes.target_vocab
         self.blocks = nn.ModuleList(
             ResidualBlock(width, config.num_layers) for _ in range(config.depth)
         )
@@ -62,13 +70,9 @@ class Medusa(Drafter):
         )
 
     @classmethod
-    def plan(cls, config: MedusaConfig, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: MedusaConfig, target: "Target") -> MedusaSizes:
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
-        return {
-            "target_vocab": target.vocab_size,
-            "draft_vocab": pruned,
-            "width": target.width,
-        }
+        return MedusaSizes(target_vocab=target.vocab_size, draft_vocab=pruned, width=target.width)
 
     def start(self, target: "Target") -> None:
         rows = slice(None) if self.vocab_S is None else self.vocab_S

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, entries, pieces, text_after, unread
+from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
 from specdec.errors import UserError, nearest
 from specdec.runtime.cache import SlotCache, size
 from specdec.runtime.compiled import Short
@@ -50,6 +50,14 @@ class Eagle3Config:
     start: str = "target"
     intermediate_size: int | None = None  # None: the target's
     norm_before_residual: bool = False
+
+
+@dataclass(kw_only=True)
+class Eagle3Sizes(Sizes):
+    """`layers`: those of the target that are read; `llama`: the keys of a Llama's config."""
+
+    layers: list[int]
+    llama: dict[str, Any]
 
 
 class Attention(nn.Module):
@@ -136,18 +144,19 @@ class Layer(nn.Module):
 
 class Eagle3(Drafter):
     Config = Eagle3Config
+    Sizes = Eagle3Sizes
 
-    def __init__(self, config: Eagle3Config, shape: dict[str, Any]) -> None:
-        super().__init__(config, shape)
+    def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
+        super().__init__(config, sizes)
         if config.start not in STARTS:
             raise UserError(f"drafter.start={config.start!r}{nearest(config.start, STARTS)}")
-        self.llama = llama = LlamaConfig(**shape["llama"])
-        self.needs = Needs(layers=tuple(shape["layers"]))
+        self.llama = llama = LlamaConfig(**sizes.llama)
+        self.needs = Needs(layers=tuple(sizes.layers))
         D = llama.hidden_size
         self.fc = nn.Linear(len(self.needs.layers) * D, D, bias=False)
         self.midlayer = Layer(llama, config.norm_before_residual)
         self.norm = LlamaRMSNorm(D, llama.rms_norm_eps)
-        size = shape["draft_vocab"] or shape["target_vocab"]
+        size = sizes.draft_vocab or sizes.target_vocab
         self.lm_head = nn.Linear(D, size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama)
         self._embedding: tuple[nn.Module, ...] = ()
@@ -155,7 +164,7 @@ class Eagle3(Drafter):
         self.short = Short(self, self.read)
 
     @classmethod
-    def plan(cls, config: Eagle3Config, target: "Target") -> dict[str, Any]:
+    def plan(cls, config: Eagle3Config, target: "Target") -> Eagle3Sizes:
         theirs, L = target.config, target.config.num_hidden_layers
         layers = config.layers or sorted({2, L // 2, L - 3})
         if any(not 0 < k <= L for k in layers):
@@ -180,12 +189,9 @@ class Eagle3(Drafter):
             "vocab_size": target.vocab_size,
         }
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
-        return {
-            "target_vocab": target.vocab_size,
-            "draft_vocab": pruned,
-            "layers": list(layers),
-            "llama": llama,
-        }
+        return Eagle3Sizes(
+            target_vocab=target.vocab_size, draft_vocab=pruned, layers=list(layers), llama=llama
+        )
 
     def start(self, target: "Target") -> None:
         """Random, or the target's own last layer and head around a pass-through of the feature.
