@@ -14,7 +14,8 @@ from benches.subject import apart, console, drafts_of, held_out, target_of, time
 from rich.table import Table
 
 from specdec.decoding.decode import Generation, generate
-from specdec.decoding.strategy import LEARNING, acceptance_by_rank, fastest_shape
+from specdec.decoding.static_tree import acceptance_by_rank
+from specdec.decoding.strategy import LEARNING, fastest_shape
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint

@@ -14,12 +14,13 @@ from transformers import DynamicCache, GenerationConfig
 
 from specdec.context import Needs
 from specdec.decoding.decode import Generation, generate
-from specdec.decoding.strategy import LEARNING, acceptance_by_rank, costs, fastest_shape
+from specdec.decoding.static_tree import acceptance_by_rank, best_static
+from specdec.decoding.strategy import LEARNING, costs, fastest_shape
 from specdec.drafters import DRAFTERS
 from specdec.errors import require
 from specdec.progress import bars
 from specdec.runtime.cache import model_inputs, size
-from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_static
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.causal import Target, TargetConfig
 from specdec.theory import leviathan as closed
 from specdec.theory.alpha import ratio_interval
@@ -296,12 +297,12 @@ def trees(
     fastest = fastest_shape(found, target, drafter, learning, compiled, new=new)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
-        if drafter.config.name != "medusa":
+        if not drafter.parallel:
             widest = max(path[-1] for path in fastest.paths) + 1
             shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
     for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
-        if drafter.config.name != "medusa":
+        if not drafter.parallel:
             shapes[f"dynamic, {nodes} nodes"] = Dynamic(depth, nodes, max(4, nodes // 4))
         else:
             shapes[f"best-first, {nodes} nodes"] = BestFirst(depth, nodes)

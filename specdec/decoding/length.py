@@ -22,7 +22,7 @@ from specdec.decoding.policy import Length, Whole, check_limit, check_threshold,
 from specdec.errors import UserError, nearest, require, typed
 from specdec.theory.leviathan import (
     PassCost,
-    line,
+    interpolate,
     pass_cost,
     tokens_by_gamma,
     walltime_by_gamma,
@@ -202,8 +202,8 @@ class CostTable:
 
     def step(self, gamma: int, batch: int) -> float:
         """T_step(γ, batch) in seconds: bilinear; beyond the table its last slope, never falling."""
-        by_batch = [line(self.gammas, row, gamma) for row in self.seconds]
-        return line(self.batches, by_batch, batch)
+        by_batch = [interpolate(self.gammas, row, gamma) for row in self.seconds]
+        return interpolate(self.batches, by_batch, batch)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))

@@ -19,22 +19,19 @@ from specdec.decoding.disco import Disco, Recorder, fit
 from specdec.decoding.length import LENGTHS, CostTable, Fixed, Goodput, length
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
-from specdec.drafters.base import Drafter, last_of
-from specdec.errors import nearest, require, typed
-from specdec.sampling.choose import Choose
-from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import (
-    BestFirst,
-    Chain,
-    Dynamic,
-    Shape,
-    Static,
+from specdec.decoding.static_tree import (
+    acceptance_by_rank,
     best_static,
     expected_static,
     fastest_static,
 )
+from specdec.drafters.base import Drafter, last_of
+from specdec.errors import nearest, require, typed
+from specdec.sampling.choose import Choose
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.causal import Target
-from specdec.theory.leviathan import line
+from specdec.theory.leviathan import interpolate
 
 TREES = ("static", "dynamic", "best_first")
 NODES = 12  # of a tree
@@ -198,9 +195,9 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
         "drafts no more",
     )
     require(
-        cfg.tree != "best_first" or most is not None,
-        f"decode.tree=best_first is for parallel heads (medusa), not for {name}: give static or "
-        "dynamic",
+        cfg.tree != "best_first" or drafter.parallel,
+        f"decode.tree=best_first needs parallel heads, and {name} drafts one token after another: "
+        "give static or dynamic",
     )
     require(
         not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
@@ -221,34 +218,6 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
     )
     if cfg.tree is None and not is_measured(cfg):
         length(cfg.length, settings)
-
-
-def acceptance_by_rank(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    depth: int,
-    width: int = 6,
-) -> torch.Tensor:
-    """Acceptance by depth and rank [D, R], for `best_static`: counted while decoding greedily with
-    a tree of the `width` likeliest tokens after each node of the likeliest chain."""
-    paths = [[0] * d + [rank] for d in range(depth) for rank in range(width)]
-    order = sorted(map(tuple, paths), key=lambda p: (len(p), p))
-    taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
-    for prompt in prompts:
-        result = generate(
-            target, prompt, max_new_tokens=max_new_tokens, drafter=drafter, shape=Static(paths)
-        )
-        for r in result.rounds:
-            kept = order[r.path[-1]] if r.path else ()
-            for d in range(min(depth, len(kept) + 1)):
-                if any(kept[:d]):
-                    break
-                reached[d] += 1
-                if len(kept) > d:
-                    taken[d, kept[d]] += 1
-    return taken / reached.clamp_min(1)
 
 
 def fastest_shape(
@@ -274,7 +243,7 @@ def fastest_shape(
     stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
 
     def seconds(d: int, nodes: int) -> float:
-        return line(sizes, stars, nodes) + chains[d - 1][1] - chains[0][1]
+        return interpolate(sizes, stars, nodes) + chains[d - 1][1] - chains[0][1]
 
     tree = fastest_static(acceptance_DR, seconds, sizes[-1])
     rate, best = max(

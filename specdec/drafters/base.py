@@ -50,6 +50,7 @@ class Drafter(nn.Module, ABC):
     trainable: ClassVar[bool] = True
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
+    parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
     max_depth: int | None = None  # parallel heads cannot draft more than they have
     copies: bool = False  # drafts tokens that it finds, with no q and no ranks
     positions: int | None = None  # texts longer than this are not drafted for; None: any

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.decoding.verify import draws, sample
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, draws, sample
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
 Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens drafted up to it

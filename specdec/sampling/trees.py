@@ -279,8 +279,8 @@ class BestFirst:
         marginals_BKS = growth.marginals(self.depth)
         if marginals_BKS is None or choose.processors:
             raise UserError(
-                "decode.tree=best_first is for parallel heads (medusa) without logits processors: "
-                "give static or dynamic"
+                "decode.tree=best_first needs parallel heads and no logits processors: give static "
+                "or dynamic"
             )
         log_BKC, index_BKC = (
             marginals_BKS.float().log_softmax(-1).topk(min(self.nodes, marginals_BKS.shape[-1]), -1)
@@ -313,33 +313,6 @@ def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[i
         if depth + 1 < len(scores_DR):
             heapq.heappush(heap, (cost - scores_DR[depth + 1][0], (*path, 0)))
     return sorted(found, key=lambda p: (len(p), p))
-
-
-def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
-    """The static tree of this many nodes with the largest expected accepted length (Sequoia, Chen
-    et al. 2024; Medusa's own), from acceptance by depth and rank [D, R]: the share of anchors at
-    which the target's token is the drafter's candidate of that rank, all before it accepted."""
-    falling_DR = acceptance_DR.clamp(1e-6, 1).cummin(-1).values
-    return Static(best_paths(falling_DR.log().tolist(), nodes))
-
-
-def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
-    """Expected tokens of a round that drafts these paths, the target's own included."""
-    shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
-    return 1 + float(sum(shares))
-
-
-def fastest_static(
-    acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
-) -> Static:
-    """The static tree of at most `most` nodes that commits most tokens a second (as Sequoia chooses
-    for the hardware, Chen et al. 2024), where a round of so much depth and so many nodes takes
-    `seconds(depth, nodes)`. Acceptance as in `best_static`."""
-    depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
-    return max(
-        (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),
-        key=lambda t: expected_static(acceptance_DR, t.paths) / seconds(t.depth, t.nodes),
-    )
 
 
 def pruned(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int) -> Proposal:

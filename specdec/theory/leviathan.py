@@ -122,7 +122,7 @@ def best_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) ->
 
 
 def pass_cost(points: Mapping[int, float]) -> PassCost:
-    """v by γ from measured points: v(0) = 1, and `line` through the points and that.
+    """v by γ from measured points: v(0) = 1, and `interpolate` through the points and that.
 
     No points: 1 everywhere. Raises UserError for a cost of 0 or less, or a negative γ.
     """
@@ -130,10 +130,10 @@ def pass_cost(points: Mapping[int, float]) -> PassCost:
         require(gamma >= 0 and v > 0, f"v at gamma {gamma} is {v}: give v > 0 for gamma >= 0")
     known = sorted(({0: 1.0} | dict(points)).items())
     xs, ys = [x for x, _ in known], [y for _, y in known]
-    return lambda gamma: line(xs, ys, gamma)
+    return lambda gamma: interpolate(xs, ys, gamma)
 
 
-def line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """Straight lines through points of rising x: flat before the first; past the last, the last
     slope, but never falling."""
     if x <= xs[0] or len(xs) == 1:

@@ -18,12 +18,13 @@ from transformers.generation.logits_process import (
 from specdec.decoding.decode import Round, decode, generate
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.static_tree import best_static, fastest_static
 from specdec.decoding.strategy import DecodeConfig, strategy
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.runtime import compiled as module
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain, Dynamic, Shape, Static, best_static, fastest_static
+from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.causal import Target
 from tests.drafters.test_contract import SHAPES, make_drafter, make_target, text
 from tests.tiny import make_tokenizer

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.verify import draws, sample
 from specdec.errors import UserError
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, draws, sample
 
 INF = math.inf
 SETTINGS = [

@@ -17,8 +17,8 @@ from specdec.theory.leviathan import (
     divergence,
     expected_tokens,
     guaranteed_factor,
+    interpolate,
     lenient_alpha,
-    line,
     memory_factor,
     operations_factor,
     oracle_factor,
@@ -171,7 +171,7 @@ def test_pass_cost_draws_lines_through_what_was_measured() -> None:
     assert [v(g) for g in (0, 2, 4, 6, 8, 10)] == pytest.approx([1, 1.1, 1.2, 1.6, 2.0, 2.4])
     assert [pass_cost({})(g) for g in (0, 5)] == [1, 1]
     assert pass_cost({4: 0.9})(12) == 0.9  # noise that falls is not carried on
-    assert line([2, 4], [1, 3], 0) == 1
+    assert interpolate([2, 4], [1, 3], 0) == 1
 
 
 def test_oracle_factor() -> None:

@@ -56,6 +56,7 @@ class Medusa(Drafter):
     Config = MedusaConfig
     Sizes = MedusaSizes
     needs = Needs(final_hidden=True)
+    parallel = True
 
     def __init__(self, config: MedusaConfig, sizes: MedusaSizes) -> None:
         super().__init__(config, sizes)

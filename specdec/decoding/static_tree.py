@@ -1,0 +1,87 @@
+"""Which static tree to draft: by the acceptance of each rank, and by the seconds of a round.
+
+Letters: D depths, R ranks among siblings.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.decoding.decode import generate
+from specdec.decoding.verify import Rule
+from specdec.drafters.base import Drafter
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Static, best_paths
+from specdec.target.causal import Target
+
+
+def acceptance_by_rank(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    depth: int,
+    width: int = 6,
+    *,
+    sampler: Sampler | None = None,
+    rule: str | Rule = "auto",
+    greedy_draft: bool = False,
+) -> Tensor:
+    """Acceptance by depth and rank [D, R], for `best_static`: the share of rounds that reached a
+    node of the first-ranked chain and went on to its child of that rank.
+
+    It is counted while decoding `prompts` with the sampler and rule that the tree is for, and a
+    tree of `width` children after each node of that chain. Rank r is the r-th likeliest token
+    where siblings are picked (greedy decoding, or `greedy_draft`), else the r-th one drawn.
+    """
+    paths = [[0] * d + [rank] for d in range(depth) for rank in range(width)]
+    order = sorted(map(tuple, paths), key=lambda p: (len(p), p))
+    taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
+    for prompt in prompts:
+        result = generate(
+            target,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            drafter=drafter,
+            shape=Static(paths),
+            sampler=sampler,
+            rule=rule,
+            greedy_draft=greedy_draft,
+        )
+        for r in result.rounds:
+            kept = order[r.path[-1]] if r.path else ()
+            for d in range(min(depth, len(kept) + 1)):
+                if any(kept[:d]):
+                    break
+                reached[d] += 1
+                if len(kept) > d:
+                    taken[d, kept[d]] += 1
+    return taken / reached.clamp_min(1)
+
+
+def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
+    """The static tree of this many nodes with the largest expected accepted length (Sequoia, Chen
+    et al. 2024; Medusa's own), from acceptance by depth and rank [D, R]: the share of anchors at
+    which the target's token is the drafter's candidate of that rank, all before it accepted."""
+    falling_DR = acceptance_DR.clamp(1e-6, 1).cummin(-1).values
+    return Static(best_paths(falling_DR.log().tolist(), nodes))
+
+
+def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
+    """Expected tokens of a round that drafts these paths, the target's own included."""
+    shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
+    return 1 + float(sum(shares))
+
+
+def fastest_static(
+    acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
+) -> Static:
+    """The static tree of at most `most` nodes that commits most tokens a second (as Sequoia chooses
+    for the hardware, Chen et al. 2024), where a round of so much depth and so many nodes takes
+    `seconds(depth, nodes)`. Acceptance as in `best_static`."""
+    depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
+    return max(
+        (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),
+        key=lambda t: expected_static(acceptance_DR, t.paths) / seconds(t.depth, t.nodes),
+    )
