@@ -188,14 +188,14 @@ def test_vllm_accepts_what_our_decoder_accepts(
     bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote: within
     2 %."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from benches.engine import METHODS, Engine, on_shared_text, pieces_of
+    from benches.engine import Engine, on_shared_text, pieces_of
 
     target = Target.load(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
     drafter = checkpoint.load(runs / name / "best", target)
     results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)
     target.save(tmp_path / "target")
-    with Engine(tmp_path, METHODS[name], 3, dtype) as engine:
+    with Engine(tmp_path, export.layout_of(name, "hf").method, 3, dtype) as engine:
         if dtype == "float32":
             theirs = [engine.answer(g.prompt, NEW) for g in results]
         else:

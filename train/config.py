@@ -18,7 +18,7 @@ from omegaconf.errors import (
 from specdec.decoding.strategy import DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest
-from specdec.formats.export import LAYOUTS
+from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import LOSSES, LossConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.causal import TargetConfig
@@ -82,8 +82,7 @@ def resolve(cfg: DictConfig) -> Config:
             f"drafter.name={drafter} was set apart from the other keys of a drafter: give "
             f"drafter={drafter}"
         )
-    layouts = {layout for name, layout in LAYOUTS if name == drafter}
-    layouts = layouts or {layout for _, layout in LAYOUTS}
+    layouts = layout_names(drafter) or {layout for _, layout in LAYOUTS}
     if config.export is not None and config.export not in layouts:
         raise UserError(
             f"export={config.export!r} is unknown for {drafter}{nearest(config.export, layouts)}"

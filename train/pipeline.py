@@ -25,7 +25,6 @@ from specdec.files import write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
-from specdec.formats.export import LAYOUTS
 from specdec.measure.evaluate import evaluate
 from specdec.progress import bars
 from specdec.report import report
@@ -296,8 +295,7 @@ def _finish(
     tracker.artifact(folder / "best", f"{cfg.name}-draft", report.headline(results))
     console.print(report.summary(results))
     console.print(f"report: {folder / 'report' / 'report.md'}")
-    engines_load_it = any(name == cfg.drafter.name for name, _ in LAYOUTS)
-    if cfg.export is not None and engines_load_it:
+    if cfg.export is not None and export.layout_names(cfg.drafter.name):
         where = folder / "export"
         checked = export.write(where, drafter, target, cfg.export)
         console.print(f"exported to {where} ({cfg.export}); {checked}")

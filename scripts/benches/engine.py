@@ -17,14 +17,13 @@ from specdec.decoding.decode import Generation, generate
 from specdec.decoding.static_tree import acceptance_by_rank
 from specdec.decoding.strategy import LEARNING, fastest_shape
 from specdec.drafters import Drafter
-from specdec.errors import UserError, require
+from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.progress import bars
 from specdec.sampling.trees import Static
 from specdec.target.causal import Target
 
-METHODS = {"eagle3": "eagle3", "medusa": "medusa", "lm": "draft_model"}
 HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
 
@@ -99,8 +98,7 @@ def engine(
     torch.compile too. Where our decoder finds a static tree fastest, which the engine's CPU backend
     has not, it also drafts that."""
     family = checkpoint.read_card(folder)["family"]
-    known = ", ".join(sorted(METHODS))
-    require(family in METHODS, f"{folder}: {family} has no counterpart in vLLM, only {known} have")
+    served_as = export.layout_of(family, "hf").method
     if not (VENV / "bin" / "python").exists():
         raise UserError(f"{VENV} holds no serving environment: run scripts/serving-env first")
     target = target_of(folder, dtype)
@@ -133,7 +131,7 @@ def engine(
             progress.advance(task)
         engines: dict[str, Engine] = {}
         for name in rivals:
-            method = METHODS[family] if "drafter" in variants[name] else "none"
+            method = served_as if "drafter" in variants[name] else "none"
             through = variants[name]["compiled"]
             engines[name] = stack.enter_context(Engine(root, method, gamma, dtype, through))
             for prompt in warm_ups(asked, through):

@@ -161,13 +161,13 @@ def test_an_export_replaces_nothing_but_an_export(target: Target, tmp_path: Path
     (tmp_path / "precious").mkdir()
     for folder in (tmp_path, tmp_path / "precious"):
         (folder / "thesis.txt").write_text("gold")
-        with pytest.raises(UserError, match="no export of ours"):
+        with pytest.raises(UserError, match="not an earlier export"):
             export.write(folder, drafter, target)
         assert (folder / "thesis.txt").read_text() == "gold"
-    with pytest.raises(UserError, match="no export of ours"):
+    with pytest.raises(UserError, match="not an earlier export"):
         export.write(tmp_path / "thesis.txt", drafter, target)
     checkpoint.save(tmp_path / "best", drafter, target)
-    with pytest.raises(UserError, match="no export of ours"):
+    with pytest.raises(UserError, match="not an earlier export"):
         export.write(tmp_path / "best", drafter, target)
 
 

@@ -1,0 +1,57 @@
+"""Medusa as vLLM loads it, always with the whole vocabulary.
+
+vLLM 0.32 refuses its own `token_map`, so the tokens outside a pruned vocabulary get rows of
+zeros: their logit is 0, and the engine, which drafts greedily, never takes one while the best
+logit is above 0. That is checked on a short text; any trained head passes.
+"""
+
+from torch import Tensor
+
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.formats.layout import Checkpoint, Layout, Tensors
+from specdec.target.causal import Target
+
+HEAD = "lm_heads."  # with the number of the head behind it
+
+
+def hf(drafter: Medusa, target: Target) -> Checkpoint:
+    """`architectures: [MedusaModel]`, for vLLM."""
+    tensors = dict(drafter.state_dict())
+    if (vocab_S := tensors.pop("vocab_S", None)) is not None:
+        for name in [n for n in tensors if n.startswith(HEAD)]:
+            whole = tensors[name].new_zeros(target.vocab_size, target.width)
+            whole[vocab_S] = tensors[name]
+            tensors[name] = whole
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": target.width,
+        "vocab_size": target.vocab_size,
+        "num_heads": drafter.config.depth,
+        "num_hidden_layers": drafter.config.num_layers,
+        "medusa_fc_bias": False,
+        "original_lm_head": drafter.config.shared_head,
+    }
+    return tensors, config
+
+
+def read(drafter: Medusa, tensors: Tensors) -> Tensors:
+    """Tensors by the drafter's own names; the rows that are not zero are its vocabulary."""
+    if drafter.vocab_S is None or f"{HEAD}0.weight" not in tensors:
+        return tensors
+    vocab_S = tensors[f"{HEAD}0.weight"].any(-1).nonzero()[:, 0]
+    heads = {n: x[vocab_S] for n, x in tensors.items() if n.startswith(HEAD)}
+    return tensors | heads | {"vocab_S": vocab_S}
+
+
+def objection(drafter: Medusa, logits_NS: Tensor) -> str | None:
+    best = float(logits_NS.amax(-1).min())
+    if drafter.vocab_S is None or best > 0:
+        return None
+    return (
+        f"its best logit at one place is {best:.2g}, and vLLM gives tokens outside the draft "
+        "vocabulary a logit of 0: train it further, or train with drafter.draft_vocab=null"
+    )
+
+
+LAYOUTS = {"hf": Layout("medusa", hf, read, objection)}
