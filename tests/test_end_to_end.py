@@ -20,7 +20,8 @@ from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.evaluate import forced_answers
 from specdec.sampling.sampler import Sampler
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.base import Target
+from specdec.target.loading import TargetConfig, load_target
 from specdec.theory.alpha import visits
 from train.config import data_of_run
 from train.data.documents import load, prompts
@@ -72,7 +73,7 @@ def runs() -> Path:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target.load(
+    return load_target(
         TargetConfig(path=SMOLLM2, dtype="float32", cache=str(ROOT / "cache/targets"))
     )
 
@@ -190,7 +191,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from benches.engine import Engine, on_shared_text, pieces_of
 
-    target = Target.load(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
+    target = load_target(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
     drafter = checkpoint.load(runs / name / "best", target)
     results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)

@@ -35,7 +35,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
 from train.config import Config, register, resolve
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -176,7 +177,7 @@ def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
     attention = "eager" if config.model_type == "gemma2" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
     model.generation_config.eos_token_id = None
-    return Target(model, None, f"tiny-{config.model_type}")
+    return CausalTarget(model, None, f"tiny-{config.model_type}")
 
 
 def random_drafter(

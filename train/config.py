@@ -21,7 +21,7 @@ from specdec.errors import UserError, nearest
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import LOSSES, LossConfig
 from specdec.sampling.sampler import Sampler
-from specdec.target.causal import TargetConfig
+from specdec.target.loading import TargetConfig
 from train.data.answers import AnswersConfig
 from train.data.conversations import DataConfig
 from train.features.store import FeaturesConfig

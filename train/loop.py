@@ -26,7 +26,7 @@ from specdec.forcing.teacher import (
     predicted_rounds,
 )
 from specdec.formats import draft as drafts
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from train import checkpoint, optim
 from train.features.store import Online
 from train.optim import OptimConfig

@@ -28,7 +28,8 @@ from specdec.formats import export
 from specdec.measure.evaluate import evaluate
 from specdec.progress import bars
 from specdec.report import report
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.loading import load_target
 from train.config import Config
 from train.data.answers import answered
 from train.data.conversations import Tally, reasons
@@ -98,7 +99,7 @@ def _run(
 ) -> float:
     main = accelerator.is_main_process
     with accelerator.main_process_first():  # a GGUF target is made dense once
-        target = Target.load(replace(cfg.target, device=_device(cfg, accelerator)))
+        target = load_target(replace(cfg.target, device=_device(cfg, accelerator)))
     before = target.fingerprint()
     kind = family(cfg.drafter.name)
     console.print(

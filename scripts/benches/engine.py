@@ -22,7 +22,7 @@ from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.progress import bars
 from specdec.sampling.trees import Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))

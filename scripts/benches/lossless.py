@@ -23,7 +23,7 @@ from specdec.formats import draft as checkpoint
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from train.data.jsonl import records
 
 

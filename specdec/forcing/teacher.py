@@ -19,7 +19,7 @@ from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.objectives.losses import LOSSES, LossConfig, chunked
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from specdec.theory.alpha import Acceptance, Pair, acceptance, expected_tokens, visits
 
 STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")

@@ -15,7 +15,7 @@ from specdec.drafters import Drafter, family
 from specdec.errors import UserError
 from specdec.files import replaced
 from specdec.runtime.packed import is_packed, pack
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import UserError
 from specdec.formats.layout import Checkpoint, Layout, Tensors, special_tokens
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 
 def hf(drafter: Eagle3, target: Target) -> Checkpoint:

@@ -23,7 +23,7 @@ from specdec.formats import eagle3, lm, medusa
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout
 from specdec.runtime.packed import is_packed, pack
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MARK = "draftsmith.json"  # tells an export of ours, which a new one may replace

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 Tensors = dict[str, Tensor]
 Checkpoint = tuple[Tensors, dict[str, Any]]  # tensors and config.json, as an engine reads them

@@ -3,7 +3,7 @@
 from specdec.drafters.models.lm import LM
 from specdec.formats.draft import untied
 from specdec.formats.layout import Checkpoint, Layout, Tensors, special_tokens
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 PREFIX = "model."  # of the drafter's own names
 

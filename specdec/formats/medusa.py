@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats.layout import Checkpoint, Layout, Tensors
-from specdec.target.causal import Target
+from specdec.target.base import Target
 
 HEAD = "lm_heads."  # with the number of the head behind it
 

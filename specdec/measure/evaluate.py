@@ -21,7 +21,7 @@ from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import Answer, TeacherForcing, answers, batch_of
 from specdec.sampling.sampler import Sampler
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from specdec.theory.alpha import Interval, ratio_interval, repetition, visits
 
 VARIANTS = ("sampled", "greedy_draft", "greedy")

@@ -25,7 +25,8 @@ from specdec.errors import UserError
 from specdec.runtime import compiled as module
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
 from tests.drafters.test_contract import SHAPES, make_drafter, make_target, text
 from tests.tiny import make_tokenizer
 
@@ -80,7 +81,7 @@ def test_streaming_gives_each_rows_answer_in_order(
 
 def test_stop_strings_end_with_the_token_that_completes_one(target: Target) -> None:
     """A tokenizer of words and spaces, one token each, over the same 61 ids."""
-    words = Target(target.model, make_tokenizer(), "words")
+    words = CausalTarget(target.model, make_tokenizer(), "words")
     drafter = make_drafter("lm", target, noise=0.05)
     plain = generate(words, PROMPTS[0], max_new_tokens=40).ids
     said = [words.tokenizer.decode([i]) for i in plain]

@@ -24,7 +24,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from tests.drafters.test_contract import CONFIGS, L, V, make_drafter, make_target, text
 from tests.tiny import architectures, compose, random_drafter, random_target
 

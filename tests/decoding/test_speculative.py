@@ -26,7 +26,8 @@ from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
 from tests.drafters.test_contract import L, make_drafter, make_target, text
 from tests.drafters.test_translated import byte_tokenizer, piece_tokenizer
 from tests.target import test_seq2seq as seq2seq
@@ -298,7 +299,7 @@ def test_stop_strings_are_found_where_transformers_finds_them(
     tokenizer.clean_up_tokenization_spaces = True
     torch.manual_seed(0)
     model = random_target(architectures(len(tokenizer), 2)["llama"]).model
-    target = Target(model, tokenizer, "words")
+    target = CausalTarget(model, tokenizer, "words")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     said = tokenizer(prompt + answer, add_special_tokens=False).input_ids[len(ids) :]
     if of == "pieces":
@@ -365,7 +366,7 @@ def test_an_encoder_decoder_sees_its_answer_only(kind: str, fields: dict[str, An
         made = speculative_generate(target, drafter, ids, mask, shape=shape, **fields)
         for row, ours in zip(rows, made.sequences.tolist()):
             theirs = transformers_ids(target, row, **fields)
-            assert ours[: len(theirs)] == theirs and theirs[0] == target.reader.start
+            assert ours[: len(theirs)] == theirs and theirs[0] == target.seq2seq.start
 
 
 def test_decode_takes_processors_of_the_decoder() -> None:
@@ -376,7 +377,7 @@ def test_decode_takes_processors_of_the_decoder() -> None:
         many, decode(target, many, max_new_tokens=9, eos=(), processors=processors)
     ):
         fields = {"max_new_tokens": 9, "eos_token_id": None, "repetition_penalty": 3.0}
-        assert [target.reader.start, *g.ids] == transformers_ids(target, prompt[:-1], **fields)
+        assert [target.seq2seq.start, *g.ids] == transformers_ids(target, prompt[:-1], **fields)
 
 
 def test_a_start_token_among_the_encoders_is_said() -> None:

@@ -37,7 +37,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
 from tests.tiny import architectures, random_drafter, random_target
 
 V, L, T = 61, 6, 14
@@ -386,7 +387,7 @@ def test_a_draft_that_does_not_fit_is_told_in_one_line(
 def test_export_reads_back_and_names_what_is_wrong(
     target: Target, tmp_path, name: str, layout: str
 ) -> None:
-    target = Target(target.model, _Tokenizer(), "tiny")
+    target = CausalTarget(target.model, _Tokenizer(), "tiny")
     drafter = make_drafter(name, target)
     export.write(tmp_path / "out", drafter, target, layout)
     again = export.read(tmp_path / "out", drafter, target)
@@ -411,7 +412,7 @@ def test_export_reads_back_and_names_what_is_wrong(
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
 def test_export_refuses_weights_that_are_not_finite(target: Target, tmp_path, name: str) -> None:
-    target = Target(target.model, _Tokenizer(), "tiny")
+    target = CausalTarget(target.model, _Tokenizer(), "tiny")
     drafter = make_drafter(name, target)
     weight = next(p for p in drafter.parameters() if p.requires_grad)
     with torch.no_grad():

@@ -32,7 +32,7 @@ from specdec.runtime.cache import Place, model_inputs
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from tests.tiny import architectures, random_target
 
 V, L = 40, 4

@@ -22,7 +22,9 @@ from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
+from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import WORDS, architectures, make_tokenizer
 
 TEXT = "the old man and the sea. a cat by the door. we walk home by night. why not? " * 3
@@ -117,7 +119,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path) -> Target:
-    return Target.load(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
+    return load_target(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
 
 
 def make(target: Target, source: Path, method: str, **more: Any) -> Translated:
@@ -412,7 +414,7 @@ def test_mistakes_are_told_in_one_line(folders: dict[str, Path], tmp_path: Path)
         with pytest.raises(UserError, match=message):
             Translated.build(TranslatedConfig(source=source, method=method), target)
     with pytest.raises(UserError, match="target's tokenizer"):
-        bare = Target(target.model, None, "bare")
+        bare = CausalTarget(target.model, None, "bare")
         Translated.build(TranslatedConfig(source=str(folders["bytes"])), bare)
     other = save(tmp_path / "letters", "letters", 7)
     checkpoint.save(tmp_path / "draft", make(target, other, "tli"), target)

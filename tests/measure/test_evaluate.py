@@ -15,7 +15,7 @@ from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.measure import evaluate as module
 from specdec.measure.evaluate import evaluate
 from specdec.report import report
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 TOKENIZER = make_tokenizer()

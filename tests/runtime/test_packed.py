@@ -17,7 +17,7 @@ from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.runtime import packed
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import random_drafter, random_target, save_target
 
 pytestmark = pytest.mark.skipif(
@@ -110,9 +110,9 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     """From disk; greedy text in float32 is that of the layers as they are."""
     monkeypatch.setattr(packed, "LEAST", 1)
     folder = save_target(tmp_path / "target")
-    bare = Target.load(TargetConfig(str(folder), "float32", "cpu", packed=False))
+    bare = load_target(TargetConfig(str(folder), "float32", "cpu", packed=False))
     checkpoint.save(tmp_path / "draft", random_drafter(Medusa.Config(), bare, 0.1), bare)
-    target = Target.load(TargetConfig(str(folder), "float32", "cpu", packed=asked))
+    target = load_target(TargetConfig(str(folder), "float32", "cpu", packed=asked))
     drafter = checkpoint.load(tmp_path / "draft", target)
     for module in (target.model, drafter):
         found = {type(m) for m in module.modules() if isinstance(m, nn.Linear)}

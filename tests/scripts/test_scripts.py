@@ -18,7 +18,7 @@ from specdec.decoding.stream import Stream
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from tests.tiny import REPOSITORY, architectures, process, random_target
 
 

@@ -19,7 +19,8 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
 from specdec.target.encoder_decoder import Seq2SeqTarget
 from tests.target.test_seq2seq import make_target as make_seq2seq
 
@@ -59,7 +60,7 @@ def target_of(kind: str, **config: Any) -> Target:
     )
     model = AutoModelForCausalLM.from_config(made).float().eval()
     model.generation_config.eos_token_id = None
-    return Target(model, None, kind)
+    return CausalTarget(model, None, kind)
 
 
 def phi3() -> Target:

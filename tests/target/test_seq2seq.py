@@ -41,8 +41,9 @@ from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.causal import Target
-from specdec.target.encoder_decoder import Seq2SeqCache, Seq2SeqTarget
+from specdec.target.causal import CausalTarget
+from specdec.target.encoder_decoder import Seq2SeqTarget
+from specdec.target.seq2seq import Seq2SeqCache
 from tests.tiny import make_tiny, make_tokenizer
 
 V = 53
@@ -102,9 +103,9 @@ def make_target(kind: str, seed: int = 0) -> Seq2SeqTarget:
 def prompts(target: Seq2SeqTarget, lengths: tuple[int, ...] = (9, 4, 13)) -> list[list[int]]:
     """Encoder tokens, the eos, and the decoder's start token, of several lengths."""
     draw = torch.Generator().manual_seed(0)
-    eos = 2 if target.reader.twice else 1
+    eos = 2 if target.seq2seq.twice else 1
     return [
-        torch.randint(3, V, (n,), generator=draw).tolist() + [eos, target.reader.start]
+        torch.randint(3, V, (n,), generator=draw).tolist() + [eos, target.seq2seq.start]
         for n in lengths
     ]
 
@@ -367,7 +368,7 @@ def test_mistakes_are_told_in_one_line() -> None:
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1,
         intermediate_size=16, num_attention_heads=2))  # fmt: skip
     with pytest.raises(UserError, match="encoder-decoder target"):
-        Seq2SeqLM.build(Seq2SeqLMConfig(source="random"), Target(llama, None, "llama"))
+        Seq2SeqLM.build(Seq2SeqLMConfig(source="random"), CausalTarget(llama, None, "llama"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -16,7 +16,8 @@ from specdec.context import Needs
 from specdec.drafters.models.lm import LM
 from specdec.errors import UserError
 from specdec.runtime import compiled
-from specdec.target.causal import Target, TargetConfig, grouped_attention
+from specdec.target.attention import grouped_attention
+from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import architectures, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -63,7 +64,7 @@ def test_the_default_attention_is_the_models_own(tmp_path: Path, kind: str, atte
     """Logits of a prefill and of two passes after it, as the model's eager attention has them; a
     draft LM cut from the target attends as it does."""
     folder = saved(tmp_path, kind)
-    target = Target.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
+    target = load_target(TargetConfig(str(folder), dtype="float32", device="cpu"))
     assert target.config._attn_implementation == attention
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     ids = torch.randint(3, len(TOKENIZER), (1, 20), generator=torch.Generator().manual_seed(1))
@@ -89,7 +90,7 @@ def test_grouped_attention_refuses_what_sdpa_leaves_out(asked: dict[str, Any]) -
 def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path, kind: str) -> None:
     """Of unlike lengths, a shorter one at the very end of the batch, padding in between: each as
     the model itself reads it, 0 at the padding, and documents of like length in one pass."""
-    target = Target.load(TargetConfig(str(saved(tmp_path, kind)), dtype="float32", device="cpu"))
+    target = load_target(TargetConfig(str(saved(tmp_path, kind)), dtype="float32", device="cpu"))
     rows = [[20], [3], [1, 19]]
     ids = torch.randint(3, len(TOKENIZER), (3, 20), generator=torch.Generator().manual_seed(1))
     position = torch.zeros(3, 20, dtype=torch.long)
@@ -118,7 +119,7 @@ def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path,
 @pytest.mark.slow
 def test_too_many_graphs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "GRAPHS", 1)
-    target = Target.load(TargetConfig(str(saved(tmp_path, "llama")), dtype="float32", device="cpu"))
+    target = load_target(TargetConfig(str(saved(tmp_path, "llama")), dtype="float32", device="cpu"))
     cache = target.new_cache(capacity=256)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):  # restores what the target sets

@@ -23,7 +23,7 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.objectives.losses import LOSSES
-from specdec.target.causal import Target, TargetConfig
+from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import (
     REPOSITORY,
     Tiny,
@@ -370,7 +370,7 @@ def trained(tiny: Tiny) -> Path:
 
 
 def test_a_draft_of_another_target_is_refused(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
-    namesake = Target.load(TargetConfig(str(save_target(tmp_path / "other", seed=1)), "float32"))
+    namesake = load_target(TargetConfig(str(save_target(tmp_path / "other", seed=1)), "float32"))
     with pytest.raises(UserError, match="other weights"):
         checkpoint.load(trained / "best", namesake)
 
@@ -380,7 +380,7 @@ def test_a_draft_serves_its_target_in_any_dtype(tiny: Tiny, trained: Path) -> No
     load it in bfloat16, scripts/export in float32, whatever it was trained in: the same target,
     from the same files."""
     for dtype in ("float32", "bfloat16"):
-        checkpoint.load(trained / "best", Target.load(TargetConfig(str(tiny.target), dtype)))
+        checkpoint.load(trained / "best", load_target(TargetConfig(str(tiny.target), dtype)))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_a_draft_serves_its_target_in_any_dtype(tiny: Tiny, trained: Path) -> No
 def test_a_draft_file_that_is_damaged(
     tiny: Tiny, trained: Path, tmp_path: Path, damage: Any, part: str
 ) -> None:
-    target = Target.load(TargetConfig(str(tiny.target), "float32"))
+    target = load_target(TargetConfig(str(tiny.target), "float32"))
     (tmp_path / "best").mkdir()
     for file in (trained / "best").iterdir():
         data = file.read_bytes()
@@ -447,7 +447,7 @@ def test_a_card_of_another_version(
     tiny: Tiny, trained: Path, tmp_path: Path, change: dict[str, Any], part: str
 ) -> None:
     """A family or a key that this version does not have."""
-    target = Target.load(TargetConfig(str(tiny.target), "float32"))
+    target = load_target(TargetConfig(str(tiny.target), "float32"))
     card = json.loads((trained / "best" / checkpoint.CARD).read_text())
     (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
     save_file({"x": torch.zeros(1)}, tmp_path / checkpoint.WEIGHTS)

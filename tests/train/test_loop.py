@@ -19,7 +19,8 @@ from torch import nn
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.loading import load_target
 from tests.runs import draft, final_state, require_same_run
 from tests.tiny import (
     DRAFTER_OVERRIDES,
@@ -40,13 +41,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
     """The targets that a job loads, to look at afterwards."""
     found: list[Target] = []
-    load = Target.load
+    load = load_target
 
     def keep(cfg: Any) -> Target:
         found.append(load(cfg))
         return found[-1]
 
-    monkeypatch.setattr(Target, "load", keep)
+    monkeypatch.setattr(pipeline, "load_target", keep)
     return found
 
 
@@ -65,7 +66,7 @@ def test_whole_job(
     greedy = results["temperatures"][0]
     assert greedy["identical"] == results["prompts"], "greedy speculation changed an answer"
     (target,) = loaded
-    fresh = Target.load(pipeline.replace(tiny.config().target))
+    fresh = load_target(pipeline.replace(tiny.config().target))
     for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), "the target was trained"
     if name in TRAINABLE:
@@ -117,7 +118,7 @@ def test_the_target_stays_as_it_is_when_the_draft_trains_embeddings_cut_from_it(
 ) -> None:
     tiny.job(tmp_path / "run", "lm", "drafter.train_embeddings=true", "optim.lr=0.05")
     (target,) = loaded
-    fresh = Target.load(tiny.config().target)
+    fresh = load_target(tiny.config().target)
     for name, weight in fresh.model.state_dict().items():
         assert torch.equal(weight, target.model.state_dict()[name]), name
     theirs = fresh.embedding.weight

@@ -20,7 +20,8 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
-from specdec.target.causal import Target
+from specdec.target.base import Target
+from specdec.target.loading import load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train.data import answers
 from train.data.answers import AnswersConfig, answered
@@ -32,7 +33,7 @@ from train.tracking import read
 
 @pytest.fixture(scope="module")
 def target(tiny: Tiny) -> Target:
-    return Target.load(tiny.config().target)
+    return load_target(tiny.config().target)
 
 
 # --- mistakes are told before the work -----------------------------------------------------------

@@ -26,7 +26,7 @@ from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import write_whole
-from specdec.target.causal import Target
+from specdec.target.loading import load_target
 from tests.runs import draft, require_same_run
 from tests.tiny import (
     DRAFTER_OVERRIDES,
@@ -263,7 +263,7 @@ def test_no_shard_of_features_is_left_out_when_a_process_is_slow_to_look(
     """Both share out the same list: the slow one must not see what the other made meanwhile."""
     monkeypatch.setattr(features, "SHARD", 1)
     cfg = tiny.config("medusa", f"features.root={tmp_path}")
-    target = Target.load(cfg.target)
+    target = load_target(cfg.target)
     drafter = pipeline._drafter(cfg, target, [])
     rows = [Row([1, n, 2], [True] * 3, [0] * 3, [0, 1, 2]) for n in range(3, 9)]
     look, together, ahead = features.Disk.missing, threading.Barrier(2), threading.Event()

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from specdec.decoding.decode import decode
 from specdec.errors import require
 from specdec.sampling.sampler import Sampler
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from train.data.documents import Document, Prompt
 from train.data.jsonl import records
 

@@ -23,7 +23,7 @@ from specdec.errors import UserError
 from specdec.files import write_whole
 from specdec.forcing.teacher import Batch, summarise
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.target.causal import Target
+from specdec.target.base import Target
 from train.data.documents import Row
 
 SHARD = 64  # rows a file

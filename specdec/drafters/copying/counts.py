@@ -22,7 +22,7 @@ from specdec.drafters.base import Drafter, Sizes, text_after
 from specdec.errors import require
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass

@@ -37,7 +37,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 CHUNK = 128  # anchors whose logits exist at a time
 

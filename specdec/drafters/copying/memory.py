@@ -20,7 +20,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 Node = tuple[int, int]  # token and parent: an earlier node, or -1 for the anchor
 

@@ -24,7 +24,7 @@ from specdec.runtime.cache import SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass

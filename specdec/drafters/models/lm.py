@@ -19,10 +19,11 @@ from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, model_inputs, new_cache, size
 from specdec.runtime.compiled import Short
 from specdec.sampling.trees import Growth
-from specdec.target.causal import group, head_scaling
+from specdec.target.attention import group
+from specdec.target.parts import head_scaling
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass

@@ -16,10 +16,11 @@ from specdec.drafters.base import Drafter, last_of, pieces, unread
 from specdec.drafters.models.lm import LMSizes, fresh
 from specdec.errors import UserError
 from specdec.sampling.trees import Growth
-from specdec.target.encoder_decoder import Reader, Seq2SeqCache, Seq2SeqTarget
+from specdec.target.encoder_decoder import Seq2SeqTarget
+from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Seq2SeqLM(Drafter):
     def __init__(self, config: Seq2SeqLMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.model = fresh(AutoModelForSeq2SeqLM, sizes.model, config.train_embeddings)
-        self.reader = Reader(self.model)
+        self.seq2seq = Seq2SeqModel(self.model)
 
     @property
     def train_depth(self) -> int:
@@ -80,7 +81,7 @@ class Seq2SeqLM(Drafter):
             model = found.to_dict()
         for key, theirs in (
             ("vocab_size", target.vocab_size),
-            ("decoder_start_token_id", target.reader.start),
+            ("decoder_start_token_id", target.seq2seq.start),
         ):
             if model.get(key) != theirs:
                 raise UserError(
@@ -97,7 +98,7 @@ class Seq2SeqLM(Drafter):
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """As `LM.hidden`; 0 at anchors among the encoder's tokens."""
         if drafted_BAk is None:
-            out, spread = self.reader.read(
+            out, spread = self.seq2seq.run(
                 ctx.ids_BT, position_BT=ctx.position_BT, document_BT=ctx.document_BT
             )
             out_BTD = spread(out)
@@ -110,7 +111,7 @@ class Seq2SeqLM(Drafter):
             for i, a in enumerate(anchors):
                 first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
                 ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
-                out, spread = self.reader.read(ids)
+                out, spread = self.seq2seq.run(ids)
                 rows_BAkD.append(spread(out)[0, a - first :])
         return torch.stack(rows_BAkD).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
 
@@ -124,7 +125,7 @@ class Seq2SeqLM(Drafter):
         return [p for p in head.parameters() if p.requires_grad]
 
     def new_cache(self) -> Seq2SeqCache:
-        return self.reader.new_cache()
+        return self.seq2seq.new_cache()
 
     def begin(self, ctx: Context, cache: Seq2SeqCache | None = None) -> Growth:
         return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
@@ -137,7 +138,7 @@ class Cached:
         self.drafter, self.cache = drafter, cache
         counts = ctx.counts()
         if not cache.starts:
-            out, spread = drafter.reader.read(ctx.ids_BT[:, : max(counts)], cache)
+            out, spread = drafter.seq2seq.run(ctx.ids_BT[:, : max(counts)], cache)
             cache.keep(counts)
             last_BD = last_of(spread(out), counts)
         else:
@@ -154,4 +155,4 @@ class Cached:
         return None
 
     def _read(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
-        return self.drafter.reader.read(ids_BT, self.cache, parents_BT)[0]
+        return self.drafter.seq2seq.run(ids_BT, self.cache, parents_BT)[0]

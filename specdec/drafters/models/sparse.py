@@ -35,7 +35,7 @@ from specdec.runtime.cache import Place, SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 METHODS = ("streaming", "snapkv")
 ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of its own

@@ -34,7 +34,8 @@ from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape, Stop
-from specdec.target.causal import DTYPES, Target, TargetConfig
+from specdec.target.base import Target
+from specdec.target.loading import DTYPES, TargetConfig, load_target
 
 METHODS = ("tli", "slem")
 NOTHING = -1  # "no token drafted", in place of an id
@@ -349,7 +350,7 @@ def _loaded(config: TranslatedConfig, target: Target) -> Target:
 @lru_cache(maxsize=1)  # `plan` and `attach` read one and the same
 def _load(source: str, dtype: str, device: str) -> Target:
     try:
-        lm = Target.load(TargetConfig(path=source, dtype=dtype, device=device))
+        lm = load_target(TargetConfig(path=source, dtype=dtype, device=device))
     except UserError as error:
         raise UserError(str(error).replace("target.path", "drafter.source")) from error
     lm.new_cache()  # raises where a rejected token cannot be dropped

@@ -15,7 +15,7 @@ from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass

@@ -1,0 +1,63 @@
+"""Attention by groups of heads, for decoding steps: registered with transformers as "grouped".
+
+Letters: B batch, H query heads, Hkv key heads, T tokens of a pass, P keys, E head width.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from specdec.errors import UserError
+
+FEW = 256  # query rows of a KV head up to which one product over groups beats copied keys
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa`, with the query heads that share a KV head as further rows of one query.
+
+    A decoding step has few tokens over many keys, which `sdpa` would copy for every query head.
+    query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError where
+    a model asks for attention sinks or a soft cap, which sdpa does not compute.
+    """
+    if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        raise UserError(
+            f"{type(module).__name__} has attention sinks or a soft cap, which sdpa leaves out: "
+            "give target.attn_implementation=eager"
+        )
+    B, H, T, E = query.shape
+    groups = H // key.shape[1]
+    alike = attention_mask is None or attention_mask.shape[1] == 1  # one mask for all heads
+    few = alike and (T == 1 or (attention_mask is not None and groups * T <= FEW))
+    if groups == 1 or not few or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:
+        wide = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1)
+        attention_mask = wide.flatten(2, 3)
+    out = nn.functional.scaled_dot_product_attention(
+        query.reshape(B, -1, groups * T, E),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=kwargs.get("scaling"),
+    )
+    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+def group(model: Any) -> None:
+    """Let a model that attends by `sdpa` attend by `grouped_attention`; leave others alone."""
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("grouped")

@@ -1,0 +1,118 @@
+"""The target: a frozen Hugging Face language model that is run, whatever its architecture.
+
+`CausalTarget` (causal.py) and `Seq2SeqTarget` (encoder_decoder.py) implement it.
+Letters: B batch, T time, D width, F concatenated features, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context, Needs
+from specdec.errors import UserError
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.choose import Processor
+from specdec.target.parts import Parts
+
+
+class Target(Parts, ABC):
+    """The parts of a frozen model and its layers: features of a text, and logits."""
+
+    layers: nn.ModuleList
+
+    @abstractmethod
+    def features(
+        self,
+        ids_BT: Tensor,
+        needs: Needs,
+        *,
+        cache: SlotCache | None = None,
+        parents_BT: Tensor | None = None,
+        position_BT: Tensor | None = None,
+        document_BT: Tensor | None = None,
+    ) -> tuple[Context, Tensor]:
+        """Run the target over `ids_BT`; returns the context and the final hidden state [B, T, D].
+
+        The one way in: online training, the feature cache, evaluation and decoding use it. The
+        logits are `logits(final)`, apart, so that a caller can take them in chunks.
+
+        With `position_BT` and no cache, rows hold documents, which begin where it is 0, and each
+        is read as if it were alone; at padding (`document_BT` below 0) features are 0. With
+        `cache`, `ids_BT` continues what the cache holds, as a tree where `parents_BT` says so (see
+        `SlotCache.place`); the caller then says what the cache keeps.
+        """
+
+    @abstractmethod
+    def new_cache(self, capacity: int | None = None) -> SlotCache:
+        """An empty KV cache; `capacity` fixes its slots, for compiled passes."""
+
+    def step(
+        self,
+        ids_BT: Tensor,
+        needs: Needs,
+        cache: SlotCache,
+        parents_BT: Tensor | None = None,
+    ) -> tuple[Context, Tensor]:
+        """A pass of decoding: the context and the logits [B, T, V]."""
+        ctx, final_BTD = self.features(ids_BT, needs, cache=cache, parents_BT=parents_BT)
+        return ctx, self.logits(final_BTD)
+
+    def shown(self, processors: Sequence[Processor]) -> list[Processor]:
+        """The processors, each shown the tokens that transformers would show it."""
+        return list(processors)
+
+    def room(self, shortest: int) -> int:
+        """How many positions texts may take while the shortest of them takes `shortest`.
+
+        All that the model has; but with the rotary factors of LongRoPE, those where the factors
+        change: the cache was read with the factors of one side, and a pass takes one side for all
+        of its rows.
+        """
+        room = self.positions
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for of_kind in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+            line = of_kind.get("original_max_position_embeddings")
+            if of_kind.get("rope_type") == "longrope" and line and shortest < line:
+                room = min(room, line)
+        return room
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer as engines load them (a GGUF target comes out dense)."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    @contextmanager
+    def _watched(self, needs: Needs) -> Iterator[dict[int, Tensor]]:
+        """The residual stream after each layer of `needs`, filled in by the passes made within."""
+        seen: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            for k in needs.layers:
+                stack.enter_context(self._hook(k, seen))
+            yield seen
+
+    def _hook(self, k: int, seen: dict[int, Tensor]) -> Any:
+        """A removable hook that keeps the residual stream after k layers in `seen`."""
+        if not 0 <= k <= len(self.layers):
+            raise UserError(
+                f"layer {k} of the target is asked for, which has layers 0 to {len(self.layers)}"
+            )
+        if k < len(self.layers):  # what layer k reads
+            return self.layers[k].register_forward_pre_hook(
+                lambda _, args, kwargs: seen.__setitem__(
+                    k, args[0] if args else kwargs["hidden_states"]
+                ),
+                with_kwargs=True,
+            )
+        return self.layers[-1].register_forward_hook(
+            lambda _module, _args, out: seen.__setitem__(k, out[0] if type(out) is tuple else out)
+        )
+
+
+def concatenated(seen: dict[int, Tensor], needs: Needs) -> Tensor | None:
+    """The layers of `needs` [B, T, F] in their order; None where it names none."""
+    return torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None

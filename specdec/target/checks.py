@@ -1,0 +1,110 @@
+"""Self-checks of a target when it is made: a model that would be read wrongly is refused.
+
+Heads, masks and caches of models differ more than their classes tell. Where ours were not the
+model's own, α would be measured against another p than the one that is served.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from specdec.context import Needs
+from specdec.errors import UserError
+from specdec.target.base import Target
+
+EXACT = (torch.float32, torch.float64)
+
+
+@contextmanager
+def understood(kind: str) -> Iterator[None]:
+    """Turn whatever a model of an unknown kind raises into one UserError; `kind` describes it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = str(error).strip().splitlines() or [repr(error)]
+        raise UserError(f"{kind} is of a kind that is not read here ({reason[0]})") from error
+
+
+def check_causal(target: Target) -> None:
+    """Raise UserError unless logits, and passes over a cache of ragged rows and a tree, are those
+    of the model itself."""
+    kind = f"target {target.name!r} ({type(target.model).__name__})"
+    with understood(kind), torch.no_grad():
+        head, cache = head_error(target), cache_error(target)
+    if head > 1e-2:  # the same operations: there is nothing to round otherwise
+        raise UserError(
+            f"{kind} turns hidden states into logits in a way that this class does not "
+            "know: add it to head_scaling"
+        )
+    if cache > (1e-2 if target.dtype in EXACT else 0.2):
+        raise UserError(
+            f"{kind} makes masks or positions of its own, or keeps another state than keys and "
+            "values: rows of unequal length and trees cannot be read with it"
+        )
+
+
+def head_error(target: Target) -> float:
+    """How far `logits(final)` is from what the model itself returns."""
+    ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
+    _, final = target.features(ids, Needs())
+    return distance(target.logits(final), target.model(input_ids=ids).logits)
+
+
+def cache_error(target: Target) -> float:
+    """How far the logits of a small tree, after rows of unequal length, are from those of passes
+    over whole texts."""
+    lengths, parents = [9, 5], [-1, 0, -1]  # the second node follows the first
+    ids = (7 * torch.arange(2 * 12, device=target.device).view(2, 12) + 3) % target.vocab_size
+    cache = target.new_cache()
+    target.features(ids[:, :9], Needs(), cache=cache)
+    cache.keep(lengths)
+    parents_BT = torch.tensor([parents, parents], device=target.device)
+    _, final = target.features(ids[:, 9:], Needs(), cache=cache, parents_BT=parents_BT)
+    found, worst = target.logits(final), 0.0
+    for b, n in enumerate(lengths):
+        for path in ([0, 1], [2]):
+            text = torch.cat([ids[b, :n], ids[b, 9:][path]])[None]
+            whole = target.model(input_ids=text).logits[0, n:]
+            worst = max(worst, distance(found[b, path], whole))
+    return worst
+
+
+def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
+    """Raise UserError unless `logits(final)` is what the model itself returns. `start` is the
+    decoder's start token, which a text has `twice` where it ends the encoder's tokens too."""
+    some = [i for i in range(target.vocab_size) if i != start][:4]
+    encoder = some + [start] * twice
+    text, asked, answer = (
+        torch.tensor([x], device=target.device)
+        for x in (encoder + [start] + some, encoder, [start] + some)
+    )
+    kind = f"target {target.name!r} ({type(target.model).__name__})"
+    with understood(kind), torch.no_grad():
+        _, final = target.features(text, Needs())
+        ours = target.logits(final[:, len(encoder) :]).float()
+        theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits.float()
+    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
+        raise UserError(
+            f"{kind} decodes in a way that this class does not know: give a T5, T5-v1.1, mT5 or "
+            "BART"
+        )
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Between logits [..., V], relative to their spread; infinite where shapes differ."""
+    if ours.shape != theirs.shape:
+        return math.inf
+    ours, theirs = (x.double() - x.double().mean(-1, keepdim=True) for x in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))

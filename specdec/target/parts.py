@@ -1,0 +1,116 @@
+"""The parts of a target that are read without running it: config, tokenizer, embedding, head.
+
+Training from a feature cache, the objectives and most drafters need no more than these; `Target`
+(in base.py) adds the layers. Letters: D width, V vocabulary, S part of it.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+UNBOUNDED = 1 << 30  # positions of a model that sets no limit
+
+
+class Parts:
+    """The frozen parts of a model around its layers, and what its config says."""
+
+    head: nn.Linear
+    embedding: nn.Embedding
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.revision = revision
+        self.config = model.config.get_text_config(decoder=True)
+        self.head = model.get_output_embeddings()
+        self.embedding = model.get_input_embeddings()
+        self._scale = head_scaling(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.head.weight.shape[1]
+
+    @property
+    def norm(self) -> nn.Module | None:
+        """The norm after the last layer, where the model calls it by the usual name."""
+        return getattr(self.model.base_model, "norm", None)
+
+    @property
+    def positions(self) -> int:
+        """How many positions a text may take in all; see `Target.room`."""
+        return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The ids that end a generation, as the model's own generation config has them."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None and self.tokenizer is not None:
+            ids = self.tokenizer.eos_token_id
+        return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+    def placed(self, prompt: Sequence[int]) -> int:
+        """How many of the decoder's positions a prompt takes."""
+        return len(prompt)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Logits [..., V] of the final hidden state [..., D]."""
+        return self._scale(self.head(final))
+
+    def unembedding(self, vocab_S: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """`logits` over part of the vocabulary only: a function [..., D] -> [..., S]."""
+        if vocab_S is None:
+            return self.logits
+        weight = self.head.weight[vocab_S]
+        bias = None if self.head.bias is None else self.head.bias[vocab_S]
+        return lambda final: self._scale(nn.functional.linear(final, weight, bias))
+
+    def fingerprint(self) -> str:
+        """A checksum over every weight of the target: tells targets apart, and shows that one was
+        not changed."""
+        return checksum(self.model.state_dict())
+
+
+def checksum(state: dict[str, Tensor]) -> str:
+    """One short string for a model's weights, in whatever precision it is loaded.
+
+    Weights are rounded to bfloat16; the bits of each tensor are summed as integers in int64
+    (exact, in any order), and the sums hashed with the names and shapes.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for name, value in sorted(state.items()):
+        rounded = value.to(torch.bfloat16) if value.is_floating_point() else value
+        whole = rounded.contiguous().view(torch.int16)
+        ramp = whole.reshape(-1)[:: max(1, whole.numel() // 4096)].to(torch.int64)
+        order = (ramp * torch.arange(1, len(ramp) + 1, device=ramp.device)).sum()
+        entry = [name, list(value.shape), int(whole.sum(dtype=torch.int64)), int(order)]
+        digest.update(json.dumps(entry).encode())
+    return digest.hexdigest()
+
+
+def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
+    """What a model does to its head's output: Gemma's soft cap, Cohere's factor, Granite's divisor;
+    most models do nothing."""
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return lambda z: cap * torch.tanh(z / cap)
+    if factor := getattr(config, "logit_scale", None):
+        return lambda z: z * factor
+    if divisor := getattr(config, "logits_scaling", None):
+        return lambda z: z / divisor
+    return lambda z: z
