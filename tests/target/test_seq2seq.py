@@ -340,13 +340,14 @@ def test_a_text_becomes_a_prompt_and_a_chat_too(tmp_path: Path) -> None:
     model = make_target("t5").model
     target = Seq2SeqTarget(model, tokenizer, "tiny")
     assert target.prompt("a b c") == [3, 4, 5, 1, 0]
+    assert tokenizer.chat_template is None, "the given tokenizer stays as it was"
     chat = [{"role": "user", "content": "a b c"}]
-    ids = tokenizer.apply_chat_template(
+    ids = target.tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     assert ids == [3, 4, 5, 1, 0]
     chat.append({"role": "assistant", "content": "d a"})
-    assert tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False) == [
+    assert target.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False) == [
         *ids, 6, 3, 1,
     ]  # fmt: skip
 
