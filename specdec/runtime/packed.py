@@ -1,28 +1,42 @@
-"""Linear layers that read their weights in oneDNN's own layout, on a CPU.
+"""Linear layers that keep a copy of their weight in oneDNN's own layout, for decoding on a CPU.
 
-Without it every product of a few rows, as a decoding step has, begins by turning the weight: a
-step of SmolLM2-135M takes 1.5 times as long in bfloat16 and twice in float32. `torch.compile` with
-frozen weights does the same inside a graph; this does it outside of one.
+Where torch's public operator rearranges the weight in every product of a few rows, as a decoding
+step has, the copy saves that work: a step of SmolLM2-135M then takes two thirds of the time in
+bfloat16 and half in float32. Where it does not, the copy can be the slower way. So each number of
+rows is probed once, and the public operator is used wherever the copy is not faster.
+`torch.compile` with frozen weights packs them inside a graph; this is for passes outside of one.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdec.runtime.probes import Answer, compare, first_line, one_thread
+
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
-ROWS = 8  # that the layout is chosen for: best from 1 to 16, and no worse beyond
-DTYPES = (torch.float32, torch.bfloat16)
+LAYOUT_ROWS = 8  # that the layout is chosen for: best from 1 to 16, and no worse beyond
+PROBED = 1 << 20  # weights at most that a probe multiplies by
+WORK = 1 << 24  # multiplications at most of one product of a probe
+# dtypes that oneDNN packs, and how far two orders of summation may lie apart, relative to the norm
+DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 class PackedLinear(nn.Linear):
-    """As nn.Linear. Where no gradient is asked for, and outside a graph, it multiplies by a copy
-    of its weight in oneDNN's layout, made when it is first needed and again when the weight
-    changed: the layer then takes twice its memory."""
+    """`nn.Linear` with the parameters of `layer`. Outside of autograd, autocast and compiled
+    graphs it multiplies by a packed copy of its weight, for those numbers of rows for which a
+    probe found that faster. The copy is made when it is first needed, and again when the weight
+    has changed; the layer then takes twice its memory."""
 
-    _copy: Tensor | None = None
-    _copied: tuple[int, int] | None = None  # the weight that was copied: its address and version
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+        self._copy: Tensor | None = None
+        self._copied: tuple[int, int] | None = None  # address and version of the copied weight
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -36,15 +50,65 @@ class PackedLinear(nn.Linear):
             or torch.is_autocast_enabled("cpu")
         ):
             return F.linear(x, weight, self.bias)
+        if not probe(*weight.shape, x.dtype, bucket(x.numel() // self.in_features)).used:
+            return F.linear(x, weight, self.bias)
         at = weight.data_ptr(), weight._version
         if self._copied != at:
-            self._copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+            self._copy = packed(weight.detach())
             self._copied = at
-        return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
+        assert self._copy is not None
+        return product(x, self._copy, self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the copy, which cannot be pickled nor copied."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_copy", "_copied")}
+        """The state without the copy, which can be neither pickled nor copied."""
+        return self.__dict__ | {"_copy": None, "_copied": None}
+
+
+def packed(weight: Tensor) -> Tensor:
+    """A copy of a weight [out, in] in oneDNN's layout. Raises RuntimeError where this CPU or this
+    build of oneDNN cannot make it, AttributeError where torch has no such operator."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
+
+
+def product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` by a packed weight."""
+    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+
+
+def bucket(rows: int) -> int:
+    """The number of rows that is probed for so many: 1, 4, 16, 64 or 256."""
+    return next((n for n in (1, 4, 16, 64) if rows <= n), 256)
+
+
+@cache
+def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
+    """Whether products of `rows` rows by a packed weight [out, width] run here, agree with the
+    public operator's, and are faster. Takes some 10 ms: of a large weight, a part is probed."""
+    out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
+    with one_thread(), torch.inference_mode():
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(rows, width, generator=generator).to(dtype)
+        weight = torch.randn(out, width, generator=generator).to(dtype)
+        try:
+            copy = packed(weight)
+        except (AttributeError, RuntimeError) as error:
+            return Answer(False, first_line(error))
+        return compare(lambda: product(x, copy, None), lambda: F.linear(x, weight), DTYPES[dtype])
+
+
+@cache
+def obstacle(dtype: torch.dtype) -> str | None:
+    """Why no weight of this dtype can be packed here; None where it can."""
+    if dtype not in DTYPES:
+        return f"oneDNN does not pack {str(dtype).removeprefix('torch.')}"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    try:
+        with torch.inference_mode():
+            product(torch.ones(1, 64, dtype=dtype), packed(torch.ones(64, 64, dtype=dtype)), None)
+    except (AttributeError, RuntimeError) as error:
+        return first_line(error)
+    return None
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -52,12 +116,12 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def pack(module: nn.Module) -> None:
-    """Make the large linear layers of `module` PackedLinear, if it is on a CPU and torch has
-    oneDNN. Its parameters and state dict stay as they are."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    for layer in module.modules():
-        if type(layer) is not nn.Linear or layer.weight.numel() < LEAST:
+    """Put a PackedLinear in the place of each large linear layer inside `module` that lies on a
+    CPU and whose dtype can be packed there. Parameters and state dict stay as they are. Call it
+    before anything holds a reference to one of the layers."""
+    made: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if type(layer) is not nn.Linear or not path or layer.weight.numel() < LEAST:
             continue
-        if layer.weight.is_cpu and layer.weight.dtype in DTYPES:
-            layer.__class__ = PackedLinear
+        if layer.weight.is_cpu and obstacle(layer.weight.dtype) is None:
+            module.set_submodule(path, made.setdefault(layer, PackedLinear(layer)))

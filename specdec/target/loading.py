@@ -78,8 +78,7 @@ def load_target(cfg: TargetConfig) -> Target:
             f"target.device={device!r} cannot be had ({str(error).splitlines()[0]}): give "
             "auto, cpu or cuda"
         ) from error
-    whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
-    target = whole(model, tokenizer, cfg.path, cfg.revision)
-    if cfg.packed:  # and then drafts that are loaded for it
+    if cfg.packed:  # and then the drafts that are loaded for it
         pack(model)
-    return target
+    whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
+    return whole(model, tokenizer, cfg.path, cfg.revision)

@@ -1,11 +1,13 @@
-"""Linear layers in oneDNN's layout: the same layer, in each of its uses.
+"""Linear layers with a packed weight are the same layers, whatever the probes of a machine say.
 
 Run alone: python -m pytest tests/runtime/test_packed.py
 """
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,11 @@ from specdec.decoding.decode import generate
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
-from specdec.runtime import packed
+from specdec.runtime import packed, probes
+from specdec.runtime.probes import Answer
 from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import random_drafter, random_target, save_target
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
-)
 WIDE = {
     "vocab_size": 61,
     "hidden_size": 384,
@@ -35,19 +35,32 @@ WIDE = {
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of sums of 300 products of N(0, 1)
 
 
+PACKABLE = [dtype for dtype in TOLERANCE if packed.obstacle(dtype) is None]  # here
+
+
+PROBE = packed.probe.__wrapped__  # without its memory
+
+
+def answering(used: bool) -> Callable[..., Answer]:
+    return lambda *_: Answer(used, "the test says so")
+
+
+@pytest.fixture(autouse=True)
+def the_copy_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not depend on what is fast here: packed weights are used where they run at all."""
+    monkeypatch.setattr(packed, "probe", answering(True))
+
+
 def layer(dtype: torch.dtype, bias: bool = True) -> packed.PackedLinear:
     torch.manual_seed(0)
-    made = nn.Linear(300, 500, bias=bias).to(dtype)
-    packed.pack(nn.Sequential(made))
-    assert isinstance(made, packed.PackedLinear)
-    return made
+    return packed.PackedLinear(nn.Linear(300, 500, bias=bias).to(dtype))
 
 
 def plain(of: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, of.weight, of.bias)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_product_is_that_of_the_layer(dtype: torch.dtype, bias: bool) -> None:
     one = layer(dtype, bias)
@@ -60,6 +73,81 @@ def test_the_product_is_that_of_the_layer(dtype: torch.dtype, bias: bool) -> Non
         strided = torch.randn(4, 600).to(dtype)[:, ::2]
         torch.testing.assert_close(one(strided), plain(one, strided), rtol=0, atol=TOLERANCE[dtype])
     assert one._copy is not None and one._copy.layout is torch._mkldnn
+
+
+def test_each_number_of_rows_is_multiplied_as_its_probe_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row by the public operator and several by the copy; no copy where none is used."""
+    asked, used = [], []
+
+    def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
+        asked.append((out, width, dtype, rows))
+        return Answer(rows > 1, "")
+
+    def product(*given: Tensor) -> Tensor:
+        used.append(given[0].shape[0])
+        return multiply(*given)
+
+    multiply = packed.product
+    monkeypatch.setattr(packed, "probe", probe)
+    monkeypatch.setattr(packed, "product", product)
+    one = layer(torch.float32)
+    with torch.no_grad():
+        x = torch.randn(1, 300)
+        assert torch.equal(one(x), plain(one, x)) and one._copy is None
+        for rows in (2, 4, 5, 17, 65, 3000):
+            one(torch.randn(rows, 300))
+    assert asked == [(500, 300, torch.float32, n) for n in (1, 4, 4, 16, 64, 256, 256)]
+    assert used == [2, 4, 5, 17, 65, 3000]
+
+
+def test_a_probe_refuses_what_does_not_run_disagrees_or_is_not_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each answer a machine may give is put in the place of the packed product or of the clock."""
+    probe = PROBE
+    shape = (512, 256, torch.float32, 4)
+    right = nn.functional.linear  # of what `probe` draws
+
+    def put(name: str, way: Callable[..., Tensor]) -> None:
+        monkeypatch.setattr(packed, name, way)
+
+    def fails(*_: Any) -> Tensor:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a trace")
+
+    put("packed", fails)
+    assert probe(*shape) == (False, "bf16 path needs the cpu support avx512bw")
+    put("packed", lambda weight: weight)
+    put("product", fails)
+    assert not probe(*shape).used
+    for wrong in (1.001, float("nan")):
+        put("product", lambda x, w, b, by=wrong: right(x, w) * by)
+        answer = probe(*shape)
+        assert not answer.used and "differs" in answer.reason
+    put("product", lambda x, w, b: right(x, w))
+    for ours, used in ((1.0, False), (0.95, False), (0.5, True)):
+        monkeypatch.setattr(probes, "seconds", lambda *_, own=ours: [own, 1.0])
+        assert probe(*shape).used is used
+
+
+def test_a_dtype_that_this_machine_cannot_pack_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As bfloat16 is on a CPU with AVX2 only: nothing is replaced, and the reason is told."""
+
+    def fails(*_: Any) -> Tensor:
+        raise RuntimeError("needs avx512bw")
+
+    monkeypatch.setattr(packed, "packed", fails)
+    packed.obstacle.cache_clear()
+    try:
+        module = nn.Sequential(nn.Linear(300, 500))
+        packed.pack(module)
+        assert type(module[0]) is nn.Linear
+        assert packed.obstacle(torch.float32) == "needs avx512bw"
+    finally:
+        packed.obstacle.cache_clear()
 
 
 def test_gradients_flow_and_a_changed_weight_is_read() -> None:
@@ -94,13 +182,18 @@ def test_it_is_copied_pickled_and_saved_as_any_layer() -> None:
     assert list(one.state_dict()) == ["weight", "bias"]
 
 
-def test_only_large_layers_of_its_types_are_packed() -> None:
+def test_only_large_layers_of_its_types_are_packed_in_their_places() -> None:
     class Other(nn.Linear):
         pass
 
-    layers = [nn.Linear(4, 4), nn.Linear(300, 500).half(), Other(300, 500), nn.Linear(300, 500)]
-    packed.pack(nn.Sequential(*layers))
-    assert [type(x) is packed.PackedLinear for x in layers] == [False, False, False, True]
+    large = nn.Linear(300, 500)
+    layers = [nn.Linear(4, 4), nn.Linear(300, 500).double(), Other(300, 500), large]
+    module = nn.Sequential(*layers, nn.ModuleDict({"again": large}))
+    names = list(module.state_dict())
+    packed.pack(module)
+    assert [type(x) is packed.PackedLinear for x in module[:4]] == [False, False, False, True]
+    assert module[3] is module[4]["again"] and module[3].weight is large.weight
+    assert type(large) is nn.Linear and list(module.state_dict()) == names
 
 
 @pytest.mark.parametrize("asked", [True, False])

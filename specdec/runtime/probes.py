@@ -1,0 +1,110 @@
+"""What this machine can do, found out once in each process: whether it multiplies bfloat16
+natively, and whether a faster way to compute something runs here, agrees with the public operator
+and is faster. Everything is timed on one thread: several wait for each other, and another process
+that computes then makes their times meaningless."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+REPEATS = 15  # timings of each way, in turn; the best of each counts
+GAIN = 1.1  # how many times as fast a way must be that is not the public one
+NATIVE = 0.75  # the share of float32's time that native bfloat16 takes at most; AMX takes .3
+
+
+class Answer(NamedTuple):
+    """Whether a way to compute something is used, and the reason."""
+
+    used: bool
+    reason: str
+
+
+def compare(ours: Callable[[], Tensor], public: Callable[[], Tensor], limit: float) -> Answer:
+    """Whether to use `ours` in place of `public`, which computes the same tensor.
+
+    `ours` must run, its result must lie within `limit` of the public one (both relative to the
+    norm of that), and it must be at least `GAIN` times as fast.
+    """
+    try:
+        found = ours()
+    except (AttributeError, RuntimeError, TypeError) as error:
+        return Answer(False, first_line(error))
+    expected = public().double()
+    off = float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    if not off <= limit:  # also where it is NaN
+        return Answer(False, f"the result differs by {off:.1e} from the public operator's")
+    own, theirs = seconds(ours, public)
+    gain = theirs / own
+    return Answer(gain >= GAIN, f"{gain:.2f} times as fast as the public operator")
+
+
+def seconds(*ways: Callable[[], object]) -> list[float]:
+    """The time that each way takes: the least of `REPEATS`, taken in turn."""
+    best = [float("inf")] * len(ways)
+    for _ in range(REPEATS):
+        for i, way in enumerate(ways):
+            began = perf_counter()
+            way()
+            best[i] = min(best[i], perf_counter() - began)
+    return best
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, for a probe."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Choice(NamedTuple):
+    """A dtype by its name, and why it was chosen."""
+
+    dtype: str
+    reason: str
+
+
+@cache
+def native_dtype(device: str) -> Choice:
+    """bfloat16 where `device` multiplies it natively, else float32.
+
+    A GPU is asked. A CPU is timed: what it offers (AVX-512 BF16, AMX, ARM's BF16), what oneDNN
+    makes of it, and what a cap on the instruction set leaves are three different things.
+    """
+    kind = torch.device(device).type
+    if kind == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Choice("bfloat16", "this GPU multiplies bfloat16 natively")
+        return Choice("float32", "this GPU does not multiply bfloat16 natively")
+    if kind != "cpu":
+        return Choice("float32", f"bfloat16 is not tried on {kind} devices")
+    ratio = bfloat16_time()
+    if ratio <= NATIVE:
+        return Choice("bfloat16", "this CPU multiplies bfloat16 natively")
+    return Choice(
+        "float32", f"this CPU multiplies bfloat16 slowly, in {ratio:.1f} times float32's time"
+    )
+
+
+def bfloat16_time() -> float:
+    """The time of a product of 128 rows in bfloat16 on the CPU, divided by that in float32."""
+    with one_thread(), torch.inference_mode():
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, 512, generator=generator) for n in (128, 1024))
+        low = x.bfloat16(), weight.bfloat16()
+        in_bfloat16, in_float32 = seconds(lambda: F.linear(*low), lambda: F.linear(x, weight))
+    return in_bfloat16 / in_float32
+
+
+def first_line(error: Exception) -> str:
+    """An error's message, cut to one line; its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
