@@ -37,6 +37,16 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def require_between(
+    name: str, value: float | None, least: float, most: float | None = None
+) -> None:
+    """Raise UserError unless a setting is unset or lies from `least` to `most` (None: no bound)."""
+    if value is None or (least <= value and (most is None or value <= most)):
+        return
+    up_to = "" if most is None else f", at most {most:,}".replace(",", "_")
+    raise UserError(f"{name}={value}: give at least {least}{up_to}")
+
+
 def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     """A dataclass from values as a user writes them, each made its field's type. Raises UserError
     for a field that is not there and for a value of another type; `where` names the owner."""

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
 from specdec.theory.alpha import visits
 from train.config import data_of_run
-from train.data.documents import load, prompts
+from train.data.split import held_out_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +82,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def asked(runs: Path, target: Target) -> list[list[int]]:
     data = data_of_run(runs / "eagle3")
-    held_out = load(data, target.tokenizer).held_out
-    return [p.ids for p in prompts(held_out, target.tokenizer, data)][:PROMPTS]
+    return [p.ids.tolist() for p in islice(held_out_prompts(data, target.tokenizer), PROMPTS)]
 
 
 @pytest.fixture(scope="module")

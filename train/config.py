@@ -17,7 +17,7 @@ from omegaconf.errors import (
 
 from specdec.decoding.strategy import DecodeConfig
 from specdec.drafters import DRAFTERS, family
-from specdec.errors import UserError, nearest
+from specdec.errors import UserError, nearest, typed
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import LOSSES, LossConfig
 from specdec.sampling.sampler import Sampler
@@ -94,12 +94,17 @@ def resolve(cfg: DictConfig) -> Config:
 
 
 def data_of_run(folder: Path) -> DataConfig:
-    """The data that a run was given, so that its held-out side is the same afterwards.
+    """The data that a run was given, so that its held-out side is the same afterwards: as many
+    records as it read, where it noted that.
 
     Raises UserError where the folder holds no run.
     """
     try:
-        return DataConfig(**json.loads((folder / "config.json").read_text())["data"])
+        described = json.loads((folder / "config.json").read_text())
+        data = typed(DataConfig, described["data"], "data")
+        if (read := described.get("records")) is not None:
+            data = dataclasses.replace(data, limit=None, records=read)
+        return data
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder} has no config.json of a run: its held-out side is unknown; give --prompts"

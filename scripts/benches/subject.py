@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from specdec.formats import draft as checkpoint
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
 from train.config import data_of_run
-from train.data.documents import load, prompts
+from train.data.split import held_out_prompts
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -53,10 +55,9 @@ def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:
 def held_out(draft: Path, target: Target, count: int) -> list[list[int]]:
     """Prompts from the held-out side of a draft's run. Raises UserError where there is none."""
     require(count >= 1, f"--prompts {count}: give 1 or more")
-    data = data_of_run(draft.parent)
-    data.limit = max(data.limit or 0, 40 * count)  # the held-out side of more data holds this one
-    conversations = load(data, target.tokenizer).held_out
-    found = [p.ids for p in prompts(conversations, target.tokenizer, data)][:count]
+    data = replace(data_of_run(draft.parent), limit=None, records=None)
+    # the held-out side of more data begins with this one's
+    found = [p.ids.tolist() for p in islice(held_out_prompts(data, target.tokenizer), count)]
     require(bool(found), f"{draft.parent} has no held-out prompts: train on more conversations")
     return found
 

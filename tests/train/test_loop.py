@@ -248,16 +248,16 @@ def test_the_held_out_figures_are_those_of_the_best_draft(
     """Read back from disk and measured anew, by another path: one row at a time, online."""
     from specdec.forcing.teacher import TeacherForcing, batch_of
     from specdec.formats import draft as checkpoint
-    from train.data.documents import encode_all, load
+    from train.data.split import split_documents
 
     tiny.job(tmp_path / "run", "medusa", "optim.lr=0.05", "loop.eval_every=1")
     (target,) = loaded
     drafter = checkpoint.load(tmp_path / "run" / "best", target)
     cfg = tiny.config("medusa")
-    split = load(cfg.data, target.tokenizer)
+    split = split_documents(cfg.data, target.tokenizer)
     sums, count = torch.zeros(2), torch.zeros(2)
-    for d in encode_all(split.held_out, target.tokenizer, cfg.data, split.tally):
-        batch = batch_of(target, drafter.needs, cfg.sampler, [d.ids], [d.mask])
+    for d in split.held_out:
+        batch = batch_of(target, drafter.needs, cfg.sampler, [d.ids.tolist()], [d.mask.tolist()])
         with torch.no_grad():
             table = TeacherForcing(drafter, target, cfg.sampler)(batch, measure=True)
         sums += table.alpha.sampled.sum(0)

@@ -10,6 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from accelerate import Accelerator
 from rich.console import Console
@@ -25,7 +26,8 @@ from specdec.target.loading import load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train.data import answers
 from train.data.answers import AnswersConfig, answered
-from train.data.documents import Prompt
+from train.data.packing import Row
+from train.data.template import Prompt
 from train.features import store as features
 from train.pipeline import alone
 from train.tracking import read
@@ -188,7 +190,8 @@ def test_a_disk_that_fails_is_told_in_one_line() -> None:
 def store_of(tiny: Tiny, target: Target, root: Path) -> features.Disk:
     """A cache of 5 rows in shards of 2."""
     ids = [[1 + i, 2, 3, 4] for i in range(5)]
-    rows = [features.Row(x, [True] * 4, [0] * 4, [0, 1, 2, 3]) for x in ids]
+    whole, zero = np.ones(4, np.bool_), np.zeros(4, np.int32)
+    rows = [Row(np.array(x, np.int32), whole, zero, np.arange(4, dtype=np.int32)) for x in ids]
     cfg = tiny.config("eagle3")
     drafter = DRAFTERS["eagle3"].build(cfg.drafter, target)
     where = features.FeaturesConfig(root=str(root))
@@ -237,12 +240,13 @@ def test_answers_are_kept_by_the_prompt_they_answer(
 
     decode = answers.decode
     monkeypatch.setattr(answers, "decode", counting)
-    prompts = [Prompt("a", [5, 6, 7]), Prompt("a", [8, 9]), Prompt("a#2", [10, 11, 12, 13])]
+    ids = {"a": [5, 6, 7], "b": [8, 9], "a#2": [10, 11, 12, 13]}
+    prompts = [Prompt(name, np.array(x, np.int32)) for name, x in ids.items()]
 
     def made(some: list[Prompt], root: str = "x", batch: int = 2) -> list[list[int]]:
         cfg = AnswersConfig(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
         with progress.bars(Console(quiet=True), False) as bar:
-            return [d.ids for d in answered(target, some, cfg, Accelerator(cpu=True), bar)]
+            return [d.ids.tolist() for d in answered(target, some, cfg, Accelerator(cpu=True), bar)]
 
     apart = [made([p], root=str(i))[0] for i, p in enumerate(prompts)]
     asked.clear()

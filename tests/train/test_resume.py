@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -38,7 +39,7 @@ from tests.tiny import (
     records,
 )
 from train import pipeline
-from train.data.documents import Row
+from train.data.packing import Row
 from train.features import store as features
 from train.loop import OBJECTIVES
 
@@ -265,7 +266,9 @@ def test_no_shard_of_features_is_left_out_when_a_process_is_slow_to_look(
     cfg = tiny.config("medusa", f"features.root={tmp_path}")
     target = load_target(cfg.target)
     drafter = pipeline._drafter(cfg, target, [])
-    rows = [Row([1, n, 2], [True] * 3, [0] * 3, [0, 1, 2]) for n in range(3, 9)]
+    whole, zero = np.ones(3, np.bool_), np.zeros(3, np.int32)
+    position = np.arange(3, dtype=np.int32)
+    rows = [Row(np.array([1, n, 2], np.int32), whole, zero, position) for n in range(3, 9)]
     look, together, ahead = features.Disk.missing, threading.Barrier(2), threading.Event()
 
     def missing(store: features.Disk) -> list[int]:

