@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from specdec.decoding.config import TREES, DecodeConfig
 from specdec.decoding.length import LENGTHS
-from specdec.decoding.strategy import TREES, DecodeConfig
 from specdec.decoding.verify import RULES
 from specdec.errors import UserError, typed
 

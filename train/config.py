@@ -15,7 +15,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from specdec.decoding.strategy import DecodeConfig
+from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest, typed
 from specdec.formats.export import LAYOUTS, layout_names

@@ -18,8 +18,8 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from rich.console import Console
 from rich.progress import Progress
 
+from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
-from specdec.decoding.strategy import require_fitting
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError
 from specdec.files import write_whole

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from specdec.decoding.decode import Generation, generate
 from specdec.decoding.static_tree import acceptance_by_rank
-from specdec.decoding.strategy import LEARNING, fastest_shape
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
+from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.sampling.trees import Static
 from specdec.target.base import Target
@@ -110,7 +110,7 @@ def engine(
     found = acceptance_by_rank(target, drafter, learning, new, drafter.depth)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
-        fastest = fastest_shape(found, target, drafter, learning, through, new=new)
+        fastest = fastest_shape(found, target, drafter, learning[:1], through)
         variants[f"plain{mode}"] = {"compiled": through}
         variants[f"speculative{mode}"] = chain | {"compiled": through}
         if isinstance(fastest, Static):

@@ -14,8 +14,8 @@ import torch
 from benches.subject import console, drafts_of, held_out, target_of
 from rich.table import Table
 
+from specdec.decoding.config import DecodeConfig, require_fitting
 from specdec.decoding.decode import decode
-from specdec.decoding.strategy import DecodeConfig, require_fitting
 from specdec.decoding.verify import RULES, Law, Rule
 from specdec.drafters import Drafter
 from specdec.errors import require

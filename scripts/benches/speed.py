@@ -15,16 +15,17 @@ from transformers import DynamicCache, GenerationConfig
 from specdec.context import Needs
 from specdec.decoding.decode import Generation, generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static
-from specdec.decoding.strategy import LEARNING, costs, fastest_shape
 from specdec.drafters import DRAFTERS
 from specdec.errors import require
+from specdec.measure.costs import costs
+from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.runtime.cache import model_inputs, size
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
 from specdec.theory import leviathan as closed
-from specdec.theory.alpha import ratio_interval
+from specdec.theory.intervals import ratio_interval
 
 STEPS = 63  # of a loop, beside the bare calls
 
@@ -136,23 +137,23 @@ def theory(
             sum(r.accepted > k for r in rounds) / n if n else 0.0 for k, n in enumerate(reached)
         ]
         share = sum(r.drafted for r in rounds) / len(rounds) / depth
-        bound = tau / closed.round_cost(depth, cost["c"], cost["v"], share)
+        bound = tau / closed.round_cost(depth, cost.c.value, cost.v.value, share)
         table.add_row(
             name,
             str(depth),
             f"{tau:.3f}",
-            f"{cost['c']:.3f}",
-            f"{cost['v']:.3f}",
+            f"{cost.c.value:.3f}",
+            f"{cost.v.value:.3f}",
             f"{speedup.value:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]",
             f"{bound:.2f}",
             f"{speedup.value / bound:.0%}",
-            f"{closed.walltime_factor(alpha[0], depth, cost['c']):.2f}",
-            str(closed.best_gamma(alpha, cost["c"], depth)),
+            f"{closed.walltime_factor(alpha[0], depth, cost.c.value):.2f}",
+            str(closed.best_gamma(alpha, cost.c.value, depth)),
         )
         spent = {k: sum(s.spent[k] for _, s in pairs) for k in pairs[0][1].spent}
         other = sum(s.seconds for _, s in pairs) - sum(spent.values())
         cells = [f"{v / len(rounds) * 1e3:.2f}" for v in (*spent.values(), other)]
-        parts.add_row(name, *cells, f"{cost['step_seconds'] * 1e3:.2f}")
+        parts.add_row(name, *cells, f"{cost.step_seconds.value * 1e3:.2f}")
     console.print(
         f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {dtype}, "
         f"{torch.get_num_threads()} threads{', compiled' if compiled else ''}"
@@ -295,7 +296,7 @@ def trees(
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
     found = acceptance_by_rank(target, drafter, learning, new, depth)
-    fastest = fastest_shape(found, target, drafter, learning, compiled, new=new)
+    fastest = fastest_shape(found, target, drafter, learning[:1], compiled)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
         if not drafter.parallel:

@@ -7,22 +7,25 @@ anchors that the decoder visited. Intervals are bootstraps over prompts, of seco
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import Generation, decode, fitting_rule
 from specdec.decoding.length import oracle
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import rule_name
-from specdec.decoding.strategy import LEARNING, DecodeConfig, Strategy, costs, strategy
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import Answer, TeacherForcing, answers, batch_of
+from specdec.measure.costs import costs
+from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
-from specdec.theory.alpha import Interval, ratio_interval, repetition, visits
+from specdec.theory.alpha import repetition, visits
+from specdec.theory.intervals import Interval, ratio_interval
 
 VARIANTS = ("sampled", "greedy_draft", "greedy")
 
@@ -46,21 +49,22 @@ def evaluate(
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
     cfg = replace(cfg, batch=min(cfg.batch, len(chosen)))
     learning = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
-    how = strategy(cfg, target, drafter, learning or chosen)
     batches = [chosen[i : i + cfg.batch] for i in range(0, len(chosen), cfg.batch)]
     results = []
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
+        how = strategy(cfg, target, drafter, learning or chosen, sampler)
         results.append(_at(target, drafter, batches, cfg, how, sampler, on_prompt))
-    cost = costs(
+    found = costs(
         target,
         drafter,
         chosen[0],
         how.shape,
         compiled=cfg.compile,
         batch=cfg.batch,
-        new=cfg.max_new_tokens,
+        max_new_tokens=cfg.max_new_tokens,
     )
+    cost = {name: value["value"] for name, value in asdict(found).items()}
     for at in results:
         at["oracle"] = _oracle(at.pop("pairs"), cost)
     return {
@@ -68,7 +72,7 @@ def evaluate(
         "nodes": how.shape.nodes,
         "tree": cfg.tree,
         "length": cfg.length,
-        "notes": how.notes,
+        "notes": {"paths": how.learned.paths} if how.learned.paths else {},
         "learned_on": f"{len(learning)} other prompts" if learning else "the measured prompts",
         "prompts": len(chosen),
         "batch": cfg.batch,

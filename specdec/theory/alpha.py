@@ -1,4 +1,4 @@
-"""The measures: α in its three variants, τ, and their intervals.
+"""The measures: α in its three variants, τ, and the anchors that a decoder visits.
 
 α is computed by `acceptance` and nowhere else: training, evaluation and report all call it.
 Letters: N positions, S draft vocabulary, K depth. See the README for the words.
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,44 +70,6 @@ def acceptance(pair: Pair) -> Acceptance:
 def expected_tokens(alpha_NK: Tensor) -> Tensor:
     """E[tokens per target pass] [N] = 1 + Σ_k Π_{j<=k} α_j, from acceptance by depth [N, K]."""
     return 1 + alpha_NK.cumprod(-1).sum(-1)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A figure with its bootstrap interval and the number of things it was taken over."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def ratio_interval(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval:
-    """Σ numerators / Σ denominators with a percentile bootstrap over their common index.
-
-    The pooled ratio over prompts (all tokens / all passes), never a mean of per-prompt ratios;
-    whole prompts are resampled because the positions of one prompt are not independent.
-    Prompts whose denominator is 0 count for nothing. `n` is Σ denominators, rounded.
-    """
-    num, den = np.asarray(numerators, float), np.asarray(denominators, float)
-    num, den = num[den > 0], den[den > 0]
-    if len(den) == 0:
-        return Interval(0.0, 0.0, 0.0, 0)
-    rng = np.random.default_rng(seed)
-    index = rng.integers(0, len(num), (resamples, len(num)))
-    draws = num[index].sum(1) / den[index].sum(1)
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(num.sum() / den.sum()), float(low), float(high), round(den.sum()))
 
 
 def visits(alpha_TK: Tensor) -> Tensor:

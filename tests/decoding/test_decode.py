@@ -15,13 +15,14 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import Round, decode, generate
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.static_tree import best_static, fastest_static
-from specdec.decoding.strategy import DecodeConfig, strategy
 from specdec.drafters import Drafter
 from specdec.errors import UserError
+from specdec.measure.strategy import strategy
 from specdec.runtime import compiled as module
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
@@ -158,7 +159,7 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
 ) -> None:
     settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
     cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
-    how = strategy(cfg, target, drafter, PROMPTS)
+    how = strategy(cfg, target, drafter, PROMPTS, Sampler(0.0))
     policy = how.length and how.length()
     plain = decode(target, PROMPTS, max_new_tokens=24)
     made = decode(
@@ -219,13 +220,12 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
             found.append((draft + rest, draft))
         return found
 
-    monkeypatch.setattr("specdec.decoding.strategy.rounds_in_turn", times)
+    monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
     drafter = make_drafter("lm", target, noise=0.3)
-    how = strategy(
-        DecodeConfig(tree="static", gamma=3, max_new_tokens=24), target, drafter, PROMPTS
-    )
+    cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
+    how = strategy(cfg, target, drafter, PROMPTS, Sampler(0.0))
     if dear == "trees":
-        assert how.shape == Chain(3) and how.notes["paths"] == [[0], [0, 0], [0, 0, 0]]
+        assert how.shape == Chain(3) and how.learned.paths == [[0], [0, 0], [0, 0, 0]]
     else:
         assert how.shape.depth == 1 and (how.shape.nodes > 1) == (dear == "drafting")
 
@@ -233,7 +233,9 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) -> None:
     drafter = make_drafter("lm", target, noise=0.1)
-    how = strategy(DecodeConfig(tree=tree, nodes=14, gamma=3), target, drafter, PROMPTS)
+    how = strategy(
+        DecodeConfig(tree=tree, nodes=14, gamma=3), target, drafter, PROMPTS, Sampler(0.0)
+    )
     chain = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=Chain(3), eos=())
     made = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=how.shape, eos=())
     assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)

@@ -11,17 +11,19 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec.context import Needs
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import capacity, decode, fitting_rule, generate
 from specdec.decoding.length import length
 from specdec.decoding.policy import Whole
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import named, rule_name
 from specdec.decoding.speculative import speculative_generate
-from specdec.decoding.strategy import DecodeConfig, costs, strategy
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import RULES, law
 from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
+from specdec.measure.costs import costs
+from specdec.measure.strategy import strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
@@ -270,7 +272,7 @@ def test_a_stop_string_of_many_bytes_is_found() -> None:
 def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
     drafter = make_drafter("lm", target)
     with pytest.raises(UserError, match=words):
-        strategy(DecodeConfig(**options), target, drafter, PROMPTS)
+        strategy(DecodeConfig(**options), target, drafter, PROMPTS, T1)
 
 
 def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
@@ -283,9 +285,9 @@ def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
 def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
     for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
         with pytest.raises(UserError, match="copies tokens"):
-            strategy(DecodeConfig(**options), target, make_drafter(name, target), PROMPTS)
+            strategy(DecodeConfig(**options), target, make_drafter(name, target), PROMPTS, T1)
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
-    how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS)
+    how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS, T1)
     assert how.shape.nodes == 4
 
 
@@ -301,7 +303,7 @@ def test_a_verification_costs_all_that_the_shape_can_draft(
         return step(ids_BT, *args)
 
     monkeypatch.setattr(target, "step", recorded)
-    costs(target, make_drafter("ngram", target), [5], shape, repeats=1)
+    costs(target, make_drafter("ngram", target), [5], shape, turns=1)
     assert widths == {1, 1 + shape.nodes}
 
 

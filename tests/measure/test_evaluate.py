@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.decoding.strategy import DecodeConfig
+from specdec.decoding.config import DecodeConfig
 from specdec.drafters import Drafter
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig

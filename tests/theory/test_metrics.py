@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from specdec.theory.alpha import (
-    Interval,
     Pair,
     acceptance,
     expected_tokens,
     overlap,
-    ratio_interval,
     repetition,
     visits,
 )
+from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import expected_tokens as tokens
 
 

@@ -48,7 +48,7 @@ def target(tiny: Tiny) -> Target:
         ("medusa", ["decode.length=confidence", "+decode.settings.threshold=2"], "threshold=2"),
         ("medusa", ["decode.length=confidence", "+decode.settings.limit=5"], "decode.gamma=5"),
         ("medusa", ["decode.length=disco", "+decode.settings.path=/nope"], "/nope"),
-        ("medusa", ["decode.gamma=9"], "this drafter has 2 heads"),
+        ("medusa", ["decode.gamma=9"], "medusa has 2 heads"),
         ("medusa", ["decode.tree=static", "decode.paths=[[0],[0,0],[0,0,0]]"], "has 2 heads"),
         ("eagle3", ["decode.tree=best_first"], "parallel heads"),
         ("medusa", ["decode.max_new_tokens=5000"], "do not fit the 512 positions"),

@@ -1,0 +1,144 @@
+"""What a user says about decoding, and whether a drafter can do it.
+
+`specdec.measure.strategy` turns a `DecodeConfig` into what each round drafts, and measures first
+whatever that depends on.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.decoding.decode import fitting_rule
+from specdec.decoding.length import LENGTHS, length
+from specdec.drafters.base import Drafter
+from specdec.errors import nearest, require, typed
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Static
+
+TREES = ("static", "dynamic", "best_first")
+MOST = 128  # tokens in a row: a pass over more would take far longer than it could gain
+MEASURED = {"optimal": "c", "goodput": "table", "disco": "path"}  # settings that can be measured
+
+
+@dataclass
+class DecodeConfig:
+    """How drafts are decoded and measured.
+
+    `gamma` is the number of tokens drafted in a row; null takes the depth that was trained.
+    `tree` null drafts chains. A tree is dynamic (EAGLE-2), best_first (for parallel heads) or
+    static; `nodes` is its size (null: 12). A static tree consists of `paths`; without them the
+    paths with the highest acceptance are chosen after measuring it, and without `nodes` too, the
+    tree or chain that should commit most tokens a second.
+    `length` names a policy that shortens chains; `settings` are the fields of its config (see
+    specdec/decoding/length.py). `rule` auto means block for chains and recursive or point_mass
+    for trees; parameters follow the name of a rule: lenience:factor=0.8.
+    Each of the `temperatures` is measured separately, with `top_p` and `top_k`. Every prompt is
+    decoded `repeats` times for steadier seconds; counts come from the first time. `compile` runs
+    the target, and the draft where its family can, through torch.compile. `batch` prompts are
+    answered and timed together.
+    """
+
+    gamma: int | None = None
+    prompts: int = 40
+    max_new_tokens: int = 96
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_p: float = 1.0
+    top_k: int = 0
+    rule: str = "auto"
+    greedy_draft: bool = False
+    tree: str | None = None
+    nodes: int | None = None
+    branches: int = 4  # children that a node of a dynamic tree may have
+    paths: list[list[int]] | None = None
+    length: str = "fixed"
+    settings: dict[str, Any] = field(default_factory=dict)
+    compile: bool = False
+    repeats: int = 1
+    batch: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "max_new_tokens", "repeats", "batch", "nodes", "branches"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"decode.{name}={value}: give 1 or more")
+        require(
+            self.gamma is None or 1 <= self.gamma <= MOST,
+            f"decode.gamma={self.gamma}: give 1 to {MOST}, or null for the trained depth",
+        )
+        require(
+            self.tree is None or self.tree in TREES,
+            f"decode.tree={self.tree!r} is unknown{nearest(str(self.tree), TREES)}",
+        )
+        require(
+            self.length in LENGTHS,
+            f"decode.length={self.length!r} is unknown{nearest(self.length, LENGTHS)}",
+        )
+        require(
+            self.tree is None or (self.length == "fixed" and not self.settings),
+            f"decode.length={self.length} shortens chains: give decode.tree=null with it",
+        )
+        require(
+            self.tree is not None or self.nodes is None,
+            f"decode.nodes={self.nodes} is the size of a tree, and chains are drafted: give "
+            f"decode.tree, one of {', '.join(TREES)}",
+        )
+        if self.paths is not None:
+            require(
+                self.tree == "static" and self.nodes is None,
+                "decode.paths are all the nodes of a static tree: give decode.tree=static with "
+                "them, and no decode.nodes",
+            )
+            Static(self.paths)  # raises where they do not form a tree
+        require(
+            0 < len(self.temperatures) == len(set(self.temperatures)),
+            f"decode.temperatures={self.temperatures}: give at least one, and each only once",
+        )
+        for temperature in self.temperatures:
+            require(temperature >= 0, f"decode.temperatures holds {temperature}: give 0 or more")
+            sampler = Sampler(temperature, self.top_k, self.top_p)  # raises where out of range
+            like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
+            fitting_rule(self.rule, like, sampler, self.greedy_draft)
+
+
+def is_measured(cfg: DecodeConfig) -> bool:
+    """Whether the length policy needs figures that its settings do not give."""
+    name = MEASURED.get(cfg.length)
+    return name is not None and cfg.settings.get(name) in (None, "")
+
+
+def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
+    """Raise UserError where the drafter or the length policy cannot do what `cfg` asks for,
+    before anything is measured."""
+    name, most = drafter.config.name, drafter.max_depth
+    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+    if cfg.paths is not None:
+        gamma = Static(cfg.paths).depth
+    require(
+        most is None or gamma <= most,
+        f"decode.gamma={gamma} (or the depth of decode.paths) is too much: {name} has {most} heads "
+        "and drafts at most one token with each",
+    )
+    require(
+        cfg.tree != "best_first" or drafter.parallel,
+        f"decode.tree=best_first needs parallel heads, and {name} drafts one token after another: "
+        "give static or dynamic",
+    )
+    require(
+        not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
+        f"decode.tree=static: {name} copies tokens, so there are no ranks to measure: give "
+        "decode.tree=dynamic, or decode.paths",
+    )
+    require(
+        not drafter.copies or not LENGTHS[cfg.length].reads_q,
+        f"decode.length={cfg.length} reads q, and {name} copies tokens without any q: give another "
+        "length",
+    )
+    settings = {"limit": gamma} | dict(cfg.settings)
+    limit = typed(LENGTHS[cfg.length].Config, settings, "decode.settings").limit
+    require(limit >= 1, f"decode.settings.limit={limit}: give 1 or more")
+    require(
+        limit <= gamma,
+        f"decode.settings.limit={limit} is above γ = {gamma} and would never be reached: give "
+        f"decode.gamma={limit}",
+    )
+    if cfg.tree is None and not is_measured(cfg):
+        length(cfg.length, settings)

@@ -1,0 +1,219 @@
+"""What a round drafts at one temperature: measured first where `DecodeConfig` leaves it open.
+
+A tree is chosen by the acceptance of each rank and by the times of whole rounds, a draft length
+by costs or by a stop classifier. All of it is learned at the temperature at which it is then
+used, since acceptance at T = 1 is not that of greedy decoding.
+
+Letters: D depths, R ranks among siblings.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from torch import Tensor
+
+from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
+from specdec.decoding.decode import generate
+from specdec.decoding.disco import Disco, Recorder, StopClassifier, fit
+from specdec.decoding.length import CostTable, Fixed, Goodput, length
+from specdec.decoding.policy import Length
+from specdec.decoding.static_tree import (
+    acceptance_by_rank,
+    best_static,
+    expected_static,
+    fastest_static,
+)
+from specdec.drafters.base import Drafter
+from specdec.errors import typed
+from specdec.measure.costs import cost_table, costs, rounds_in_turn
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
+from specdec.target.base import Target
+from specdec.theory.intervals import Interval
+from specdec.theory.leviathan import interpolate
+
+NODES = 12  # of a tree
+SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
+MORE = (1, 7, 15, 31, 63)  # on other devices
+TIMED = 48  # tokens that are decoded to time rounds
+LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
+
+
+@dataclass
+class Learned:
+    """What was measured to choose how to decode; None for what was not needed."""
+
+    paths: list[list[int]] | None = None  # of the tree or chain that was chosen
+    acceptance_by_rank: list[list[float]] | None = None  # [D][R], which they were chosen by
+    c: Interval | None = None
+    v: Interval | None = None
+    table: CostTable | None = None
+    classifier: StopClassifier | None = None
+
+
+@dataclass
+class Strategy:
+    """What a round drafts, and a maker of fresh length policies (None: always all of it)."""
+
+    shape: Shape
+    length: Callable[[], Length] | None = None
+    learned: Learned = field(default_factory=Learned)
+
+
+def strategy(
+    cfg: DecodeConfig,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+) -> Strategy:
+    """The shape and the length that `cfg` asks for, at the temperature of `sampler`.
+
+    Whatever must be measured is measured on the first of `prompts`, which should not be those
+    that the result is then evaluated on. Raises UserError where the drafter cannot do it.
+    """
+    require_fitting(cfg, drafter)
+    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+    learning = prompts[:LEARNING]
+    if cfg.tree == "dynamic":
+        return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
+    if cfg.tree == "best_first":
+        return Strategy(BestFirst(gamma, cfg.nodes or NODES))
+    if cfg.tree == "static":
+        if cfg.paths:
+            return Strategy(Static(cfg.paths))
+        return _static(cfg, target, drafter, learning, sampler, gamma)
+    chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
+    if cfg.length == "fixed":
+        return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit))
+    if not is_measured(cfg):
+        return Strategy(chain, lambda: length(cfg.length, settings))
+    if cfg.length == "optimal":
+        found = costs(
+            target,
+            drafter,
+            prompts[0],
+            chain,
+            compiled=cfg.compile,
+            batch=cfg.batch,
+            max_new_tokens=cfg.max_new_tokens,
+        )
+        settings |= {"c": found.c.value, "v": {gamma: found.v.value}}
+        learned = Learned(c=found.c, v=found.v)
+        return Strategy(chain, lambda: length(cfg.length, settings), learned)
+    if cfg.length == "goodput":
+        table = cost_table(
+            target, drafter, prompts[0], gamma, cfg.compile, cfg.batch, cfg.max_new_tokens
+        )
+        goodput = typed(Goodput.Config, settings, "decode.settings")
+        return Strategy(chain, lambda: Goodput(goodput, table), Learned(table=table))
+    classifier = stop_classifier(cfg, target, drafter, learning, sampler, gamma)
+    disco = typed(Disco.Config, settings, "decode.settings")
+    return Strategy(chain, lambda: Disco(disco, classifier), Learned(classifier=classifier))
+
+
+def _static(
+    cfg: DecodeConfig,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    depth: int,
+) -> Strategy:
+    """The best static tree of `cfg.nodes`, or the fastest shape where none are given."""
+    found_DR = acceptance_by_rank(
+        target,
+        drafter,
+        prompts,
+        cfg.max_new_tokens,
+        depth,
+        sampler=sampler,
+        rule=cfg.rule,
+        greedy_draft=cfg.greedy_draft,
+    )
+    shape: Shape
+    if cfg.nodes is None:
+        rows = [prompts[b % len(prompts)] for b in range(cfg.batch)]
+        new = min(cfg.max_new_tokens, TIMED)
+        shape = fastest_shape(
+            found_DR, target, drafter, rows, cfg.compile, new, sampler, cfg.greedy_draft
+        )
+    else:
+        shape = best_static(found_DR, cfg.nodes)
+    paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
+    return Strategy(shape, None, Learned([list(p) for p in paths], found_DR.tolist()))
+
+
+def stop_classifier(
+    cfg: DecodeConfig,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    gamma: int,
+) -> StopClassifier:
+    """DISCO's classifier, fitted to what was accepted while decoding `prompts`, drafting γ in
+    every round, at this temperature and by this rule."""
+    recorder = Recorder(gamma)
+    for i, prompt in enumerate(prompts):
+        generate(
+            target,
+            prompt,
+            max_new_tokens=cfg.max_new_tokens,
+            drafter=drafter,
+            gamma=gamma,
+            seed=cfg.seed + i,
+            length=recorder,
+            sampler=sampler,
+            rule=cfg.rule,
+            greedy_draft=cfg.greedy_draft,
+        )
+    return fit(*recorder.records())
+
+
+def fastest_shape(
+    acceptance_DR: Tensor,
+    target: Target,
+    drafter: Drafter,
+    rows: Sequence[Sequence[int]],
+    compiled: bool = False,
+    max_new_tokens: int = TIMED,
+    sampler: Sampler | None = None,
+    greedy_draft: bool = False,
+) -> Shape:
+    """The static tree, or the chain, that should commit most tokens a second among those of depth
+    D or less: by acceptance (see `acceptance_by_rank`), and by the seconds of whole rounds,
+    measured while decoding `rows` as one batch."""
+    depth = len(acceptance_DR)
+    sizes = SIZES.get(target.device.type, MORE)
+    shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
+    shapes += [Static([[rank] for rank in range(nodes)]) for nodes in sizes]  # stars
+    times = rounds_in_turn(
+        target,
+        drafter,
+        rows,
+        shapes,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler or Sampler(0.0),
+        greedy_draft=greedy_draft,
+        compiled=compiled,
+    )
+    chains = times[:depth]
+    stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
+
+    def seconds(d: int, nodes: int) -> float:
+        return interpolate(sizes, stars, nodes) + chains[d - 1][1] - chains[0][1]
+
+    tree = fastest_static(acceptance_DR, seconds, sizes[-1])
+    rate, best = max(
+        (expected_static(acceptance_DR, straight(d)) / chains[d - 1][0], d)
+        for d in range(1, depth + 1)
+    )
+    of_tree = expected_static(acceptance_DR, tree.paths) / seconds(tree.depth, tree.nodes)
+    return tree if of_tree > rate else Chain(best)
+
+
+def straight(depth: int) -> list[list[int]]:
+    """A chain as paths of a tree."""
+    return [[0] * (d + 1) for d in range(depth)]
