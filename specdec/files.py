@@ -1,11 +1,21 @@
-"""Files that appear whole or not at all: what a kill interrupts leaves what was there before."""
+"""Files: written whole or not at all, and JSON read back as the dataclasses that it holds."""
 
+import json
 import os
 import shutil
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
+
+from specdec.errors import UserError, nearest, require
+
+T = TypeVar("T")
+LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
+DEEPEST = 64  # levels of lists and objects within one another
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -41,3 +51,112 @@ def replaced(folder: Path) -> Iterator[Path]:
         os.rename(folder, old)
     os.rename(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_record(kind: type[T], path: Path) -> T:
+    """The dataclass that a JSON file holds. Raises UserError as `read_json` and `record` do."""
+    return record(kind, read_json(path), str(path))
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises UserError for a file that is missing, cannot be read, is
+    too large, or is not JSON that nests at most `DEEPEST` levels deep."""
+    try:
+        require(path.is_file(), f"{path} does not exist, or is not a file")
+        size = path.stat().st_size
+        require(size <= LARGEST, f"{path} has {size / 1e6:,.0f} MB: no file of ours is that large")
+        value = json.loads(path.read_bytes())
+    except RecursionError:
+        raise UserError(f"{path} is damaged: it nests thousands of brackets") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged or cannot be read: {error}") from error
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [x for part in level if isinstance(part, dict | list) for x in _within(part)]
+    require(not level, f"{path} is damaged: it nests more than {DEEPEST} brackets")
+    return value
+
+
+def record(kind: type[T], value: Any, where: str) -> T:
+    """A dataclass from what JSON gave, every field checked against its type.
+
+    `where` begins the message: a file, and the keys that lead to the value. Raises UserError for
+    a key that is missing or unknown, and for a value of another type.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected an object, found {_shown(value)}")
+    hints = get_type_hints(kind)
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    for key in value:
+        require(key in known, f"{where}: unknown key {key!r}{nearest(str(key), known)}")
+    for name, f in known.items():
+        required = f.default is MISSING and f.default_factory is MISSING
+        require(name in value or not required, f"{where}: the key {name!r} is missing")
+    return kind(**{key: _as(hints[key], x, f"{where}: {key}") for key, x in value.items()})
+
+
+def _as(kind: Any, value: Any, where: str) -> Any:
+    """A value as its field's type: JSON's lists become tuples where those are asked for, and
+    whole numbers floats; nothing else is converted."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return record(kind, value, where)  # type: ignore[arg-type]
+    if origin in (Union, types.UnionType):
+        return _as_one_of(args, value, where)
+    if origin is Literal:
+        require(value in args, f"{where}: expected one of {args}, found {_shown(value)}")
+        return value
+    if kind is float and type(value) is int and abs(value) < 2**53:
+        return float(value)
+    plain = origin or kind
+    found = tuple(value) if plain is tuple and isinstance(value, list) else value
+    if type(found) is not plain:
+        name = NAMES.get(plain, getattr(plain, "__name__", str(plain)))
+        raise UserError(f"{where}: expected {name}, found {_shown(value)}")
+    if plain is str:
+        whole = "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
+        require(whole, f"{where}: {_shown(value)} is not text")
+    if plain is dict and args:
+        return {_as(args[0], k, where): _as(args[1], x, f"{where}.{k}") for k, x in value.items()}
+    if plain is list and args:
+        return [_as(args[0], x, f"{where}[{i}]") for i, x in enumerate(value)]
+    if plain is tuple and args:
+        of = [args[0]] * len(found) if args[-1] is ... else args
+        require(len(of) == len(found), f"{where}: expected {len(of)} values, found {len(found)}")
+        return tuple(
+            _as(a, x, f"{where}[{i}]") for i, (a, x) in enumerate(zip(of, found, strict=True))
+        )
+    return found
+
+
+def _as_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """A value as the first of these types that it fits."""
+    said = []
+    for kind in kinds:
+        if kind is types.NoneType:
+            if value is None:
+                return None
+            continue
+        try:
+            return _as(kind, value, where)
+        except UserError as error:
+            said.append(error)
+    raise said[0] if len(said) == 1 else UserError(f"{where}: {_shown(value)} is of no known kind")
+
+
+NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+NAMES |= {list: "a list", tuple: "a list", dict: "an object"}
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    text = ascii(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _within(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value

@@ -97,7 +97,7 @@ def engine(
     """τ, accepted counts and tokens/s of both, prompt by prompt in turn; `compiled`: through
     torch.compile too. Where our decoder finds a static tree fastest, which the engine's CPU backend
     has not, it also drafts that."""
-    family = checkpoint.read_card(folder)["family"]
+    family = checkpoint.read_card(folder).family
     served_as = export.layout_of(family, "hf").method
     if not (VENV / "bin" / "python").exists():
         raise UserError(f"{VENV} holds no serving environment: run scripts/serving-env first")

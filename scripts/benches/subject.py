@@ -23,9 +23,9 @@ console = Console(highlight=False, soft_wrap=True)
 
 def target_of(draft: Path, dtype: str, packed: bool = True) -> Target:
     """The target that a draft was trained for."""
-    theirs = checkpoint.read_card(draft)["target"]
+    theirs = checkpoint.read_card(draft).target
     return load_target(
-        TargetConfig(path=theirs["name"], revision=theirs["revision"], dtype=dtype, packed=packed)
+        TargetConfig(path=theirs.name, revision=theirs.revision, dtype=dtype, packed=packed)
     )
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from specdec.target.base import Target
 
 
+DEEPEST = 128  # tokens drafted ahead: far beyond what any draft gains by
+
+
 @dataclass(kw_only=True)
 class Sizes:
     """What the target determines of a drafter; families with more to remember extend it.
@@ -62,6 +65,7 @@ class Drafter(nn.Module, ABC):
         for name in ("depth", "draft_vocab", "intermediate_size"):
             value = getattr(config, name, None)
             require(value is None or value >= 1, f"drafter.{name}={value}: give 1 or more")
+        require(config.depth <= DEEPEST, f"drafter.depth={config.depth}: give 1 to {DEEPEST}")
         self.config = config
         self.sizes = sizes
         self.depth = config.depth
@@ -98,6 +102,16 @@ class Drafter(nn.Module, ABC):
     ) -> None:
         """Learn from training texts without gradients (counts, an index), into buffers. `masks`
         mark the tokens that the assistant says; None: all."""
+
+    def require_sound(self) -> None:
+        """Raise UserError where loaded buffers hold what no fit can have made, such as ids outside
+        the target's vocabulary."""
+        if (ids_S := self.vocab_S) is not None:
+            rising = bool((ids_S[1:] > ids_S[:-1]).all() and ids_S[0] >= 0)
+            require(
+                rising and int(ids_S[-1]) < self.target_vocab,
+                f"the draft vocabulary does not rise within 0 to {self.target_vocab - 1}",
+            )
 
     def attach(self, target: "Target") -> None:
         """Take hold of the frozen parts of the target that the drafter reads."""

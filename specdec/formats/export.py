@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.errors import UserError, nearest, require
-from specdec.files import replaced
+from specdec.files import read_json, read_record, replaced
 from specdec.formats import eagle3, lm, medusa
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout
@@ -37,7 +37,7 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
 
 @dataclass
 class Mark:
-    """What an export of ours says of itself."""
+    """What an export of ours says of itself. `drafter` is the family, or "target"."""
 
     drafter: str
     layout: str
@@ -78,7 +78,7 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     with replaced(folder) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        (partial / MARK).write_text(json.dumps(asdict(Mark(family, layout, target.name)), indent=1))
+        _mark(partial, Mark(family, layout, target.name))
         if chosen.whole_model:
             target.tokenizer.save_pretrained(partial)
         ours, theirs = (logits(d, target) for d in (drafter, read(partial, drafter, target)))
@@ -87,6 +87,14 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
         if (gap := float((ours - theirs).abs().max())) > 0:
             raise UserError(f"{folder}: not written, logits read back differ by {gap:.2g}")
     return f"{len(tensors)} tensors read back, logits identical"
+
+
+def write_target(folder: Path, target: Target) -> None:
+    """Write the dense target as engines load it; the folder appears whole or not at all."""
+    require_free(folder)
+    with replaced(folder) as partial:
+        target.save(partial)
+        _mark(partial, Mark("target", "hf", target.name))
 
 
 def require_free(folder: Path) -> None:
@@ -106,10 +114,10 @@ def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
     folder = Path(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
-        mark = Mark(**json.loads((folder / MARK).read_text()))
-        json.loads((folder / CONFIG).read_text())
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{folder} is not a complete export: {error}") from error
+    read_json(folder / CONFIG)
+    mark = read_record(Mark, folder / MARK)
     drafter = type(like)(like.config, like.sizes)
     try:
         tensors = layout_of(mark.drafter, mark.layout).read(like, tensors)
@@ -122,6 +130,10 @@ def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
     if is_packed(like):  # products are then summed in one order
         pack(drafter)
     return drafter.eval()
+
+
+def _mark(folder: Path, mark: Mark) -> None:
+    (folder / MARK).write_text(json.dumps(asdict(mark), indent=1))
 
 
 @torch.no_grad()

@@ -68,6 +68,10 @@ class Unigram(Drafter):
             times.update(y for y, said in zip(ids, mask, strict=True) if masks is None or said)
         self.times_V = _dense(times, self.times_V)
 
+    def require_sound(self) -> None:
+        super().require_sound()
+        require(bool((self.times_V >= 0).all()), "tensor 'times_V' has a count below 0")
+
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The token before each drafted one [B, A, K, 1]: ids are exact in float32 up to 2^24."""
         if drafted_BAk is None:
@@ -126,6 +130,17 @@ class Bigram(Unigram):
         self.next_N = pairs_N2[:, 1].contiguous().to(device)
         self.pairs_N = torch.tensor([times[x, y] for x, y in pairs_N2.tolist()], device=device)
         self.sizes.pairs = len(times)
+
+    def require_sound(self) -> None:
+        super().require_sound()
+        start, after = self.start_V1, self.next_N
+        rising = bool((start[1:] >= start[:-1]).all() and start[0] == 0)
+        require(
+            rising and int(start[-1]) <= len(after) and bool((self.pairs_N >= 0).all()),
+            "tensors 'start_V1' and 'pairs_N' do not count pairs of tokens",
+        )
+        inside = bool(((after >= 0) & (after < self.target_vocab)).all())
+        require(inside, f"tensor 'next_N' has ids outside 0 to {self.target_vocab - 1}")
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         x_R = hidden.long().flatten()

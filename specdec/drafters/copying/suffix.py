@@ -259,6 +259,14 @@ class Suffix(Copying):
         self.order_N = torch.from_numpy(suffix_order(text_N)).to(device)
         self.sizes.tokens = len(text_N)
 
+    def require_sound(self) -> None:
+        super().require_sound()
+        ids_N, order_N = self.text_N, self.order_N
+        inside = bool(((ids_N >= SEPARATOR) & (ids_N < self.target_vocab)).all())
+        require(inside, f"tensor 'text_N' has ids outside 0 to {self.target_vocab - 1}")
+        inside = bool(((order_N >= 0) & (order_N < len(ids_N))).all())
+        require(inside, "tensor 'order_N' points outside of the texts")
+
     def memory(self) -> Suffixes:
         if self._index is None or self._index[0] is not self.text_N:  # fitted, loaded or moved
             index = Index(self.text_N.cpu().numpy(), self.order_N.cpu().numpy())

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes
+from specdec.errors import require
 
 if TYPE_CHECKING:
     from specdec.target.base import Target
+
+
+MOST_LAYERS = 64
 
 
 @dataclass
@@ -61,6 +65,10 @@ class Medusa(Drafter):
     def __init__(self, config: MedusaConfig, sizes: MedusaSizes) -> None:
         super().__init__(config, sizes)
         self.max_depth = config.depth
+        require(
+            1 <= config.num_layers <= MOST_LAYERS,
+            f"drafter.num_layers={config.num_layers}: give 1 to {MOST_LAYERS}",
+        )
         width, size = sizes.width, sizes.draft_vocab or sizes.target_vocab
         self.blocks = nn.ModuleList(
             ResidualBlock(width, config.num_layers) for _ in range(config.depth)
