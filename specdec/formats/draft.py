@@ -290,6 +290,8 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
             f"{target.name} has {layers}: train it again"
         )
     ids_BT = torch.arange(8, device=target.device)[None] % target.vocab_size
+    if (start := getattr(target.model.config, "decoder_start_token_id", None)) is not None:
+        ids_BT[:, 2:4] = start  # of an encoder-decoder; BART begins with it twice
     features = torch.zeros(1, 8, target.width * max(1, len(drafter.needs.layers)))
     features = features.to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])

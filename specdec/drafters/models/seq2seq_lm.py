@@ -48,7 +48,6 @@ class Seq2SeqLM(Drafter):
     def __init__(self, config: Seq2SeqLMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.model = fresh(AutoModelForSeq2SeqLM, sizes.model, config.train_embeddings)
-        self.seq2seq = Seq2SeqModel(self.model)
 
     @property
     def train_depth(self) -> int:
@@ -89,6 +88,9 @@ class Seq2SeqLM(Drafter):
                     f"{theirs}: they must be of the same tokenizer"
                 )
         return LMSizes(target_vocab=target.vocab_size, model=model)
+
+    def attach(self, target: "Target") -> None:
+        self.seq2seq = Seq2SeqModel(self.model)
 
     def start(self, target: "Target") -> None:
         if self.config.source != "random":
