@@ -26,6 +26,7 @@ from specdec.errors import UserError, require
 from specdec.files import read_record, record, replaced
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
+from specdec.target.encoder_decoder import Seq2SeqTarget
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
@@ -289,14 +290,16 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
             f"{folder}: this draft reads layers {list(drafter.needs.layers)}, and "
             f"{target.name} has {layers}: train it again"
         )
-    ids_BT = torch.arange(8, device=target.device)[None] % target.vocab_size
-    if (start := getattr(target.model.config, "decoder_start_token_id", None)) is not None:
-        ids_BT[:, 2:4] = start  # of an encoder-decoder; BART begins with it twice
-    features = torch.zeros(1, 8, target.width * max(1, len(drafter.needs.layers)))
+    T = 6
+    ids_BT = torch.arange(T, device=target.device)[None] % target.vocab_size
+    if isinstance(target, Seq2SeqTarget):  # whose texts hold a start token, or (BART) two in a row
+        ids_BT[:] = (target.seq2seq.start + 1) % target.vocab_size
+        ids_BT[:, 2:4] = target.seq2seq.start
+    features = torch.zeros(1, T, target.width * max(1, len(drafter.needs.layers)))
     features = features.to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])
     try:
-        hidden = drafter.hidden(ctx, torch.tensor([[5]], device=target.device), None)
+        hidden = drafter.hidden(ctx, torch.tensor([[T - 1]], device=target.device), None)
         finite = not drafter.unembed(hidden[:, :, 0], 0).isnan().any()
     except Exception as error:  # a shape or a setting that torch refuses
         raise UserError(
