@@ -1,0 +1,195 @@
+"""The rules of the house: imports go down and never in a circle, and no family's name is known
+outside its places.
+
+Run alone: python -m pytest tests/test_house.py (under 15 s; nothing is computed)
+
+What stands in CIRCLES, UPWARDS and NAMES is known and shrinks: whoever mends one deletes its line, and the test
+fails until that is done.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from specdec.drafters import DRAFTERS
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits its name
+    ("specdec", "specdec.errors", "specdec.files", "specdec.progress", "specdec.context"),
+    ("specdec.runtime",),
+    ("specdec.sampling",),
+    ("specdec.theory",),
+    ("specdec.target",),
+    ("specdec.drafters",),
+    ("specdec.objectives",),
+    ("specdec.forcing",),
+    ("specdec.formats",),
+    ("specdec.decoding",),
+    ("specdec.measure",),
+    ("specdec.report",),
+    ("train",),
+    ("scripts",),
+]
+OF_THE_FIELD = {"copy", "eagle", "lm", "lookahead", "ngram", "sparse", "suffix", "translated"}
+PLACES = ("specdec/drafters/__init__.py", "specdec/formats/", "train/config.py")
+
+CIRCLES: set[frozenset[str]] = set()
+UPWARDS = {("specdec/context.py", "specdec/runtime/cache.py")}
+NAMES: set[tuple[str, str]] = set()
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the product, by its name, parsed."""
+    files = [ROOT / "train.py"]
+    for folder in ("specdec", "train", "scripts"):
+        files += (f for f in sorted((ROOT / folder).rglob("*")) if f.is_file())
+    found = {}
+    for file in files:
+        python = file.suffix == ".py" or (
+            not file.suffix and file.read_bytes()[:40].startswith(b"#!/usr/bin/env python")
+        )
+        if python:
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            name = "train.py" if file == ROOT / "train.py" else name
+            found[name] = ast.parse(file.read_text(), str(file))
+    return found
+
+
+def path_of(module: str) -> str:
+    if module == "train.py":
+        return module
+    stem = module.replace(".", "/")
+    for path in (f"{stem}.py", f"{stem}/__init__.py", stem):
+        if (ROOT / path).is_file():
+            return path
+    raise AssertionError(module)
+
+
+def imports(module: str, types: bool) -> Iterator[str]:
+    """The modules of the product that a module imports anywhere in it, also inside functions; with
+    `types` also those under `if TYPE_CHECKING`, which are not there at run time."""
+    tree, known = modules()[module], modules()
+    apart = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in apart and not types:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path_of(module)}: a relative import"
+            base = node.module or ""
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if _product(name) in known else base for name in names]
+        else:
+            continue
+        for name in names:
+            if (found := _product(name)) in known and found != module:
+                yield found
+
+
+def _product(name: str) -> str:
+    """Scripts import each other by their bare names."""
+    return f"scripts.{name}" if name.split(".")[0] in ("benches", "decode_options") else name
+
+
+def layer(module: str) -> int:
+    """The index in LAYERS of the longest prefix of a module's name."""
+    if module == "train.py":
+        return len(LAYERS)
+    fitting = [
+        (len(prefix), i)
+        for i, prefixes in enumerate(LAYERS)
+        for prefix in prefixes
+        if module == prefix or (module.startswith(f"{prefix}.") and prefix != "specdec")
+    ]
+    assert fitting, f"{path_of(module)} is in no layer: put it into one, or into LAYERS"
+    return max(fitting)[1]
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of more than one node that reach each other."""
+
+    @cache
+    def reached(start: str) -> frozenset[str]:
+        seen, todo = set[str](), list(graph[start])
+        while todo:
+            if (node := todo.pop()) not in seen:
+                seen.add(node)
+                todo += graph[node]
+        return frozenset(seen)
+
+    found = {frozenset(n for n in reached(m) if m in reached(n)) for m in graph if m in reached(m)}
+    return {circle for circle in found if len(circle) > 1}
+
+
+def families_named(module: str) -> set[str]:
+    """The families that a module names: in a string, as a class, or by importing their module. A
+    name that is also a word of the language counts where it is the whole string."""
+    others = {n: k for n, k in DRAFTERS.items() if path_of(k.__module__) != path_of(module)}
+    classes = {c: n for n, k in others.items() for c in (k.__name__, k.Config.__name__)}
+    files = {kind.__module__: name for name, kind in others.items()}
+    inside = re.compile(rf"\b({'|'.join(sorted(set(others) - OF_THE_FIELD))})\b")
+    found = set()
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(inside.findall(node.value)) | ({node.value} & set(others))
+        elif isinstance(node, ast.ImportFrom) and node.module in files:
+            found.add(files[node.module])
+        elif isinstance(node, ast.Import):
+            found |= {files[alias.name] for alias in node.names if alias.name in files}
+        elif isinstance(node, ast.Name) and node.id in classes:
+            found.add(classes[node.id])
+    return found
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert len(modules()) > 60
+    graph = {module: set(imports(module, types=False)) for module in modules()}
+    assert sum(map(len, graph.values())) > 200  # they do import each other
+    assert circles(graph) == CIRCLES
+
+
+def test_no_module_imports_upwards() -> None:
+    up = {
+        (path_of(module), path_of(imported))
+        for module in modules()
+        for imported in imports(module, types=True)
+        if layer(imported) > layer(module)
+    }
+    assert up == UPWARDS
+
+
+def test_no_family_is_named_outside_its_places() -> None:
+    named = {
+        (path_of(module), family)
+        for module in modules()
+        if not path_of(module).startswith(PLACES)
+        for family in families_named(module)
+    }
+    assert named == NAMES
+
+
+@pytest.mark.parametrize(("edges", "found"), [("ab bc", []), ("ab bc ca cd", ["abc"])])
+def test_circles_are_found(edges: str, found: list[str]) -> None:
+    graph: dict[str, set[str]] = {node: set() for node in "abcd"}
+    for start, end in edges.split():
+        graph[start].add(end)
+    assert circles(graph) == {frozenset(circle) for circle in found}
+
+
+def test_layers_are_told_by_the_longest_prefix() -> None:
+    assert layer("specdec.errors") == 0 < layer("specdec.runtime.cache") < layer("train.loop")
+    order = [layer(f"specdec.{part}") for part in ("sampling", "target", "drafters", "decoding")]
+    assert all(low < high for low, high in pairwise(order))
