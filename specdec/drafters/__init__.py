@@ -18,11 +18,13 @@ from specdec.drafters.models.seq2seq_lm import Seq2SeqLM
 from specdec.drafters.models.sparse import Sparse
 from specdec.drafters.models.translated import Translated
 from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import UserError, nearest
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
+    "eagle": Eagle,
     "medusa": Medusa,
     "lm": LM,
     "ngram": Ngram,

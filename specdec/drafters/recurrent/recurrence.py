@@ -1,0 +1,265 @@
+"""A decoder layer unrolled on its own output: what EAGLE's heads have in common.
+
+The layer reads pairs: a token, and the target's feature of the position before it. At depth 0
+that is (x_a, feature of a - 1), and the pairs of all earlier positions are its context; at later
+depths the layer's own output stands for the feature, which the target has not made yet. Training
+unrolls the layer in the same way (training-time test, EAGLE-3), so that it learns from what it
+will read. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in engines.
+
+Letters: B batch, T time, P pairs (T - 1), A anchors, W new pairs, K depth, D width, F features,
+E head width, S draft vocabulary.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from specdec.context import Context
+from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
+from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight
+from specdec.errors import UserError, nearest
+from specdec.runtime.cache import SlotCache, size
+from specdec.runtime.compiled import Short
+from specdec.sampling.trees import Growth
+
+if TYPE_CHECKING:
+    from specdec.target.causal import Target
+
+STARTS = ("target", "random")
+
+
+@dataclass(kw_only=True)
+class RecurrentSizes(Sizes):
+    """`llama`: the keys of a LlamaConfig, of a layer shaped as the target's own."""
+
+    llama: dict[str, Any]
+
+
+class Layer(nn.Module):
+    """A Llama layer whose attention reads `width` numbers; before it, the `norms` of the family."""
+
+    def __init__(self, llama: LlamaConfig, width: int, norms: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        for name in norms:
+            self.add_module(name, LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps))
+        self.self_attn = Attention(llama, width)
+        self.post_attention_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
+        self.mlp = LlamaMLP(llama)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        stream = residual + attended
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+class Recurrent(Drafter):
+    """A family gives its `layer`, what it reads of the target, and how a pair enters the layer."""
+
+    Sizes = RecurrentSizes
+    fc: nn.Linear
+
+    def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
+        super().__init__(config, sizes)
+        if config.start not in STARTS:
+            raise UserError(f"drafter.start={config.start!r}{nearest(config.start, STARTS)}")
+        self.llama = LlamaConfig(**sizes.llama)
+        self._embedding: tuple[nn.Module, ...] = ()
+        self.rotary = LlamaRotaryEmbedding(self.llama)
+        self._rope: tuple[Tensor, Tensor] | None = None
+        self.short = Short(self, self.run)
+
+    @property
+    @abstractmethod
+    def layer(self) -> Layer: ...
+
+    @abstractmethod
+    def features_of(self, ctx: Context) -> Tensor:
+        """What the family reads of the target [B, T, F]."""
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [..., F] as the layer reads them, [..., D] as its own output."""
+
+    @abstractmethod
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads of a pair [..., width], and the residual stream [..., D]."""
+
+    def attach(self, target: "Target") -> None:
+        self._embedding = (target.embedding,)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._embedding[0](ids).to(self.fc.weight.dtype)
+
+    def rope(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., E] at positions below `end`, from a table that grows as needed."""
+        weight = self.fc.weight
+        table = self._rope
+        if table is None or len(table[0]) < end or table[0].device != weight.device:
+            with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
+                steps = torch.arange(max(2 * end, 1024), device=weight.device)[None]
+                like = torch.zeros((), device=weight.device)
+                cos, sin = self.rotary(like, steps)
+            table = self._rope = cos[0], sin[0]
+        return table[0][position], table[1][position]
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        layer, attention = self.layer, self.layer.self_attn
+        ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]
+        B, P = ids_BP.shape
+        pair_BA = (anchors_BA - 1).clamp_min(0)
+        position_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
+        sight = Sight(pair_BA, torch.zeros_like(pair_BA))
+        if ctx.position_BT is not None and ctx.document_BT is not None:
+            position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
+            document_BP = ctx.document_BT[:, 1:]
+            first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
+            of_two = ctx.position_BT[:, 1:] == 0  # the feature is of the document before
+            sight = Sight(
+                pair_BA,
+                first_BA,
+                document_BP.masked_fill(of_two, -2),
+                document_BP.gather(1, pair_BA),
+            )
+
+        feature_BPD = self.fuse(self.features_of(ctx)[:, :P])
+        read_BPD, residual_BPD = self.enter(self.embed(ids_BP), feature_BPD)
+        shared = attention.keys_values(read_BPD, self.rope(position_BP, P + k))
+        position_BA = position_BP.gather(1, pair_BA)
+        read_BAD, residual_BAD = entries(read_BPD, pair_BA), entries(residual_BPD, pair_BA)
+        own: tuple[KeyValue, ...] = ()
+        steps: list[Tensor] = []
+        for depth in range(k + 1):
+            rope = self.rope(position_BA + depth, P + k)
+            if depth > 0:
+                token_BA = drafted_BAk[..., depth - 1]
+                read_BAD, residual_BAD = self.enter(self.embed(token_BA), steps[-1])
+                own = *own, attention.keys_values(read_BAD, rope)
+            query = attention.query(read_BAD, rope)
+            attended = attention.over_anchors(query, shared, sight, own)
+            steps.append(layer.finish(residual_BAD, attended))
+        return torch.stack(steps, 2)
+
+    def new_cache(self) -> SlotCache:
+        return SlotCache(1)
+
+    def compiled_cache(self, slots: int) -> SlotCache:
+        return SlotCache(1, slots)
+
+    def run(
+        self,
+        cache: SlotCache,
+        features: Tensor | None,
+        own: Tensor | None,
+        embedding: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        last: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer over new pairs: its output [B, W, D] and the logits [B, W, S]; with `last`
+        [B, 1], those of that pair of each row alone. The pairs have the target's `features`
+        [B, W, F], or the layer's `own` earlier output [B, W, D]."""
+        layer, attention = self.layer, self.layer.self_attn
+        feature = own if features is None else self.fuse(features)
+        assert feature is not None
+        read, residual = self.enter(embedding, feature)
+        keys, values = cache.update(*attention.keys_values(read, (cos, sin)), 0)
+        if last is not None:
+            read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
+            mask = None if mask is None else entries(mask, last)
+        attended = attention.over_cache(attention.query(read, (cos, sin)), keys, values, mask)
+        hidden = layer.finish(residual, attended)
+        return hidden, self.unembed(hidden, 0)
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+
+
+class Cached:
+    """One round over a cache of the draft's own: pairs with the target's features are committed
+    to it, pairs with the layer's own output are scratch."""
+
+    def __init__(self, drafter: Recurrent, ctx: Context, cache: SlotCache) -> None:
+        self.drafter, self.cache = drafter, cache
+        new = unread(cache, [n - 1 for n in ctx.counts()])
+        features = pieces(drafter.features_of(ctx), cache.lengths, max(new))
+        tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
+        # the layer's output at the anchor, then at every node
+        self.nodes_BWD, logits = self._run(features, None, tokens, None, new)
+        cache.keep(new)
+        self.logits_BS = logits[:, 0]
+
+    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        nodes = self.nodes_BWD
+        own = nodes[:, -1:] if parents_BW is None else entries(nodes, parents_BW + 1)
+        hidden_BWD, logits = self._run(None, own, tokens_BW, parents_BW, None)
+        self.nodes_BWD = torch.cat([self.nodes_BWD, hidden_BWD], 1)
+        return logits
+
+    def marginals(self, depth: int) -> Tensor | None:
+        return None
+
+    def _run(
+        self,
+        features: Tensor | None,
+        own: Tensor | None,
+        tokens: Tensor,
+        parents: Tensor | None,
+        counts: list[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`Recurrent.run` of new pairs; with `counts`, at the last pair of each row."""
+        drafter = self.drafter
+        place = self.cache.place(*size(tokens), parents)
+        mask, last = place.mask_BTP, None
+        if counts is not None:
+            last = torch.tensor(counts, device=tokens.device)[:, None] - 1
+            if mask is None and len(set(counts)) > 1:  # a prefill: each row sees its own pairs
+                slots = torch.arange(self.cache.shown, device=tokens.device)
+                mask = (slots <= last)[:, None].expand(-1, tokens.shape[1], -1)
+        cos, sin = drafter.rope(place.position_BT, self.cache.shown + 1)
+        hidden, logits = drafter.short(
+            self.cache,
+            tokens.shape[1],
+            features=features,
+            own=own,
+            embedding=drafter.embed(tokens),
+            cos=cos,
+            sin=sin,
+            mask=mask,
+            last=last,
+        )
+        assert hidden is not None and logits is not None
+        return hidden, logits
+
+
+def llama_of(target: "Target", intermediate_size: int | None = None) -> dict[str, Any]:
+    """The keys of a LlamaConfig for a layer shaped as the target's own."""
+    theirs = target.config
+    heads = theirs.num_attention_heads
+    return {
+        "hidden_size": target.width,
+        "intermediate_size": intermediate_size
+        or getattr(theirs, "intermediate_size", None)
+        or 4 * target.width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(theirs, "head_dim", None) or target.width // heads,
+        "rms_norm_eps": getattr(theirs, "rms_norm_eps", 1e-5),
+        "max_position_embeddings": theirs.max_position_embeddings,
+        "rope_parameters": getattr(theirs, "rope_parameters", None),
+        "hidden_act": "silu",
+        "vocab_size": target.vocab_size,
+    }
+
+
+def start_at_random(drafter: nn.Module) -> None:
+    """EAGLE's own start: every linear layer normal with a standard deviation of 0.02."""
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
