@@ -19,7 +19,7 @@ from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.errors import UserError, nearest, require
 from specdec.files import read_json, read_record, replaced
-from specdec.formats import eagle3, lm, medusa
+from specdec.formats import eagle, eagle3, lm, medusa
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout
 from specdec.runtime.packed import is_packed, pack
@@ -30,7 +30,7 @@ MARK = "draftsmith.json"  # tells an export of ours, which a new one may replace
 
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (family, name): layout
-    for family, module in (("eagle3", eagle3), ("medusa", medusa), ("lm", lm))
+    for family, module in (("eagle", eagle), ("eagle3", eagle3), ("medusa", medusa), ("lm", lm))
     for name, layout in module.LAYOUTS.items()
 }
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
-WHOLE = 1 << 20  # anchors × keys of a batch up to which all scores are held at once
+WHOLE = 1 << 18  # anchors × keys of a batch up to which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once beyond that, and keys of a tile
 
 KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, E]

@@ -27,7 +27,7 @@ from specdec.drafters.recurrent.recurrence import (
 from specdec.errors import require
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 
 @dataclass

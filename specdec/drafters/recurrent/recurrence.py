@@ -28,7 +28,7 @@ from specdec.runtime.compiled import Short
 from specdec.sampling.trees import Growth
 
 if TYPE_CHECKING:
-    from specdec.target.causal import Target
+    from specdec.target.base import Target
 
 STARTS = ("target", "random")
 
