@@ -71,7 +71,9 @@ def make_target(kind: str = "llama") -> Target:
 
 
 def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
-    if name == "eagle":  # no norm bounds its states: with more noise its logits are in the thousands
+    if (
+        name == "eagle"
+    ):  # no norm bounds its states: with more noise its logits are in the thousands
         noise = min(noise, 0.1)
     drafter = random_drafter(CONFIGS[name], target, noise, VOCAB)
     drafter.fit([text(seed)[0].tolist() for seed in range(4)])
