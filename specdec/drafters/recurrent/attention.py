@@ -110,9 +110,16 @@ class Attention(nn.Module):
             mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
             return _fused(query[..., anchors, :], keys, values, mask)
 
-        blocks = [slice(start, min(start + BLOCK, A)) for start in range(0, A, BLOCK)]
-        kept = {"use_reentrant": False, "preserve_rng_state": False}
-        return self.join(torch.cat([checkpoint(block, anchors, **kept) for anchors in blocks], 3))
+        out = [
+            checkpoint(
+                block,
+                slice(start, min(start + BLOCK, A)),
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in it is drawn
+            )
+            for start in range(0, A, BLOCK)
+        ]
+        return self.join(torch.cat(out, 3))
 
 
 def _fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:

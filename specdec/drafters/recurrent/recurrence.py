@@ -12,7 +12,7 @@ E head width, S draft vocabulary.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Layer(nn.Module):
 class Recurrent(Drafter):
     """A family gives its `layer`, what it reads of the target, and how a pair enters the layer."""
 
-    Sizes = RecurrentSizes
+    Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     fc: nn.Linear
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
