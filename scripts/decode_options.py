@@ -18,7 +18,7 @@ from specdec.errors import UserError, typed
 def add(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Add the options that both commands have, with `max_new_tokens` as its default."""
     option = parser.add_argument
-    option("--dtype", default="bfloat16", help="of target and draft")
+    option("--dtype", default="auto", help="auto, bfloat16, float32 or float16, of both models")
     option("--max-new-tokens", type=int, default=max_new_tokens)
     option("--gamma", type=int, help="default: the depth that was trained")
     option("--top-p", type=float, default=1.0)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,8 +30,9 @@ from specdec.formats import export
 from specdec.measure.evaluate import evaluate
 from specdec.progress import bars
 from specdec.report import report
+from specdec.runtime.probes import native_dtype
 from specdec.target.base import Target
-from specdec.target.loading import load_target
+from specdec.target.loading import load_target, opening, resolved
 from train.config import Config
 from train.data.answers import answered
 from train.data.packing import pack
@@ -62,7 +64,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     returns a finite worst value, and says so, only under a sweeper (see `train.py`).
     """
     folder = Path(folder or Path("runs") / cfg.name)
+    cfg, reason = _with_dtype(cfg, folder)
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
+    AcceleratorState._reset_state()  # an earlier run in this process may have another precision
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=_precision(cfg),
@@ -70,6 +74,11 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     )
     main = accelerator.is_main_process
     console.quiet = not main
+    if len(dtypes := set(gather_object([cfg.target.dtype]))) > 1:
+        raise UserError(
+            f"the machines of this run chose different dtypes for the target ({dtypes}): give "
+            "target.dtype=float32 or target.dtype=bfloat16"
+        )
     if accelerator.num_processes == 1:
         set_seed(cfg.loop.seed)
     _require_same_run(folder, cfg)
@@ -79,7 +88,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
         try:
             with bars(console, main) as progress:
-                return _run(cfg, folder, accelerator, tracker, progress)
+                return _run(cfg, reason, folder, accelerator, tracker, progress)
         finally:
             tracker.close()
 
@@ -98,17 +107,19 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _run(
-    cfg: Config, folder: Path, accelerator: Accelerator, tracker: Tracker, progress: Progress
+    cfg: Config,
+    reason: str,
+    folder: Path,
+    accelerator: Accelerator,
+    tracker: Tracker,
+    progress: Progress,
 ) -> float:
     main = accelerator.is_main_process
     with accelerator.main_process_first():  # a GGUF target is made dense once
         target = load_target(replace(cfg.target, device=_device(cfg, accelerator)))
     before = target.fingerprint()
     kind = family(cfg.drafter.name)
-    console.print(
-        f"target {target.name}: {type(target.model).__name__}, {len(target.layers)} layers, "
-        f"vocabulary {target.vocab_size:,}, {str(target.dtype)[6:]} on {target.device}"
-    )
+    console.print(opening(target, cfg.target, reason))
     texts = _texts(cfg, target, accelerator, progress)
     drafter = _drafter(cfg, target, texts.train)
     _require_positions(target, drafter, [*texts.train, *texts.held_out])
@@ -353,6 +364,19 @@ def _digest(documents: Sequence[Document]) -> str:
     for document in documents:
         digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
     return digest.hexdigest()
+
+
+def _with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
+    """The configuration with the dtype that `target.dtype=auto` stands for, and the reason. A run
+    keeps the dtype with which it began, also on another kind of machine."""
+    if cfg.target.dtype != "auto":
+        return cfg, ""
+    dtype = (_config_of(folder).get("target") or {}).get("dtype", "auto")
+    reason = "as this run began"
+    if dtype == "auto":
+        target = resolved(cfg.target)
+        dtype, reason = target.dtype, native_dtype(target.device).reason
+    return replace(cfg, target=replace(cfg.target, dtype=dtype)), reason
 
 
 def _precision(cfg: Config) -> str:

@@ -102,6 +102,7 @@ def engine(
     if not (VENV / "bin" / "python").exists():
         raise UserError(f"{VENV} holds no serving environment: run scripts/serving-env first")
     target = target_of(folder, dtype)
+    dtype = str(target.dtype).removeprefix("torch.")
     drafter = next(iter(drafts_of([folder], target).values()))
     gamma = gamma or drafter.depth
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)

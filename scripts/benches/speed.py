@@ -155,7 +155,7 @@ def theory(
         cells = [f"{v / len(rounds) * 1e3:.2f}" for v in (*spent.values(), other)]
         parts.add_row(name, *cells, f"{cost.step_seconds.value * 1e3:.2f}")
     console.print(
-        f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {dtype}, "
+        f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}, "
         f"{torch.get_num_threads()} threads{', compiled' if compiled else ''}"
     )
     console.print(table)
@@ -222,7 +222,7 @@ def speed(
             cells = [ratio(seconds[best], times), best]
         table.add_row(name, drafts.get(name, ""), f"{1 / middle[name]:.1f}", *cells)
     console.print(
-        f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {dtype}, "
+        f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}, "
         f"{torch.get_num_threads()} threads; whole calls, with prefill; prompt lookup by n-grams "
         f"of up to {lookup.config.max_ngram} on both sides"
     )
@@ -331,7 +331,7 @@ def trees(
         speed = f"{1 / statistics.mean(times):.1f}"
         table.add_row(name, nodes, tau, speed, ratio(seconds["plain"], times))
     console.print(
-        f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {dtype}"
+        f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}"
         f"{', compiled' if compiled else ''}; whole calls, with prefill"
     )
     console.print(table)
@@ -377,8 +377,8 @@ def long_context(tokens: int, new: int, runs: int = 3) -> None:
         table.add_row(name, "" if name == "plain" else tau, *speeds, same)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     console.print(
-        f"a prompt of {len(ids):,} tokens, {new} new ones, greedy, bfloat16, batch 1; medians of "
-        f"{runs} runs in turn, after the prefill"
+        f"a prompt of {len(ids):,} tokens, {new} new ones, greedy, {target.dtype}, batch 1; "
+        f"medians of {runs} runs in turn, after the prefill"
     )
     console.print(table)
     console.print(f"peak memory of the process {peak:.1f} GB")

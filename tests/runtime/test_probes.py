@@ -1,0 +1,211 @@
+"""What is found out about a machine, and what follows from it. The same faults are put in front of
+every machine; `slow` and `native` stand for a CPU without and with instructions for bfloat16.
+
+Run alone: python -m pytest tests/runtime/test_probes.py
+"""
+
+import json
+import platform
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.errors import UserError
+from specdec.runtime import packed, probes
+from specdec.runtime.probes import Answer, Choice, compare, native_dtype
+from specdec.target import loading
+from specdec.target.loading import TargetConfig, load_target, opening, resolved
+from tests.tiny import Tiny, process
+from train import pipeline
+
+ONE, TWO = torch.ones(3), torch.full((3,), 2.0)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What this process already found of its machine is found again, before and after a test."""
+    memories = (native_dtype, packed.obstacle, packed.probe)
+    for memory in memories:
+        memory.cache_clear()
+    yield
+    for memory in memories:
+        memory.cache_clear()
+
+
+def timed(*given: float) -> Callable[..., list[float]]:
+    return lambda *_: list(given)
+
+
+def test_what_does_not_run_differs_or_is_not_faster_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> torch.Tensor:
+        raise RuntimeError("no such kernel\nand a trace")
+
+    monkeypatch.setattr(probes, "seconds", timed(1.0, 2.0))
+    assert compare(lambda: ONE, lambda: ONE, 1e-6) == (
+        True,
+        "2.00 times as fast as the public operator",
+    )
+    assert compare(fails, lambda: ONE, 1e-6) == (False, "no such kernel")
+    assert compare(lambda: torch.ops.mkldnn.no_such_operator(ONE), lambda: ONE, 1e-6).used is False
+    found = compare(lambda: ONE + 1e-3, lambda: ONE, 1e-4)
+    assert found == (False, "the result differs by 1.0e-03 from the public operator's")
+    assert not compare(lambda: ONE * float("nan"), lambda: ONE, 1.0).used
+    for times, used in (((1.0, 1.05), False), ((1.0, 1.2), True), ((2.0, 1.0), False)):
+        monkeypatch.setattr(probes, "seconds", timed(*times))
+        assert compare(lambda: ONE, lambda: ONE, 1e-6).used is used
+
+
+def test_ways_are_timed_in_turn_and_the_threads_are_put_back() -> None:
+    called: list[str] = []
+    ways = [lambda: called.append("a"), lambda: called.append("b")]
+    taken = probes.seconds(*ways)
+    assert "".join(called) == "ab" * probes.REPEATS and all(0 <= t < 1 for t in taken)
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match="within"), probes.one_thread():
+        assert torch.get_num_threads() == 1
+        raise ValueError("within")
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("ratio", "dtype"), [(0.3, "bfloat16"), (1.0, "float32"), (8.6, "float32")]
+)
+def test_auto_is_bfloat16_where_a_cpu_multiplies_it_natively(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, dtype: str
+) -> None:
+    monkeypatch.setattr(probes, "bfloat16_time", lambda: ratio)
+    assert native_dtype("cpu").dtype == dtype
+    assert resolved(TargetConfig("somewhere", device="cpu")).dtype == dtype
+    for given in loading.DTYPES:  # what is asked for is obeyed
+        assert resolved(TargetConfig("somewhere", given, "cpu")).dtype == given
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_gpu_is_asked_without_what_torch_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU from before Ampere has no bfloat16, which torch emulates slowly, and says it has."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    assert native_dtype("cuda") == ("float32", "this GPU does not multiply bfloat16 natively")
+    native_dtype.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert native_dtype("cuda:1").dtype == "bfloat16"
+
+
+def test_this_machine_answers_for_itself() -> None:
+    """Whatever this machine is, the real probes run on it, fast and without a traceback."""
+    assert native_dtype("cpu").dtype in ("float32", "bfloat16")
+    for dtype in (*packed.DTYPES, torch.float64):
+        reason = packed.obstacle(dtype)
+        assert reason is None or len(reason.splitlines()) == 1
+        if dtype in packed.DTYPES:
+            answer = packed.probe(512, 256, dtype, 4)
+            assert answer.reason and (reason is None or not answer.used)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense"])
+def test_a_device_that_is_not_there_is_told_before_the_model_is_loaded(device: str) -> None:
+    with pytest.raises(UserError, match=f"target.device='{device}' is not available here"):
+        load_target(TargetConfig("no-such-folder", device=device))
+
+
+def test_an_unknown_dtype_is_told_with_those_there_are() -> None:
+    message = "target.dtype='bfloat' is unknown; did you mean 'bfloat16'"
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_target(TargetConfig("no-such-folder", "bfloat"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", *loading.DTYPES])
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_opening_line_says_what_was_chosen_and_why(
+    tiny: Tiny, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "LEAST", 1)
+    cfg = TargetConfig(str(tiny.target), dtype, "cpu", packed=packs)
+    target = load_target(cfg)
+    line = opening(target, cfg)
+    chosen = native_dtype("cpu") if dtype == "auto" else Choice(dtype, "")
+    assert f", {chosen.dtype} on cpu" in line and "\n" not in line
+    assert (f"({chosen.reason})" in line) is (dtype == "auto")
+    assert ("packed" in line.partition(" on cpu")[2]) is packs
+
+
+def test_it_tells_which_products_use_packed_weights(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 layers of 7 linear layers each, and the head; the answers are the test's own."""
+    monkeypatch.setattr(packed, "LEAST", 1)
+    monkeypatch.setattr(packed, "obstacle", lambda _: None)
+    monkeypatch.setattr(packed, "probe", lambda out, width, dtype, rows: Answer(rows > 1, ""))
+    target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
+    assert packed.described(target.model, torch.float32) == (
+        "packed weights multiply 1 row in 0, 4 rows in 29 and 16 rows in 29 of 29 layers, where "
+        "they are faster here"
+    )
+    monkeypatch.setattr(packed, "probe", lambda *_: Answer(False, ""))
+    assert "are not used" in packed.described(target.model, torch.float32)
+    monkeypatch.setattr(packed, "obstacle", lambda _: "needs avx512bw")
+    assert packed.described(target.model, torch.float32) == (
+        "weights are not packed: needs avx512bw"
+    )
+
+
+def test_a_run_keeps_the_dtype_with_which_it_began(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training_alone: None
+) -> None:
+    """Begun with auto where bfloat16 is native, continued where it is slow, and the other way
+    round; a dtype that is asked for and another than the run's is refused."""
+    for began, elsewhere in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        run = tmp_path / began
+        said: list[Any] = []
+        monkeypatch.setattr(pipeline.console, "print", lambda *x, to=said, **_: to.extend(x))
+        for native in (began, elsewhere):
+            choice = Choice(native, f"{native} is native")
+            for module in (loading, pipeline):
+                monkeypatch.setattr(module, "native_dtype", lambda _, found=choice: found)
+            tiny.job(run, "medusa", "target.dtype=auto")
+            assert json.loads((run / "config.json").read_text())["target"]["dtype"] == began
+        lines = [str(line) for line in said if str(line).startswith("target ")]
+        assert [
+            f"{began} on cpu ({reason})" in line
+            for reason, line in zip((f"{began} is native", "as this run began"), lines, strict=True)
+        ] == [True, True]
+        with pytest.raises(UserError, match=f"target.dtype='{began}', not '{elsewhere}'"):
+            tiny.job(run, "medusa", f"target.dtype={elsewhere}")
+
+
+CAP = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [CAP, {}], ids=["AVX2", "this machine"])
+def test_the_default_dtype_works_from_training_to_generation(
+    tiny: Tiny, tmp_path: Path, cap: dict[str, str]
+) -> None:
+    """As a new user would run them, in processes of their own."""
+    run = tmp_path / "run"
+    asked = tiny.command(run, "eagle3", "target.dtype=auto", "decode.prompts=1", "name=run")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("why is the sky blue?\n")
+    evaluate = ["scripts/evaluate", str(run / "best"), "--prompts", str(prompts)]
+    generate = ["scripts/generate", str(run / "best"), "why is the sky blue?"]
+    short = ["--max-new-tokens", "6"]
+    dtypes = set()
+    for command in (asked, evaluate + short, generate + short):
+        done = process(command, **cap)
+        assert done.returncode == 0, done.stderr[-3000:]
+        first = next(line for line in done.stdout.splitlines() if line.startswith("target "))
+        dtypes.add("float32 on cpu (" in first)
+    assert len(dtypes) == 1
+    results = json.loads((run / "evaluation-prompts" / "results.json").read_text())
+    recorded = json.loads((run / "config.json").read_text())["target"]["dtype"]
+    assert results["dtype"] == recorded
+    if cap and platform.machine() == "x86_64":
+        assert recorded == "float32" and dtypes == {True}
