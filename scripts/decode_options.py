@@ -11,7 +11,7 @@ from yaml import YAMLError
 
 from specdec.decoding.config import TREES, DecodeConfig
 from specdec.decoding.length import LENGTHS
-from specdec.decoding.verify import RULES
+from specdec.decoding.rules import RULES
 from specdec.errors import UserError, typed
 
 

@@ -1,11 +1,13 @@
 """What a drafter may read, and what it returns: the types that every module shares.
 
-Letters: B batch, T time, F target features (layers · width), D width, V vocabulary, N drafted.
+Letters: B batch, T time, F target features (layers · width), D width, V vocabulary, N drafted
+nodes, M = N + 1 places of a block, C children, K nodes of a path.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -58,12 +60,99 @@ class Context:
 class Proposal:
     """Drafted tokens: a chain, or a tree where there are `parents_BN`.
 
-    A token of -1 stands for nothing drafted: rows may draft less than their neighbours. A parent
-    has a lower index than its children, -1 is the anchor. `q_BNV` is the distribution that each
-    token was drawn from, before any sibling was taken out, over the target's vocabulary; None
-    means that each token was certain (a copied or a greedily drafted token: q is one-hot).
+    A token of -1 means that nothing was drafted there: rows may draft less than their neighbours.
+    Nodes are numbered from 0, a parent before its children, siblings in the order in which they
+    were drawn; the parent -1 is the anchor. `q_BNV` is the distribution over the target's
+    vocabulary that each node was drawn from before any sibling was taken out, so that siblings
+    have the same one; None means that the tokens were chosen without chance (copied, or drafted
+    greedily), each a point mass.
+
+    The target reads the anchor and the nodes as one block of M = N + 1 *places*: the anchor at
+    place 0 and node i at place i + 1. Whatever comes out of that pass, logits, features and cache
+    slots, is counted by place. The methods below convert between nodes and places.
     """
 
     tokens_BN: Tensor
     q_BNV: Tensor | None = None
     parents_BN: Tensor | None = None
+
+    @property
+    def above_BN(self) -> Tensor:
+        """The place that each node follows: its parent's."""
+        if self.parents_BN is not None:
+            return self.parents_BN + 1
+        return torch.arange(self.tokens_BN.shape[1], device=self.tokens_BN.device).expand_as(
+            self.tokens_BN
+        )
+
+    def above(self, x_BM: Tensor) -> Tensor:
+        """Of values [B, M] by place, those [B, N] at the place that each node follows."""
+        return x_BM[:, :-1] if self.parents_BN is None else x_BM.gather(1, self.above_BN)
+
+    def children_BMC(self) -> Tensor:
+        """The places of the children of each place, in their order; 0 where there is none."""
+        (B, N), above_BN = self.tokens_BN.shape, self.above_BN
+        there_BN = self.tokens_BN >= 0
+        kin_BNN = (above_BN[:, :, None] == above_BN[:, None, :]) & there_BN[:, None, :]
+        rank_BN = kin_BNN.tril(-1).sum(-1)
+        C = int(torch.where(there_BN, rank_BN, 0).max()) + 1 if B * N else 1
+        children_BMC = self.tokens_BN.new_zeros(B, N + 1, C)
+        row_R, node_R = there_BN.nonzero(as_tuple=True)
+        children_BMC[row_R, above_BN[row_R, node_R], rank_BN[row_R, node_R]] = node_R + 1
+        return children_BMC
+
+    def tokens_at(self, row: Tensor, place: Tensor) -> Tensor:
+        """The tokens drafted at these places of these rows; -1 at place 0, the anchor's."""
+        return torch.where(place > 0, self.tokens_BN[row, place - 1], -1)
+
+    def q_at(self, row: Tensor, place: Tensor) -> Tensor | None:
+        """What the tokens at these places were drawn from; arbitrary at place 0."""
+        return None if self.q_BNV is None else self.q_BNV[row, place - 1]
+
+    def path_BK(self, end_B: Tensor) -> Tensor:
+        """The nodes from the anchor down to each row's place `end_B`, -1 beyond; K is the length
+        of the longest path."""
+        node_B1, path_BK = end_B[:, None] - 1, self.tokens_BN[:, :0]
+        if self.parents_BN is None:
+            node_K = torch.arange(int(end_B.max()), device=end_B.device)
+            return torch.where(node_K <= node_B1, node_K, -1)
+        while bool((node_B1 >= 0).any()):
+            path_BK = torch.cat([node_B1, path_BK], 1)
+            above_B1 = self.parents_BN.gather(1, node_B1.clamp_min(0))
+            node_B1 = torch.where(node_B1 < 0, -1, above_B1)
+        return path_BK.gather(1, (path_BK < 0).long().argsort(dim=1, stable=True))
+
+    def block(self, anchor_B1: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the target reads: ids by place [B, M], and the place that each follows, -1 the
+        last committed token; None where each follows the one before it."""
+        ids_BM = torch.cat([anchor_B1, self.tokens_BN.clamp_min(0)], 1)
+        if self.parents_BN is None:
+            return ids_BM, None
+        return ids_BM, torch.cat([torch.full_like(anchor_B1, -1), self.above_BN], 1)
+
+    def kept_places(self, path_BK: Tensor) -> Tensor | None:
+        """The places of the anchor and of the nodes of these paths, in order; arbitrary where a
+        path has ended, and None where they are simply the first ones."""
+        if self.parents_BN is None:
+            return None
+        return torch.cat([path_BK.new_zeros(len(path_BK), 1), path_BK.clamp_min(0) + 1], 1)
+
+    def drafted_to(self) -> list[list[list[int]]]:
+        """For each row and place, the tokens drafted from the anchor (none) down to there."""
+        found = []
+        above = self.above_BN.tolist()
+        for b, ids in enumerate(self.tokens_BN.clamp_min(0).tolist()):
+            paths: list[list[int]] = [[]]
+            for token, place in zip(ids, above[b], strict=True):
+                paths.append([*paths[place], token])
+            found.append(paths)
+        return found
+
+    def row(self, b: int, nodes: int) -> "Proposal":
+        """The first `nodes` nodes of one row, as a batch of one."""
+        tokens, q, parents = (
+            None if x is None else x[b : b + 1, :nodes]
+            for x in (self.tokens_BN, self.q_BNV, self.parents_BN)
+        )
+        assert tokens is not None
+        return Proposal(tokens, q, parents)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.decoding.decode import Generation, generate
+from specdec.decoding.answers import Generation
+from specdec.decoding.decode import generate
 from specdec.drafters import Drafter
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint

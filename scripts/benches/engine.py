@@ -13,7 +13,8 @@ from benches.speed import ratio
 from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
 from rich.table import Table
 
-from specdec.decoding.decode import Generation, generate
+from specdec.decoding.answers import Generation
+from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank
 from specdec.drafters import Drafter
 from specdec.errors import UserError

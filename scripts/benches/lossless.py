@@ -14,9 +14,10 @@ import torch
 from benches.subject import console, drafts_of, held_out, target_of
 from rich.table import Table
 
+from specdec.context import Proposal
 from specdec.decoding.config import DecodeConfig, require_fitting
 from specdec.decoding.decode import decode
-from specdec.decoding.verify import RULES, Law, Rule
+from specdec.decoding.rules import RULES, Law, Rule
 from specdec.drafters import Drafter
 from specdec.errors import require
 from specdec.formats import draft as checkpoint
@@ -227,7 +228,7 @@ def _continued(
     return [g.ids for g in made]
 
 
-def _keeps_all(tokens_BN, parents_BN, q_BNV, p_BMV) -> Law:
+def _keeps_all(proposal: Proposal, p_BMV: torch.Tensor) -> Law:
     """Every drafted token is kept: what a decoder without verification would do."""
     stop = torch.zeros_like(p_BMV[..., 0])
     stop[:, -1] = 1

@@ -13,7 +13,8 @@ from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
 from specdec.context import Needs
-from specdec.decoding.decode import Generation, generate
+from specdec.decoding.answers import Generation
+from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS
 from specdec.errors import require

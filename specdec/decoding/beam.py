@@ -242,7 +242,6 @@ class Draft:
         before = [line[0].parent for line in lines]
         if (origin := [row[node] for node in before]) != list(range(len(self.live))):
             self.rows.select(origin)
-            self.rows.texts = [list(ids) for ids in self.rows.texts]  # repeated rows part here
             if self.cache is not None:
                 self.cache.select(origin)
         seen = [[place[n] for n in (a, *line[:-1])] for a, line in zip(before, lines, strict=True)]

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
+from specdec.runtime.cache import SlotCache
 
 
 class Rows:
-    """The growing texts of a batch, and the target's features of all but their anchors."""
+    """The growing texts of a batch, and the target's features of all but their anchors. `texts`
+    stays one list, so that whoever holds it sees the batch as it is."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.texts = [list(p) for p in prompts]
@@ -44,7 +46,8 @@ class Rows:
         self._final = self._written(self._final, features.final_BTD, counts, path_BK)
         self.seen = [s + c for s, c in zip(self.seen, counts, strict=True)]
 
-    def context(self) -> Context:
+    def context(self, cache: SlotCache | None = None) -> Context:
+        """What a drafter may read; `cache` is the target's, for drafters that are part of it."""
         known = max(self.seen)
         return Context(
             self.ids(),
@@ -52,12 +55,13 @@ class Rows:
             None if self._final is None else self._final[:, :known],
             lengths=[len(ids) for ids in self.texts],
             texts=self.texts,
+            cache=cache,
         )
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the batch only."""
         index = torch.tensor(rows, device=self.device)
-        self.texts = [list(self.texts[b]) for b in rows]
+        self.texts[:] = [list(self.texts[b]) for b in rows]
         self.seen = [self.seen[b] for b in rows]
         self._ids = self._ids[index]
         self._layers = None if self._layers is None else self._layers[index]

@@ -1,36 +1,332 @@
-"""Verification rules by their names, as the configuration and the command line give them."""
+"""Verification rules: which drafted tokens are kept, and what follows them.
+
+A draft is a tree of nodes below the anchor; a chain is a tree of one child a node. A rule maps its
+tokens, the q they were drawn from and the target's p to the *law* of the round: where the
+committed path ends, and how the next token is distributed there. `specdec.decoding.verify` draws
+from that law in the decoder and computes it whole in the tests, which sum it over every draft. A
+rule is lossless when the committed tokens, over the randomness of the draft too, follow p.
+
+Most rules are local: one function judges the children of one node, and the decoder descends with
+it from the anchor, so that it needs p only at the nodes on its way. `block` and `traversal` weigh
+whole paths and need p everywhere.
+
+Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`: 0 the anchor, i + 1 node i),
+C children of a node, V vocabulary, R some rows of the batch. `p_BMV` is the target's
+distribution after each place.
+"""
 
 import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from specdec.decoding.verify import RULES, Rule, law
+from specdec.context import Proposal
 from specdec.errors import UserError, nearest
+
+
+class Law(NamedTuple):
+    stop_BM: Tensor  # P(the committed path ends at this place); 0 = nothing is accepted
+    next_BMV: Tensor  # distribution of the token that follows there
+
+
+class Verdict(NamedTuple):
+    accepted_B: Tensor  # how many nodes are kept
+    next_B: Tensor  # the token that the target adds
+    path_BK: Tensor  # the kept nodes by depth, -1 beyond; as wide as the longest of the batch
+
+
+# (tokens_BC, q_BV, p_BV) -> take_BC, P(child is taken | those before it were not), 0 where there
+# is no child; and rest_BV, the distribution of the next token when none is taken.
+JudgeChildren = Callable[..., tuple[Tensor, Tensor]]
+JudgeTree = Callable[..., Law]  # (proposal, p_BMV) -> Law
+JudgeGreedily = Callable[..., Verdict]  # (proposal, logits_BMV) -> Verdict
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule: a function of one node's children or of the whole tree, and what it
+    promises.
+
+    `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
+    replacement, "with" replacement (duplicates stay), "fixed" chosen without chance. Where q is
+    None every lossless rule takes fixed siblings. `at_zero` judges at temperature 0; None is
+    `greedy`, which is lossless whatever the rule is above 0.
+    """
+
+    node: JudgeChildren | None = None
+    whole: JudgeTree | None = None
+    siblings: Literal["none", "without", "with", "fixed"] = "none"
+    lossless: bool = True
+    at_zero: JudgeGreedily | None = None
+
+    @property
+    def trees(self) -> bool:
+        return self.siblings != "none"
+
+    def keeps_p(self, greedy: bool) -> bool:
+        """Whether what is committed follows the target, at temperature 0 (`greedy`) or above."""
+        return self.at_zero is None if greedy else self.lossless
+
+    def tuned(self, **parameters: float) -> "Rule":
+        """This rule with other parameters: RULES["lenience"].tuned(factor=0.8)."""
+        return replace(
+            self,
+            node=self.node and partial(self.node, **parameters),
+            whole=self.whole and partial(self.whole, **parameters),
+            at_zero=self.at_zero and partial(self.at_zero, **parameters),
+        )
+
+
+# --- local rules: the children of one node -------------------------------------------------
+
+
+def rejection(
+    tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor, replacement: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Leviathan et al. 2023, Algorithm 1: accept x with min(1, p(x) / q(x)); else the next token
+    follows norm(max(p - q, 0)). With several children that is the p by which the next one is
+    judged: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2)."""
+    takes = []
+    for x_B1 in tokens_BC.split(1, -1):
+        takes.append(_ratio(p_BV, q_BV, x_B1).clamp_max(1))
+        left_BV = _normal((p_BV - q_BV).clamp_min(0), p_BV)
+        p_BV = torch.where(x_B1 >= 0, left_BV, p_BV)
+        if not replacement and len(takes) < tokens_BC.shape[1]:
+            q_BV = _without(q_BV, x_B1.clamp_min(0))
+    return torch.cat(takes, -1), p_BV
+
+
+def recursive(tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Recursive rejection sampling without replacement (Jeon et al. 2024; Chen et al. 2024,
+    Sequoia): as `rejection`, and after x is rejected also q <- norm(q without x)."""
+    return rejection(tokens_BC, q_BV, p_BV, replacement=False)
+
+
+def lenience(
+    tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, factor: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Leviathan et al. 2023, Appendix A.5: `rejection` with factor · q for q, factor in (0, 1].
+    Lossy, but no token becomes likelier than p / factor."""
+    _check_factor(factor)
+    if q_BV is None:
+        q_BV = torch.zeros_like(p_BV).scatter_(-1, tokens_BC[:, :1].clamp_min(0), 1.0)
+    return rejection(tokens_BC, factor * q_BV, p_BV)
+
+
+def kseq(tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """SpecTr's k-SEQ (Sun et al. 2023, Algorithm 2), for k independent children: accept each x
+    with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q).
+
+    The residual is p less what was accepted, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not
+    negative for any ρ at or above the solution, so the bisection (the upper end, in float64)
+    decides how much is accepted and never whether the rule is lossless.
+    """
+    p, q = p_BV.double(), q_BV.double()
+    count_B1 = (tokens_BC >= 0).sum(-1, keepdim=True).double()
+    high_B1 = count_B1.clamp_min(1)
+    low_B1 = torch.ones_like(high_B1)
+    for _ in range(40 if tokens_BC.shape[1] > 1 else 0):
+        middle_B1 = (low_B1 + high_B1) / 2
+        scaled_B1 = torch.minimum(p, middle_B1 * q).sum(-1, keepdim=True)  # ρβ
+        enough = 1 - (1 - scaled_B1 / middle_B1).clamp_min(0) ** count_B1 <= scaled_B1
+        low_B1 = torch.where(enough, low_B1, middle_B1)
+        high_B1 = torch.where(enough, middle_B1, high_B1)
+    kept_BV = torch.minimum(p / high_B1, q)
+    beta_B1 = kept_BV.sum(-1, keepdim=True).clamp(_tiny(p), 1)
+    some_B1 = 1 - (1 - beta_B1) ** count_B1
+    rest_BV = _normal((p - kept_BV * (some_B1 / beta_B1)).clamp_min(0), p)
+    take_BC = _ratio(p, high_B1 * q, tokens_BC).clamp_max(1)
+    return take_BC.to(p_BV), rest_BV.to(p_BV)
+
+
+def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """EAGLE's trees at T > 0 (Li et al. 2024): children chosen without chance; accept x with
+    p(x), else p <- norm(p without x). It is `recursive` for q that are one-hot, never reads q,
+    and is lossless however the tokens came about, for it is so for each draft by itself."""
+    takes = []
+    for x_B1 in tokens_BC.split(1, -1):
+        there_B1, index_B1 = x_B1 >= 0, x_B1.clamp_min(0)
+        takes.append(torch.where(there_B1, p_BV.gather(-1, index_B1), 0.0).clamp_max(1))
+        p_BV = torch.where(there_B1, _normal(p_BV.scatter(-1, index_B1, 0.0), p_BV), p_BV)
+    return torch.cat(takes, -1), p_BV
+
+
+# --- rules of the whole tree ---------------------------------------------------------------
+
+
+def block(proposal: Proposal, p_BMV: Tensor) -> Law:
+    """Block verification (Sun et al. 2024, Algorithm 2): the chain is judged as a whole.
+
+    w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); S_i = Σ_v max(w_i p_{i+1}(v) -
+    q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i), h_N = w_N. The accepted length is the largest
+    i whose own coin h_i came up (0 if none); the next token follows max(w_i p - q, 0).
+    Never accepts fewer in expectation than `rejection` (see specdec/theory/block.py). Where a row
+    has no node, q counts as 0, which makes h_i = w_i at its last one.
+    """
+    tokens_BN, q_BNV = proposal.tokens_BN, proposal.q_BNV
+    there_BN1 = (tokens_BN >= 0)[..., None]
+    if q_BNV is None:
+        q_BNV = torch.zeros_like(p_BMV[:, 1:])
+        q_BNV = q_BNV.scatter_(-1, tokens_BN.clamp_min(0)[..., None], 1.0)
+    ratio_BN = _ratio(p_BMV[:, :-1], q_BNV, tokens_BN[..., None])[..., 0]
+    weight = ratio_BN.new_ones(len(ratio_BN))
+    weights = [weight]
+    for i in range(ratio_BN.shape[1]):
+        weight = (weight * ratio_BN[:, i]).clamp_max(1)
+        weights.append(weight)
+    weight_BM = torch.stack(weights, -1)
+    residual_BNV = weight_BM[:, :-1, None] * p_BMV[:, :-1] - q_BNV.masked_fill(~there_BN1, 0.0)
+    residual_BNV = residual_BNV.clamp_min(0)
+    coin_BN = _survival(residual_BNV.sum(-1), weight_BM[:, :-1])
+    coin_BM = torch.cat([coin_BN, weight_BM[:, -1:]], -1)
+    none_later = (1 - coin_BM).flip(-1).cumprod(-1).flip(-1)
+    none_after_BM = torch.cat([none_later[:, 1:], torch.ones_like(coin_BM[:, :1])], -1)
+    stop_BM = torch.cat([none_after_BM[:, :1], (coin_BM * none_after_BM)[:, 1:]], -1)
+    next_BMV = torch.cat([_normal(residual_BNV, p_BMV[:, :-1]), p_BMV[:, -1:]], 1)
+    return Law(stop_BM, next_BMV)
+
+
+def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
+    """Traversal Verification (Weng et al. 2025, Algorithm 2): from the leaves to the root, over
+    siblings drawn without replacement. On a chain it is `block`.
+
+    Each node carries a weight w, the anchor's is 1, and its own p and q over what its children
+    leave. On entering child x, w_x = min(1, w p(x) / q(x)); the children of x have their turn
+    first, then the path ends at x with probability w_x. If it does not, x leaves its parent with
+    S = Σ max(w p - q, 0), w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)), q <- norm(q
+    without x), and the next sibling enters.
+    """
+    (B, N), row_B = proposal.tokens_BN.shape, torch.arange(len(p_BMV), device=p_BMV.device)
+    children_BMC, above_BN = proposal.children_BMC(), proposal.above_BN
+    width_BM = (children_BMC > 0).sum(-1)
+    p_BMV, q_BMV = p_BMV.clone(), proposal.q_at(row_B[:, None], children_BMC[..., 0])
+    weight_BM, stop_BM = torch.ones_like(p_BMV[..., 0]), torch.zeros_like(p_BMV[..., 0])
+    alive_B = stop_BM.new_ones(B)  # P(no path has been accepted yet)
+    tried_BM, at_B = torch.zeros_like(width_BM), torch.zeros_like(row_B)
+    for _ in range(2 * N):  # every node is entered once and left once
+        done_B = tried_BM[row_B, at_B] == width_BM[row_B, at_B]
+        row_R = (~done_B).nonzero()[:, 0]
+        parent_R = at_B[row_R]
+        child_R = children_BMC[row_R, parent_R, tried_BM[row_R, parent_R]]
+        x_R = proposal.tokens_at(row_R, child_R)
+        p_R = p_BMV[row_R, parent_R, x_R]
+        q_R = torch.ones_like(p_R) if q_BMV is None else q_BMV[row_R, parent_R, x_R]
+        ratio_R = torch.where(q_R > 0, p_R / q_R.clamp_min(_tiny(q_R)), 0.0)
+        weight_R = (weight_BM[row_R, parent_R] * ratio_R).clamp_max(1)
+        weight_BM[row_R, child_R] = weight_R
+        tried_BM[row_R, parent_R] += 1
+        tried_BM[row_R, child_R] = torch.where(weight_R > 0, 0, width_BM[row_R, child_R])
+        at_B[row_R] = child_R
+
+        row_R = (done_B & (at_B > 0)).nonzero()[:, 0]
+        child_R = at_B[row_R]
+        parent_R, x_R1 = above_BN[row_R, child_R - 1], proposal.tokens_at(row_R, child_R)[:, None]
+        stop_BM[row_R, child_R] = alive_B[row_R] * weight_BM[row_R, child_R]
+        alive_B[row_R] *= 1 - weight_BM[row_R, child_R]
+        p_RV, weight_R = p_BMV[row_R, parent_R], weight_BM[row_R, parent_R]
+        if q_BMV is None:
+            q_RV = torch.zeros_like(p_RV).scatter_(-1, x_R1, 1.0)
+        else:
+            q_RV = q_BMV[row_R, parent_R]
+            q_BMV[row_R, parent_R] = _without(q_RV, x_R1)
+        residual_RV = (weight_R[:, None] * p_RV - q_RV).clamp_min(0)
+        weight_BM[row_R, parent_R] = _survival(residual_RV.sum(-1), weight_R)
+        p_BMV[row_R, parent_R] = _normal(residual_RV, p_RV)
+        at_B[row_R] = parent_R
+    stop_BM[:, 0] = alive_B
+    return Law(stop_BM, p_BMV)
+
+
+def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Law:
+    """Typical acceptance (Cai et al. 2024, Medusa, Section 2.3.1): x is kept if p(x) >
+    min(ε, δ e^{-H(p)}), whatever q was; the longest kept path wins, of equally long ones the
+    likelier, and the next token follows p. Lossy.
+
+    ε and δ are the reference implementation's `posterior_threshold` and `posterior_alpha`.
+    """
+    threshold_BM = (delta * (-torch.special.entr(p_BMV).sum(-1)).exp()).clamp_max(epsilon)
+    p_BN = _drafted(p_BMV, proposal)
+    kept_BN = (p_BN > proposal.above(threshold_BM)) & (proposal.tokens_BN >= 0)
+    end_B = _longest(kept_BN, proposal, p_BN.log())
+    return Law(torch.zeros_like(threshold_BM).scatter_(1, end_B[:, None], 1.0), p_BMV)
+
+
+# --- temperature 0 ---------------------------------------------------------------------------
+
+
+def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
+    """Keep the longest path whose every token is the target's argmax at its place."""
+    end_B = _longest(proposal.tokens_BN == proposal.above(argmax_BM), proposal)
+    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
+
+
+def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
+    """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x where p(x) >= factor · max p, p taken
+    at T = 1; the longest kept path wins, and the next token is the argmax there. Lossy."""
+    _check_factor(factor)
+    best_BM, argmax_BM = logits_BMV.max(-1)
+    least_BN = proposal.above(best_BM) + math.log(factor)
+    kept_BN = (_drafted(logits_BMV, proposal) >= least_BN) & (proposal.tokens_BN >= 0)
+    end_B = _longest(kept_BN, proposal)
+    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
+
+
+def _check_factor(factor: float) -> None:
+    if not 0 < factor <= 1:
+        raise ValueError(f"lenience: factor={factor}; give a number in (0, 1]")
+
+
+RULES: dict[str, Rule] = {
+    "rejection": Rule(node=rejection),
+    "block": Rule(whole=block),
+    "recursive": Rule(node=recursive, siblings="without"),
+    "specinfer": Rule(node=rejection, siblings="with"),
+    "kseq": Rule(node=kseq, siblings="with"),
+    "point_mass": Rule(node=point_mass, siblings="fixed"),
+    "traversal": Rule(whole=traversal, siblings="without"),
+    "typical": Rule(whole=typical, siblings="fixed", lossless=False),
+    "lenience": Rule(node=lenience, lossless=False, at_zero=lenience_at_zero),
+}
+
+
+# --- by name -----------------------------------------------------------------------------------
 
 
 def named(text: str) -> Rule:
     """A rule of `RULES` by its name, with other parameters after a colon: "lenience:factor=0.8",
-    "typical:epsilon=0.2,delta=0.05". Raises UserError for a name or a parameter that is not
-    there, and for a value that the rule does not take."""
+    "typical:epsilon=0.2,delta=0.05". Raises UserError for an unknown name or parameter, and for
+    a value that the rule does not accept."""
     name, _, given = text.partition(":")
     if name not in RULES:
         raise UserError(f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
     rule, values = RULES[name], {}
-    known = _parameters(rule)
+    judge = rule.node or rule.whole
+    parameters = inspect.signature(judge).parameters.values() if judge else ()
+    known = [p.name for p in parameters if type(p.default) is float]
     for part in filter(None, given.split(",")):
         key, _, value = part.partition("=")
         try:
             values[key] = float(value)
         except ValueError:
-            raise UserError(f"decode.rule={text!r}: {part!r} is not like factor=0.8") from None
+            raise UserError(
+                f"decode.rule={text!r}: {part!r} is not of the form factor=0.8"
+            ) from None
         if key not in known:
             has = f"; known: {', '.join(known)}" if known else ", which has no parameters"
             raise UserError(f"decode.rule={text!r}: {key!r} is no parameter of {name}{has}")
     if not values:
         return rule
-    rule, one = rule.tuned(**values), torch.ones(1, 2, 1)
-    try:  # on a vocabulary of a single token: does the rule take these values?
-        law(rule, torch.zeros(1, 1, dtype=torch.long), None, one[:, :1], one)
+    rule, one, token = rule.tuned(**values), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
+    try:  # on a vocabulary of one token: does the rule accept these values?
+        if rule.node is not None:
+            rule.node(token, one, one)
+        elif rule.whole is not None:
+            rule.whole(Proposal(token, one[None]), one.expand(1, 2, 1))
     except ValueError as error:
         raise UserError(f"decode.rule={text!r}: {error}") from None
     return rule
@@ -47,8 +343,69 @@ def rule_name(rule: Rule) -> str:
     return "of the caller's"
 
 
-def _parameters(rule: Rule) -> list[str]:
-    """What `Rule.tuned` may set: the numbers that the rule's function takes."""
-    judge = rule.node or rule.whole
-    found = inspect.signature(judge).parameters.values() if judge else ()
-    return [p.name for p in found if type(p.default) is float]
+# --- paths and numbers -------------------------------------------------------------------------
+
+
+def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
+    """The verdict whose committed path ends at these places."""
+    path_BK = proposal.path_BK(end_B)
+    return Verdict((path_BK >= 0).sum(-1), next_B, path_BK)
+
+
+def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
+    """Of values [B, M, V] by place and token, the drafted tokens' own [B, N]."""
+    row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
+    return x_BMV[row_B1, proposal.above_BN, proposal.tokens_BN.clamp_min(0)]
+
+
+def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None) -> Tensor:
+    """The deepest place [B] whose path is kept throughout; of equally deep ones the one with the
+    larger sum of scores along its path, or without scores the one drafted first."""
+    if proposal.parents_BN is None:
+        return kept_BN.long().cumprod(-1).sum(-1)
+    above_BN = proposal.above_BN
+    depth_BM = above_BN.new_zeros(len(above_BN), above_BN.shape[1] + 1)
+    score_BN = torch.zeros_like(kept_BN, dtype=torch.float32) if score_BN is None else score_BN
+    zero_B1 = score_BN.new_zeros(len(above_BN), 1)
+    total_BM = torch.cat([zero_B1, score_BN], -1)
+    for _ in range(kept_BN.shape[1]):  # each turn reaches one depth further
+        parent_BN = depth_BM.gather(1, above_BN)
+        reached_BN = kept_BN & ((parent_BN > 0) | (above_BN == 0))
+        further_BM = torch.cat([depth_BM[:, :1], torch.where(reached_BN, parent_BN + 1, 0)], -1)
+        if torch.equal(further_BM, depth_BM):
+            break
+        depth_BM = further_BM
+        total_BM = torch.cat([zero_B1, total_BM.gather(1, above_BN) + score_BN], -1)
+    deepest_BM = depth_BM == depth_BM.amax(-1, keepdim=True)
+    return total_BM.masked_fill(~deepest_BM, -torch.inf).argmax(-1)
+
+
+def _tiny(x: Tensor) -> float:
+    return torch.finfo(x.dtype).tiny
+
+
+def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
+    """Rows [..., V] that sum to 1. One without mass has probability 0 up to rounding; the other
+    stands in."""
+    mass = rows.sum(-1, keepdim=True)
+    return torch.where(mass > _tiny(mass), rows / mass, without_mass)
+
+
+def _without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
+    """norm(q without x); all 0 once q has no token left, and then nothing more is taken."""
+    left_BV = q_BV.scatter(-1, x_B1, 0.0)
+    return left_BV.div_(left_BV.sum(-1, keepdim=True).clamp_min(_tiny(q_BV)))
+
+
+def _ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """p(x) / q(x), shaped as tokens; 0 where there is no token, and where q says that x cannot
+    have been drawn (a draft without any mass leaves p as it is)."""
+    index = tokens.clamp_min(0)
+    p_x, q_x = p.gather(-1, index), q.gather(-1, index)
+    return torch.where((tokens >= 0) & (q_x > 0), p_x / q_x.clamp_min(_tiny(q_x)), 0.0)
+
+
+def _survival(mass: Tensor, weight: Tensor) -> Tensor:
+    """S / (S + 1 - w), in an order that never gives more than 1; 0 where there is nothing."""
+    whole = mass + (1 - weight)
+    return torch.where(whole > 0, mass / whole, 0.0)

@@ -21,7 +21,8 @@ from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
 )
 
-from specdec.decoding.decode import Generation, Round, decode
+from specdec.decoding.answers import Generation, Round
+from specdec.decoding.decode import decode
 from specdec.decoding.length import Length
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, nearest, require

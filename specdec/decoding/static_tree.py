@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.decode import generate
-from specdec.decoding.verify import Rule
+from specdec.decoding.rules import Rule
 from specdec.drafters.base import Drafter
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static, best_paths

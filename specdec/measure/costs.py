@@ -73,8 +73,7 @@ def costs(
     first = target.logits(last_of(final, counts)).argmax(-1).tolist()
     rows.extend([[token] for token in first], features, counts, None)
     choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
-    ctx = rows.context()
-    ctx.cache = cache
+    ctx = rows.context(cache)
 
     def verify(count: int, needs: Needs, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's

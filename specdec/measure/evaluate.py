@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import Generation, decode, fitting_rule
+from specdec.decoding.decode import decode, fitting_rule
 from specdec.decoding.length import oracle
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import rule_name

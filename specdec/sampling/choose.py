@@ -31,8 +31,9 @@ class Choose:
     """Warps logits and picks tokens.
 
     `siblings` says how a node's children are drawn: "without" replacement, "with", or "fixed"
-    (the likeliest ones; q is then one-hot). `generators`: one a row, so that a row's draws do
-    not depend on its neighbours. `processors` see a row's `texts` and the path drafted.
+    (the likeliest ones; q is then one-hot). `generators` has one for each row, so that a row's
+    draws do not depend on its neighbours. `processors` see a row's text and the path drafted after
+    it; `texts` is the caller's own list of the texts, which follows the batch as it changes.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Choose:
         vocab_S: Tensor | None = None,
         vocab_size: int = 0,
         processors: Sequence[Processor] = (),
+        texts: list[list[int]] | None = None,
     ) -> None:
         self.sampler = sampler
         self.siblings = "fixed" if sampler.greedy else siblings
@@ -50,7 +52,7 @@ class Choose:
         self.vocab_S = vocab_S
         self.vocab_size = vocab_size
         self.processors = list(processors)
-        self.texts: list[list[int]] = []  # of each row, for the processors
+        self.texts = [] if texts is None else texts
 
     def __call__(
         self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None

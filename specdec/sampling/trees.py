@@ -234,8 +234,9 @@ class Dynamic:
         count = 0  # nodes grown so far
 
         def paths() -> list[list[list[int]]]:
-            ids, parents, front = (t.tolist() for t in (tokens_BN, parents_BN, front_BW))
-            return [[line(ids, parents, b, node) for node in front[b]] for b in range(B)]
+            drafted = Proposal(tokens_BN, None, parents_BN).drafted_to()
+            places = (front_BW + 1).tolist()
+            return [[row[at] for at in front] for row, front in zip(drafted, places, strict=True)]
 
         for d in range(self.depth):
             logits = choose.drafted(logits_BWS, paths).float()
@@ -330,12 +331,3 @@ def _require_positive(shape: Any, *names: str) -> None:
     for name in names:
         value = getattr(shape, name)
         require(value >= 1, f"tree: {name}={value}: give 1 or more")
-
-
-def line(tokens: list[list[int]], parents: list[list[int]], b: int, node: int) -> list[int]:
-    """The tokens on the path from the anchor to a node of row b, the node's own last."""
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, tokens[b][node])
-        node = parents[b][node]
-    return path

@@ -15,8 +15,9 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import Round, decode, generate
+from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.static_tree import best_static, fastest_static

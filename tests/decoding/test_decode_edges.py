@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.context import Needs
+from specdec.context import Needs, Proposal
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import capacity, decode, fitting_rule, generate
 from specdec.decoding.length import length
 from specdec.decoding.policy import Whole
 from specdec.decoding.rows import Rows
-from specdec.decoding.rules import named, rule_name
+from specdec.decoding.rules import RULES, named, rule_name
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.stream import Stops
-from specdec.decoding.verify import RULES, law
+from specdec.decoding.verify import law
 from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.measure.costs import costs
@@ -213,7 +213,9 @@ def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(rule: str) 
     p = torch.tensor([[[0.9, 0.1]] * 2]).double()
     found = torch.zeros(2).double()
     for second, chance in ((1, 0.9), (0, 0.1)):  # the first draw took the other one
-        made = law(RULES[rule], torch.tensor([[second]]), torch.tensor([[-1]]), p[:, :1], p)
+        made = law(
+            RULES[rule], Proposal(torch.tensor([[second]]), p[:, :1], torch.tensor([[-1]])), p
+        )
         found[second] += chance * made.stop_BM[0, 1]
         found += chance * made.stop_BM[0, 0] * made.next_BMV[0, 0]
     assert (found - p[0, 0]).abs().max() > 0.1  # so this is why

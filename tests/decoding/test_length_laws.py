@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.context import Proposal
 from specdec.decoding.disco import Disco, DiscoConfig
 from specdec.decoding.length import (
     Confidence,
@@ -25,7 +26,8 @@ from specdec.decoding.length import (
     OptimalConfig,
 )
 from specdec.decoding.policy import Length
-from specdec.decoding.verify import RULES, law
+from specdec.decoding.rules import RULES
+from specdec.decoding.verify import law
 from tests.lengths import likely, rows
 
 EXACT = 1e-12
@@ -97,7 +99,7 @@ def round_laws(
         [p[prefix + x[:i]] if i <= len(x) else uniform for i in range(N + 1)] for x, _ in chains
     ]
     q_BNV, p_BMV = rows(*q_at), rows(*p_at)
-    stop_BM, next_BMV = law(RULES[rule], tokens_BN, None, q_BNV, p_BMV)
+    stop_BM, next_BMV = law(RULES[rule], Proposal(tokens_BN, q_BNV), p_BMV)
     return [
         (chain, n, mass * stop_BM[b, n].item(), next_BMV[b, n].tolist())
         for b, (chain, mass) in enumerate(chains)

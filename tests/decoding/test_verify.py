@@ -12,12 +12,15 @@ Letters: B batch, N drafted tokens, M = N + 1 target distributions, V vocabulary
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.verify import RULES, Law, Rule, draw, greedy, law, verify
+from specdec.context import Proposal
+from specdec.decoding.rules import RULES, Law, Rule, greedy
+from specdec.decoding.verify import draw, law, verify
 from tests.laws import (
     FILLS,
     Fill,
@@ -67,7 +70,7 @@ def laws(rule: Rule, p: Tables, q: Tables) -> tuple[Tensor, Tensor, Law]:
     """Every chain that q can draft [B, N], its probability [B], and the law of its round."""
     chains, weight = prefixes(p[0].shape[-1], len(q)), joint(q)
     chains, weight = chains[weight > 0], weight[weight > 0]
-    return chains, weight, law(rule, chains, None, at_chains(q, chains), at_chains(p, chains))
+    return chains, weight, law(rule, Proposal(chains, at_chains(q, chains)), at_chains(p, chains))
 
 
 def committed(p: Tables, chains_BN: Tensor, weight_B: Tensor, round_law: Law) -> Tensor:
@@ -135,8 +138,8 @@ def test_a_fixed_chain_is_a_point_mass(rule: Rule) -> None:
         V, N = p[0].shape[-1], len(q)
         chains = prefixes(V, N)
         p_BMV = at_chains(p, chains)
-        fixed = law(rule, chains, None, None, p_BMV)
-        explicit = law(rule, chains, None, torch.eye(V, dtype=torch.float64)[chains], p_BMV)
+        fixed = law(rule, Proposal(chains), p_BMV)
+        explicit = law(rule, Proposal(chains, torch.eye(V, dtype=torch.float64)[chains]), p_BMV)
         assert torch.allclose(fixed.stop_BM, explicit.stop_BM, atol=EXACT, rtol=0)
         assert torch.allclose(fixed.next_BMV, explicit.next_BMV, atol=EXACT, rtol=0)
         target, one = joint(p), torch.ones(1, dtype=torch.float64)
@@ -165,7 +168,7 @@ def test_a_law_in_float32_over_a_real_vocabulary(rule: Rule) -> None:
     other = torch.randn(6, 4, 4000, generator=generator).softmax(-1)
     for q_BNV in (p_BMV[:, :-1], near, other):
         tokens = torch.multinomial(q_BNV.reshape(24, -1), 1, generator=generator).reshape(6, 4)
-        round_law = law(rule, tokens, None, q_BNV, p_BMV)
+        round_law = law(rule, Proposal(tokens, q_BNV), p_BMV)
         for x in round_law:
             assert (x >= 0).all() and torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
         if q_BNV is not other and rule is not RULES["point_mass"]:
@@ -178,7 +181,7 @@ def test_rows_of_a_batch_do_not_meet(rule: Rule) -> None:
     chains, _, together = laws(rule, p, q)
     for b in range(len(chains)):
         one = chains[b : b + 1]
-        alone = law(rule, one, None, at_chains(q, one), at_chains(p, one))
+        alone = law(rule, Proposal(one, at_chains(q, one)), at_chains(p, one))
         assert torch.equal(alone.stop_BM[0], together.stop_BM[b])
         assert torch.equal(alone.next_BMV[0], together.next_BMV[b])
 
@@ -188,12 +191,14 @@ def test_nothing_drafted_leaves_the_target_alone(rule: Rule) -> None:
     p = torch.tensor([[[0.2, 0.3, 0.5]]], dtype=torch.float64)
     nothing = torch.zeros(1, 0, dtype=torch.long)
     for parents, q in ((None, None), (None, p[:, :0]), (nothing, p[:, :0])):
-        stop_BM, next_BMV = law(rule, nothing, parents, q, p)
+        stop_BM, next_BMV = law(rule, Proposal(nothing, q, parents), p)
         assert next_BMV.tolist() == p.tolist()
         assert stop_BM.tolist() == [[1.0]]
         generator = torch.Generator().manual_seed(0)
-        verdict = verify(rule, nothing, parents, q, lambda index_B: p[[0], index_B], generator)
-        assert verdict.accepted_B.tolist() == [0] and verdict.path_BN.shape == (1, 0)
+        verdict = verify(
+            rule, Proposal(nothing, q, parents), lambda index_B: p[[0], index_B], generator
+        )
+        assert verdict.accepted_B.tolist() == [0] and verdict.path_BK.shape == (1, 0)
 
 
 # --- how many tokens are accepted ------------------------------------------------------------
@@ -250,35 +255,35 @@ def test_a_perfect_draft_is_kept_whole_and_a_disjoint_one_not_at_all(rule: Rule)
 # --- the enumeration can fail ----------------------------------------------------------------
 
 
-Drafted = tuple[Tensor, Tensor | None, Tensor, Tensor]  # tokens, parents, q, p
+def keeps_p_after_rejection(proposal: Proposal, p: Tensor) -> Law:
+    return Law(law(RULES["rejection"], proposal, p).stop_BM, p)
 
 
-def keeps_p_after_rejection(*drafted: *Drafted) -> Law:
-    return Law(law(RULES["rejection"], *drafted).stop_BM, drafted[3])
-
-
-def accepts_by_p_alone(tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor) -> Law:
-    fixed, right = (law(RULES["rejection"], tokens, parents, x, p) for x in (None, q))
+def accepts_by_p_alone(proposal: Proposal, p: Tensor) -> Law:
+    fixed, right = (
+        law(RULES["rejection"], replace(proposal, q_BNV=x), p) for x in (None, proposal.q_BNV)
+    )
     return Law(fixed.stop_BM, right.next_BMV)
 
 
-def lenient(tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor) -> Law:
-    return law(RULES["rejection"], tokens, parents, 0.9 * q, p)
+def lenient(proposal: Proposal, p: Tensor) -> Law:
+    assert proposal.q_BNV is not None
+    return law(RULES["rejection"], replace(proposal, q_BNV=0.9 * proposal.q_BNV), p)
 
 
-def block_with_residuals_of_rejection(*drafted: *Drafted) -> Law:
-    block, rejection = (law(RULES[name], *drafted) for name in ("block", "rejection"))
+def block_with_residuals_of_rejection(proposal: Proposal, p: Tensor) -> Law:
+    block, rejection = (law(RULES[name], proposal, p) for name in ("block", "rejection"))
     return Law(block.stop_BM, rejection.next_BMV)
 
 
-def block_without_its_last_token(*drafted: *Drafted) -> Law:
-    stop_BM, next_BMV = law(RULES["block"], *drafted)
+def block_without_its_last_token(proposal: Proposal, p: Tensor) -> Law:
+    stop_BM, next_BMV = law(RULES["block"], proposal, p)
     cut = torch.cat([stop_BM[:, :-2], stop_BM[:, -2:].sum(-1, keepdim=True)], -1)
     return Law(torch.cat([cut, torch.zeros_like(cut[:, :1])], -1), next_BMV)
 
 
-def next_token_one_place_late(*drafted: *Drafted) -> Law:
-    stop_BM, next_BMV = law(RULES["rejection"], *drafted)
+def next_token_one_place_late(proposal: Proposal, p: Tensor) -> Law:
+    stop_BM, next_BMV = law(RULES["rejection"], proposal, p)
     return Law(stop_BM, next_BMV.roll(1, 1))
 
 
@@ -326,15 +331,14 @@ def test_a_context_blind_rule_is_caught() -> None:
     ],
 )
 def test_greedy(drafted: list[int], argmax: list[int], accepted: int, following: int) -> None:
-    verdict = greedy(torch.tensor([drafted], dtype=torch.long), None, torch.tensor([argmax]))
+    verdict = greedy(Proposal(torch.tensor([drafted], dtype=torch.long)), torch.tensor([argmax]))
     assert (verdict.accepted_B.item(), verdict.next_B.item()) == (accepted, following)
-    assert verdict.path_BN.tolist() == [list(range(accepted))]
+    assert verdict.path_BK.tolist() == [list(range(accepted))]
 
 
 def test_greedy_judges_each_row_by_itself() -> None:
     verdict = greedy(
-        torch.tensor([[1, 2], [1, 2], [1, 2]]),
-        None,
+        Proposal(torch.tensor([[1, 2], [1, 2], [1, 2]])),
         torch.tensor([[1, 2, 3], [0, 2, 4], [1, 7, 5]]),
     )
     assert verdict.accepted_B.tolist() == [2, 0, 1]
@@ -348,8 +352,8 @@ def test_greedy_is_the_limit_of_every_lossless_rule() -> None:
         p = tables(3, 4, one_hot)
         chains = prefixes(3, 3)
         p_BMV = at_chains(p, chains)
-        stop_BM, next_BMV = law(rule, chains, None, None, p_BMV)
-        verdict = greedy(chains, None, p_BMV.argmax(-1))
+        stop_BM, next_BMV = law(rule, Proposal(chains), p_BMV)
+        verdict = greedy(Proposal(chains), p_BMV.argmax(-1))
         row = torch.arange(len(chains))
         assert torch.equal(stop_BM[row, verdict.accepted_B], torch.ones(27).double())
         assert next_BMV[row, verdict.accepted_B, verdict.next_B].eq(1).all()
@@ -363,12 +367,16 @@ LAW = Law(
 )
 
 
+def chains_of(rows: int) -> Proposal:
+    return Proposal(torch.zeros(rows, 3, dtype=torch.long))
+
+
 def test_draw_follows_the_law() -> None:
     """Chi-square over the 6 outcomes (length, token) that can occur, 5 degrees of freedom. The
     seed is fixed; another seed would exceed 25.7 once in 10,000 times."""
     count = 50_000
     round_law = Law(LAW.stop_BM.expand(count, -1), LAW.next_BMV.expand(count, -1, -1))
-    accepted_B, next_B, _ = draw(round_law, None, torch.Generator().manual_seed(5))
+    accepted_B, next_B, _ = draw(round_law, chains_of(count), torch.Generator().manual_seed(5))
     seen = torch.zeros(4, 3).index_put_((accepted_B, next_B), torch.ones(count), accumulate=True)
     expected = count * LAW.stop_BM[:, None] * LAW.next_BMV
     possible = expected > 0
@@ -381,18 +389,20 @@ def test_draw_takes_each_row_from_its_own_law() -> None:
     B = 12
     stop_BM = torch.eye(4)[torch.arange(B) % 4]
     next_BMV = torch.eye(5)[(torch.arange(B)[:, None] + torch.arange(4)) % 5]
-    accepted_B, next_B, path_BN = draw(
-        Law(stop_BM, next_BMV), None, torch.Generator().manual_seed(6)
+    accepted_B, next_B, path_BK = draw(
+        Law(stop_BM, next_BMV), chains_of(B), torch.Generator().manual_seed(6)
     )
     assert accepted_B.tolist() == [b % 4 for b in range(B)]
     assert next_B.tolist() == [(b + b % 4) % 5 for b in range(B)]
-    assert [[x for x in row if x >= 0] for row in path_BN.tolist()] == [
+    assert [[x for x in row if x >= 0] for row in path_BK.tolist()] == [
         list(range(b % 4)) for b in range(B)
     ]
 
 
 def test_draw_depends_on_the_generator_alone() -> None:
     round_law = Law(LAW.stop_BM.expand(64, -1), LAW.next_BMV.expand(64, -1, -1))
-    one, two, other = (draw(round_law, None, torch.Generator().manual_seed(s)) for s in (7, 7, 8))
+    one, two, other = (
+        draw(round_law, chains_of(64), torch.Generator().manual_seed(s)) for s in (7, 7, 8)
+    )
     assert torch.equal(one.accepted_B, two.accepted_B) and torch.equal(one.next_B, two.next_B)
     assert not torch.equal(one.accepted_B, other.accepted_B)

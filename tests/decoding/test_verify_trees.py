@@ -20,20 +20,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.verify import (
+from specdec.context import Proposal
+from specdec.decoding.rules import (
     RULES,
     Law,
     Rule,
     greedy,
     kseq,
-    law,
     lenience_at_zero,
     point_mass,
     recursive,
     rejection,
     traversal,
-    verify,
 )
+from specdec.decoding.verify import law, verify
 from tests.laws import FILLS, Fill, Tables, extend, joint
 
 EXACT = 1e-12
@@ -114,7 +114,7 @@ def judged(rule: Rule, shape: list[int], p: Tables, q: Tables | None, found: Dra
     if q is not None:
         deep = q + [torch.zeros_like(p[-1])]  # nothing is drawn below the deepest nodes
         q_BNV = along(deep, shape, found)[:, parents_BN[0] + 1]
-    return law(rule, found.tokens_BN, parents_BN, q_BNV, along(p, shape, found))
+    return law(rule, Proposal(found.tokens_BN, q_BNV, parents_BN), along(p, shape, found))
 
 
 def committed(shape: list[int], p: Tables, found: Drafts, round_law: Law) -> Tensor:
@@ -257,7 +257,7 @@ def test_rows_of_many_shapes_in_one_batch(rule: Rule) -> None:
         rows.append((tokens_BN, parents_BN, q_BNV, p_BMV))
         alone.append((keep, judged(rule, shape, p, q, found)))
     tokens_BN, parents_BN, q_BNV, p_BMV = (torch.cat(x) for x in zip(*rows))
-    mixed = law(rule, tokens_BN, parents_BN, q_BNV, p_BMV)
+    mixed = law(rule, Proposal(tokens_BN, q_BNV, parents_BN), p_BMV)
     start = 0
     for keep, own in alone:
         here = slice(start, start + len(own.stop_BM))
@@ -367,10 +367,10 @@ def test_traversal_by_hand() -> None:
     tokens, parents = torch.tensor([[0, 1, 0]]), torch.tensor([[-1, -1, 0]])
     q = torch.tensor([[[1, 0], [1, 0], [0.75, 0.25]]], dtype=torch.float64)
     p = torch.tensor([[[0.5, 0.5], [1, 0], [0.5, 0.5], [0.5, 0.5]]], dtype=torch.float64)
-    stop_BM, next_BMV = law(RULES["traversal"], tokens, parents, q, p)
+    stop_BM, next_BMV = law(RULES["traversal"], Proposal(tokens, q, parents), p)
     assert torch.allclose(stop_BM, torch.tensor([[1 / 3, 0, 0, 2 / 3]], dtype=torch.float64))
     assert torch.allclose(next_BMV[0, 0], torch.tensor([0, 1], dtype=torch.float64))
-    stop_BM, _ = law(RULES["recursive"], tokens, parents, q, p)
+    stop_BM, _ = law(RULES["recursive"], Proposal(tokens, q, parents), p)
     assert torch.allclose(stop_BM, torch.tensor([[0.5, 0, 0, 0.5]], dtype=torch.float64))
 
 
@@ -414,13 +414,12 @@ def test_verify_follows_the_law(name: str, sampled: bool) -> None:
     rule, count = RULES[name], 25_000
     tokens_BN, parents_BN, drawn_from_BNV, p_BMV = example(rule)
     q_BNV = drawn_from_BNV if sampled else None
-    exact = law(rule, tokens_BN, parents_BN, q_BNV, p_BMV)
+    exact = law(rule, Proposal(tokens_BN, q_BNV, parents_BN), p_BMV)
     row_B = torch.arange(4 * count) % 4
+    q_RNV = None if q_BNV is None else q_BNV[row_B]
     accepted_B, next_B, path_BN = verify(
         rule,
-        tokens_BN[row_B],
-        parents_BN[row_B],
-        None if q_BNV is None else q_BNV[row_B],
+        Proposal(tokens_BN[row_B], q_RNV, parents_BN[row_B]),
         lambda index_B: p_BMV[row_B, index_B],
         torch.Generator().manual_seed(11),
     )
@@ -455,8 +454,8 @@ def test_local_rules_ask_for_p_only_where_they_come_by() -> None:
                 return p[torch.arange(1), index_B]
 
             generator = torch.Generator().manual_seed(seed)
-            verdict = verify(rule, tokens_BN, parents_BN, q_BNV, p_of, generator)
-            path = [0] + [i + 1 for i in verdict.path_BN[0].tolist()]
+            verdict = verify(rule, Proposal(tokens_BN, q_BNV, parents_BN), p_of, generator)
+            path = [0] + [i + 1 for i in verdict.path_BK[0].tolist()]
             assert asked == (path if rule.node else list(range(7))), name
 
 
@@ -464,7 +463,7 @@ def test_verify_depends_on_the_generator_alone() -> None:
     for rule in RULES.values():
         tokens, parents, q, p = (x.repeat_interleave(20, 0) for x in example(rule))
         one, two = (
-            verify(rule, tokens, parents, q, lookup(p), torch.Generator().manual_seed(4))
+            verify(rule, Proposal(tokens, q, parents), lookup(p), torch.Generator().manual_seed(4))
             for _ in range(2)
         )
         assert all(torch.equal(a, b) for a, b in zip(one, two))
@@ -492,12 +491,12 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
     tokens_BN[4] = tokens_BN[4] % 100
     q_BNV = context_BMV[:, parents_BN[0] + 1]
     for q in (q_BNV, None):
-        for x in law(rule, tokens_BN, parents_BN, q, p_BMV):
+        for x in law(rule, Proposal(tokens_BN, q, parents_BN), p_BMV):
             assert x.isfinite().all() and (x >= 0).all()
             assert torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
-        verdict = verify(rule, tokens_BN, parents_BN, q, lookup(p_BMV), g)
+        verdict = verify(rule, Proposal(tokens_BN, q, parents_BN), lookup(p_BMV), g)
         assert verdict.next_B[2] == 7 and ((verdict.next_B >= 0) & (verdict.next_B < V)).all()
-        last_B = verdict.path_BN.amax(-1) if verdict.path_BN.shape[1] else torch.full((7,), -1)
+        last_B = verdict.path_BK.amax(-1) if verdict.path_BK.shape[1] else torch.full((7,), -1)
         if rule.lossless:
             assert last_B[3] == -1 and verdict.next_B[3] >= V // 2
         if rule.lossless and q is not None and rule is not RULES["point_mass"]:
@@ -542,45 +541,61 @@ def test_lenience_at_zero_by_hand() -> None:
     for factor, path in ((0.7, [1]), (0.5, [0, 2]), (0.4, [0, 2, 3])):
         rule = RULES["lenience"].tuned(factor=factor)
         assert rule.at_zero is not None
-        verdict = rule.at_zero(tokens, parents, logits)
-        assert verdict.path_BN.tolist() == [path] and verdict.next_B.tolist() == [0]
-    none = lenience_at_zero(torch.tensor([[-1, -1]]), None, logits[:, :3])
+        verdict = rule.at_zero(Proposal(tokens, None, parents), logits)
+        assert verdict.path_BK.tolist() == [path] and verdict.next_B.tolist() == [0]
+    none = lenience_at_zero(Proposal(torch.tensor([[-1, -1]])), logits[:, :3])
     assert none.accepted_B.tolist() == [0]
     g = torch.Generator().manual_seed(1)
     for _ in range(50):  # without lenience it is `greedy`, where no two logits tie
         drafted = torch.randint(-1, 3, (6, 5), generator=g)
         drafted = drafted.where((drafted >= 0).cumprod(-1).bool(), -1)
         among = torch.randn(6, 6, 3, generator=g)
-        strict = lenience_at_zero(drafted, None, among, 1.0)
-        best = greedy(drafted, None, among.argmax(-1))
+        strict = lenience_at_zero(Proposal(drafted), among, 1.0)
+        best = greedy(Proposal(drafted), among.argmax(-1))
         assert all(torch.equal(a, b) for a, b in zip(strict, best, strict=True))
     for factor in (0.0, 1.5):
         with pytest.raises(ValueError, match="factor"):
-            lenience_at_zero(tokens, parents, logits, factor)
+            lenience_at_zero(Proposal(tokens, None, parents), logits, factor)
 
 
 def test_typical_by_hand() -> None:
-    """Uniform over 4, e^{-H} = 1/4: the bound is .09 / 4, so every token passes. p = (.97, .01,
-    .01, .01): e^{-H} = .8455, the bound .0761, so token 1 does not. One-hot: .09. With ε = .3 and
-    δ = 2 the uniform p has the bound min(.3, .5), and nothing passes."""
-    flat, peak = [0.25] * 4, [0.97, 0.01, 0.01, 0.01]
-    p = torch.tensor([[flat, peak, flat, flat, flat]], dtype=torch.float64)
-    tokens, parents = torch.tensor([[0, 3, 1, 2]]), torch.tensor([[-1, -1, 0, 1]])
-    stop_BM, next_BMV = law(RULES["typical"], tokens, parents, None, p)
-    assert stop_BM.tolist() == [[0, 0, 0, 0, 1]]  # node 2, token 1 after the peak, is refused
+    """The bound is min(.09, .3 e^{-H}). Flat, p = 1/4 each: e^{-H} = 1/4, the bound is .075 and
+    every token passes. Peaked, (.97, .01, .01, .01): e^{-H} = .8456, so .3 e^{-H} = .2537 and .09
+    binds; token 1 is refused. Skewed, (.35, .35, .25, .05): H = 1.2312, .3 e^{-H} = .0876, so
+    token 3 is refused (with ε and δ swapped the bound would be .0263). With ε = .3 and δ = 2 the
+    flat p has the bound min(.3, .5), and nothing passes."""
+    flat, peak, skewed = [0.25] * 4, [0.97, 0.01, 0.01, 0.01], [0.35, 0.35, 0.25, 0.05]
+    p = torch.tensor([[flat, peak, skewed, flat, flat]], dtype=torch.float64)
+    tokens, parents = torch.tensor([[0, 3, 1, 3]]), torch.tensor([[-1, -1, 0, 1]])
+    proposal = Proposal(tokens, None, parents)
+    stop_BM, next_BMV = law(RULES["typical"], proposal, p)
+    assert stop_BM.tolist() == [[0, 1, 0, 0, 0]]  # both tokens of depth 1 are refused
     assert torch.equal(next_BMV, p)
-    tuned = RULES["typical"].tuned(delta=2.0)
+    tuned = RULES["typical"].tuned(epsilon=0.3, delta=2.0)
     assert not tuned.lossless and tuned.trees
-    assert law(tuned, tokens, parents, None, p).stop_BM.tolist() == [[1, 0, 0, 0, 0]]
+    assert law(tuned, proposal, p).stop_BM.tolist() == [[1, 0, 0, 0, 0]]
+
+
+def test_of_equally_long_paths_typical_takes_the_likelier() -> None:
+    """After the anchor (.5, .3, .1, .1): token 0, then 1/4, is .125; token 1, then .97, is .291,
+    though it was drafted later and its first token is the less likely. Alone at depth 1, token 0
+    is the likelier one."""
+    first, flat, peak = [0.5, 0.3, 0.1, 0.1], [0.25] * 4, [0.97, 0.01, 0.01, 0.01]
+    p = torch.tensor([[first, flat, peak, flat, flat]], dtype=torch.float64)
+    tokens, parents = torch.tensor([[0, 1, 0, 0]]), torch.tensor([[-1, -1, 0, 1]])
+    stop_BM, _ = law(RULES["typical"], Proposal(tokens, None, parents), p)
+    assert stop_BM.tolist() == [[0, 0, 0, 0, 1]]
+    siblings = Proposal(tokens[:, :2].flip(1), None, parents[:, :2])
+    assert law(RULES["typical"], siblings, p[:, :3]).stop_BM.tolist() == [[0, 0, 1]]
 
 
 def test_a_rule_of_chains_refuses_a_tree() -> None:
     for name in ("rejection", "block", "lenience"):
         tokens_BN, parents_BN, q_BNV, p_BMV = example(RULES["recursive"])
         with pytest.raises(ValueError, match="chains only"):
-            law(RULES[name], tokens_BN, parents_BN, q_BNV, p_BMV)
+            law(RULES[name], Proposal(tokens_BN, q_BNV, parents_BN), p_BMV)
         with pytest.raises(ValueError, match="chains only"):
-            verify(RULES[name], tokens_BN, parents_BN, q_BNV, lookup(p_BMV))
+            verify(RULES[name], Proposal(tokens_BN, q_BNV, parents_BN), lookup(p_BMV))
 
 
 # --- the enumeration can fail ----------------------------------------------------------------
@@ -608,16 +623,12 @@ def point_mass_that_keeps_x(tokens: Tensor, q: Tensor, p: Tensor) -> tuple[Tenso
     return point_mass(tokens, q, p)[0], p
 
 
-def traversal_with_the_next_of_recursive(
-    tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor
-) -> Law:
-    own = traversal(tokens, parents, q, p)
-    return Law(own.stop_BM, law(RULES["recursive"], tokens, parents, q, p).next_BMV)
+def traversal_with_the_next_of_recursive(proposal: Proposal, p: Tensor) -> Law:
+    return Law(traversal(proposal, p).stop_BM, law(RULES["recursive"], proposal, p).next_BMV)
 
 
-def traversal_of_recursive_ends(tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor) -> Law:
-    own = traversal(tokens, parents, q, p)
-    return Law(law(RULES["recursive"], tokens, parents, q, p).stop_BM, own.next_BMV)
+def traversal_of_recursive_ends(proposal: Proposal, p: Tensor) -> Law:
+    return Law(law(RULES["recursive"], proposal, p).stop_BM, traversal(proposal, p).next_BMV)
 
 
 BROKEN = [
@@ -662,9 +673,9 @@ def test_greedy_keeps_the_path_of_the_argmax(
 ) -> None:
     """Tokens 4 and 5 below the anchor, 7 and 8 below 5, 6 below 4."""
     tokens, parents = torch.tensor([[4, 5, 7, 8, 6]]), torch.tensor([[-1, -1, 1, 1, 0]])
-    verdict = greedy(tokens, parents, torch.tensor([argmax]))
+    verdict = greedy(Proposal(tokens, None, parents), torch.tensor([argmax]))
     assert verdict.accepted_B.tolist() == [len(path)]
-    assert verdict.path_BN.tolist() == [path]
+    assert verdict.path_BK.tolist() == [path]
     assert verdict.next_B.tolist() == [following]
 
 
@@ -680,8 +691,10 @@ def test_greedy_is_the_limit_of_every_lossless_rule() -> None:
         found = Drafts(*(x[~twins_B] for x in found))
         stop_BM, next_BMV = judged(rule, shape, p, None, found)
         parents_BN = torch.tensor(shape).expand(found.tokens_BN.shape)
-        verdict = greedy(found.tokens_BN, parents_BN, along(p, shape, found).argmax(-1))
-        end_B = verdict.path_BN.amax(-1) + 1
+        verdict = greedy(
+            Proposal(found.tokens_BN, None, parents_BN), along(p, shape, found).argmax(-1)
+        )
+        end_B = verdict.path_BK.amax(-1) + 1
         row_B = torch.arange(len(end_B))
         assert torch.equal(stop_BM[row_B, end_B], torch.ones(len(end_B)).double())
         assert next_BMV[row_B, end_B, verdict.next_B].eq(1).all()
@@ -692,7 +705,7 @@ def test_greedy_of_rows_of_many_shapes() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, -1], [1, 1, 1], [-1, -1, -1]])
     parents = torch.tensor([[-1, -1, 1], [-1, 0, -1], [-1, 0, 1], [-1, -1, -1]])
     argmax = torch.tensor([[2, 0, 3, 0], [1, 2, 0, 0], [1, 1, 1, 9], [6, 0, 0, 0]])
-    accepted_B, next_B, path_BN = greedy(tokens, parents, argmax)
+    accepted_B, next_B, path_BN = greedy(Proposal(tokens, None, parents), argmax)
     assert accepted_B.tolist() == [2, 2, 3, 0]
     assert next_B.tolist() == [0, 0, 9, 6]
     assert path_BN.tolist() == [[1, 2, -1], [0, 1, -1], [0, 1, 2], [-1, -1, -1]]

@@ -12,9 +12,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import LlamaForCausalLM
 
-from specdec.context import Context, Needs
+from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verify import RULES, law
+from specdec.decoding.rules import RULES
+from specdec.decoding.verify import law
 from specdec.drafters.models.translated import Bridge, Translated, TranslatedConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import Table, TeacherForcing, batch_of
@@ -250,7 +251,7 @@ def test_first_token_follows_p(folders: dict[str, Path], pair: tuple[str, str]) 
             torch.testing.assert_close(q[drafter.vocab_S], theirs, atol=1e-6, rtol=1e-4)
             assert abs(float(q.sum()) - 1) < 1e-6
             tokens = torch.arange(V)[:, None]
-            laws = law(RULES["rejection"], tokens, None, q.expand(V, 1, V), p.expand(V, 2, V))
+            laws = law(RULES["rejection"], Proposal(tokens, q.expand(V, 1, V)), p.expand(V, 2, V))
             stop, after = laws.stop_BM, laws.next_BMV
             first = (q[:, None] * stop[:, :1] * after[:, 0]).sum(0) + q * stop[:, 1]
             torch.testing.assert_close(first, p, atol=1e-6, rtol=1e-4)

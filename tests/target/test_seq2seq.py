@@ -30,7 +30,8 @@ from transformers.models.llama import LlamaForCausalLM
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.beam import beam_search
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verify import RULES, law
+from specdec.decoding.rules import RULES
+from specdec.decoding.verify import law
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
@@ -305,7 +306,7 @@ def test_committed_tokens_follow_p() -> None:
     q = q[0, 0].double()
     assert 0.01 < float(torch.minimum(p, q).sum()) < 0.999  # neither hopeless nor the target
     tokens = torch.arange(V)[:, None]
-    laws = law(RULES["rejection"], tokens, None, q.expand(V, 1, V), p.expand(V, 2, V))
+    laws = law(RULES["rejection"], Proposal(tokens, q.expand(V, 1, V)), p.expand(V, 2, V))
     first = (q[:, None] * laws.stop_BM[:, :1] * laws.next_BMV[:, 0]).sum(0) + q * laws.stop_BM[:, 1]
     torch.testing.assert_close(first, p)
 
