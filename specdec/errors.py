@@ -4,10 +4,11 @@ import difflib
 import errno
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -43,8 +44,8 @@ def require_between(
     """Raise UserError unless a setting is unset or lies from `least` to `most` (None: no bound)."""
     if value is None or (least <= value and (most is None or value <= most)):
         return
-    up_to = "" if most is None else f", at most {most:,}".replace(",", "_")
-    raise UserError(f"{name}={value}: give at least {least}{up_to}")
+    bounds = f"give {least} or more" if most is None else f"give {least} to {most}"
+    raise UserError(f"{name}={value}: {bounds}")
 
 
 def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
@@ -76,11 +77,21 @@ def of_files(error: OSError | SafetensorError) -> UserError:
     )
 
 
+def end_quietly() -> NoReturn:
+    """End as other tools do when the reader of their output has left, as `head` does: without a
+    word, and with the exit code of SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails
+    sys.exit(128 + signal.SIGPIPE)
+
+
 def command(main: Callable[[], None]) -> None:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2."""
     try:
         try:
             main()
+            sys.stdout.flush()
+        except BrokenPipeError:
+            end_quietly()
         except (OSError, SafetensorError) as error:
             raise of_files(error) from error
     except UserError as error:

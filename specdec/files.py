@@ -18,6 +18,16 @@ LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
 DEEPEST = 64  # levels of lists and objects within one another
 
 
+def make_folder(folder: Path) -> Path:
+    """Make a folder, and those above it, unless it is there. Raises UserError where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # the latter: a name with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"the folder {folder} cannot be made ({reason}): name another") from error
+    return folder
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader always finds either the old text or the new one, whole."""
     partial = path.with_name(f".{path.name}.{uuid4().hex}")

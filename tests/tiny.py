@@ -37,7 +37,7 @@ import train
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
-from train.config import Config, register, resolve
+from train.config import Config, quoted, register, resolve
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
@@ -314,7 +314,7 @@ def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        cfg = hydra_compose("config", list(overrides), return_hydra_config=hydra)
+        cfg = hydra_compose("config", quoted(overrides), return_hydra_config=hydra)
     return cfg if hydra else resolve(cfg)
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from specdec.decoding.config import DecodeConfig
+from specdec.decoding.config import MOST, DecodeConfig
 from specdec.drafters import DRAFTERS, family
-from specdec.errors import UserError, nearest, typed
+from specdec.errors import UserError, nearest, require, require_between, typed
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import LOSSES, LossConfig
 from specdec.sampling.sampler import Sampler
@@ -62,6 +64,14 @@ def register() -> None:
         store.store(group="loss", name=name, node=LossConfig(name=name))
 
 
+def quoted(arguments: Sequence[str]) -> list[str]:
+    """Overrides whose value holds an equals sign, as in decode.rule=lenience:factor=0.8, put into
+    the quotes without which Hydra's grammar refuses them."""
+    plain = re.compile(r"([+~]{0,2}[\w./@-]+=)([^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*)")
+    found = [(argument, plain.fullmatch(argument)) for argument in arguments]
+    return [f"{m[1]}'{m[2]}'" if m and a[0] != "-" else a for a, m in found]
+
+
 def resolve(cfg: DictConfig) -> Config:
     """Hydra's composition as a `Config`. Raises UserError for a key that no dataclass has, also
     one added with `+`, for a value of the wrong type, and for a value that is missing."""
@@ -87,10 +97,24 @@ def resolve(cfg: DictConfig) -> Config:
         raise UserError(
             f"export={config.export!r} is unknown for {drafter}{nearest(config.export, layouts)}"
         )
+    _require_drafter(config.drafter)
     where = Path(config.name)
-    if not where.parts or where.is_absolute() or ".." in where.parts:
-        raise UserError(f"name={config.name!r} is to be a folder in runs/: give a name")
+    outside = not where.parts or where.is_absolute() or ".." in where.parts
+    if outside or not config.name.strip() or "\0" in config.name:
+        raise UserError(f"name={config.name!r} does not name a folder inside runs/: give a name")
     return config
+
+
+def _require_drafter(drafter: Any) -> None:
+    """What can be told of a drafter's settings without a target."""
+    require_between("drafter.depth", drafter.depth, 1, MOST)
+    layers = getattr(drafter, "layers", None)
+    if isinstance(layers, list):
+        require(
+            0 < len(layers) == len(set(layers)) and min(layers) >= 0,
+            f"drafter.layers={layers}: give at least one layer of the target, each only once, or "
+            "null for the default",
+        )
 
 
 def data_of_run(folder: Path) -> DataConfig:
@@ -112,8 +136,9 @@ def data_of_run(folder: Path) -> DataConfig:
 
 
 def one_line(error: Exception) -> str:
-    """An error's own words in one line."""
+    """An error's own words in one line, without the types that OmegaConf adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("reference_type=", "object_type="))]
     return "; ".join(lines) or repr(error)
 
 

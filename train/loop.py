@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, nearest, require, require_between
 from specdec.forcing.teacher import (
     STATISTICS,
     TeacherForcing,
@@ -32,6 +32,7 @@ from train.features.store import Online
 from train.optim import OptimConfig
 from train.tracking import Tracker
 
+PRECISIONS = ("auto", "bf16", "no")
 OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
 
 
@@ -62,9 +63,13 @@ class LoopConfig:
         for name in ("epochs", "rows", "accumulate", "log_every", "max_tokens", "patience"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"loop.{name}={value}: give 1 or more")
-        for name in ("eval_every", "save_every", "seed"):
-            value = getattr(self, name)
-            require(value >= 0, f"loop.{name}={value}: give 0 or more")
+        for name in ("eval_every", "save_every"):
+            require_between(f"loop.{name}", getattr(self, name), 0)
+        require_between("loop.seed", self.seed, 0, 2**32 - 1)
+        require(
+            self.precision in PRECISIONS,
+            f"loop.precision={self.precision!r} is unknown{nearest(self.precision, PRECISIONS)}",
+        )
         require(
             self.objective in OBJECTIVES,
             f"loop.objective={self.objective!r} is unknown{nearest(self.objective, OBJECTIVES)}",

@@ -23,10 +23,10 @@ class OptimConfig:
     clip: float = 0.5
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, f"optim.lr={self.lr}: give 0 or more")
+        require(0 < self.lr < math.inf, f"optim.lr={self.lr}: give a number above 0")
         for name in ("weight_decay", "final"):
             value = getattr(self, name)
-            require(value >= 0, f"optim.{name}={value}: give 0 or more")
+            require(0 <= value < math.inf, f"optim.{name}={value}: give 0 or more")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             f"optim.betas={self.betas}: give two numbers, each at least 0 and below 1",

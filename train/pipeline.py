@@ -22,8 +22,8 @@ from rich.progress import Progress
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, family, frequent_tokens
-from specdec.errors import UserError
-from specdec.files import write_whole
+from specdec.errors import UserError, require
+from specdec.files import make_folder, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -36,6 +36,7 @@ from specdec.target.loading import load_target, opening, resolved
 from train.config import Config
 from train.data.answers import answered
 from train.data.packing import pack
+from train.data.sources import require_readable
 from train.data.split import split_documents, split_prompts
 from train.data.template import Document, Prompt, prompt_of
 from train.features.store import Disk, Online
@@ -82,7 +83,12 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     if accelerator.num_processes == 1:
         set_seed(cfg.loop.seed)
     _require_same_run(folder, cfg)
-    folder.mkdir(parents=True, exist_ok=True)
+    require_readable(cfg.data)  # all that can be told before the target is loaded
+    make_folder(folder)
+    if cfg.data.answers == "target":
+        make_folder(Path(cfg.answers.root))
+    if cfg.features.cache == "disk" and family(cfg.drafter.name).trainable:
+        make_folder(Path(cfg.features.path or cfg.features.root))
     accelerator.wait_for_everyone()
     with alone(folder) if main else nullcontext():
         tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
@@ -187,6 +193,7 @@ def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Prog
         )
         if why := Counter(p for p in found if isinstance(p, str)):
             said = ", ".join(f"{n:,} {reason}" for reason, n in why.most_common())
+            require(bool(made.prompts), f"{cfg.data.path}: no held-out prompt to decode: {said}")
             console.print(f"held out, but not decoded: {said}")
     else:
         split = split_prompts(cfg.data, target.tokenizer)
@@ -259,8 +266,6 @@ def _features(
     rows = pack(documents, cfg.data.max_length)
     if cfg.features.cache == "online":
         return Online(target, drafter.needs, cfg.sampler, rows)
-    if cfg.features.cache != "disk":
-        raise UserError(f"features.cache={cfg.features.cache!r}: give disk or online")
     where = cfg.features
     if where.path is not None:
         where = replace(where, path=str(Path(where.path) / side))
@@ -380,8 +385,6 @@ def _with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
 
 
 def _precision(cfg: Config) -> str:
-    if cfg.loop.precision not in ("auto", "no", "bf16"):
-        raise UserError(f"loop.precision={cfg.loop.precision!r}: give auto, bf16 or no")
     if cfg.loop.precision == "auto":
         return "bf16" if cfg.target.dtype == "bfloat16" else "no"
     return cfg.loop.precision

@@ -4,13 +4,14 @@
 whatever that depends on.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.decoding.decode import fitting_rule
 from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
-from specdec.errors import nearest, require, typed
+from specdec.errors import nearest, require, require_between, typed
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
 
@@ -88,13 +89,19 @@ class DecodeConfig:
                 "them, and no decode.nodes",
             )
             Static(self.paths)  # raises where they do not form a tree
+        require_between("decode.seed", self.seed, 0, 2**32 - 1)
+        require_between("decode.top_k", self.top_k, 0)
+        require(0 < self.top_p <= 1, f"decode.top_p={self.top_p}: give a share above 0, up to 1")
         require(
             0 < len(self.temperatures) == len(set(self.temperatures)),
             f"decode.temperatures={self.temperatures}: give at least one, and each only once",
         )
         for temperature in self.temperatures:
-            require(temperature >= 0, f"decode.temperatures holds {temperature}: give 0 or more")
-            sampler = Sampler(temperature, self.top_k, self.top_p)  # raises where out of range
+            require(
+                0 <= temperature < math.inf,
+                f"decode.temperatures holds {temperature}: give 0 or more",
+            )
+            sampler = Sampler(temperature, self.top_k, self.top_p)
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
             fitting_rule(self.rule, like, sampler, self.greedy_draft)
 

@@ -8,7 +8,11 @@ path that a message takes; the others go through the same functions in this proc
 
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,13 @@ from tests.tiny import (
     Tiny,
     compose,
     conversations,
+    environment,
     process,
     save_target,
     write_jsonl,
 )
 from train import pipeline
-from train.config import Config, explain
+from train.config import Config, explain, quoted
 
 CONF = REPOSITORY / "conf"
 GROUPS = ["target", "data", "drafter", "loss", "optim", "sampler", "decode", "track"]
@@ -139,6 +144,32 @@ def test_defaults_are_those_of_the_classes() -> None:
         ("data=conversations", ["data.path", "[Mm]issing"]),
         ("sampler.temperature=-1", ["sampler.temperature", "-1", ">= 0"]),
         ("sampler.top_p=1.5", ["sampler.top_p", "1.5"]),
+        ("decode.top_p=1.5", [r"decode\.top_p", "1.5"]),
+        ("decode.temperatures=[-1]", [r"decode\.temperatures", "-1"]),
+        ("decode.temperatures=[nan]", [r"decode\.temperatures", "nan"]),
+        ("decode.temperatures=[0,0]", [r"decode\.temperatures", "only once"]),
+        ("decode.nodes=5", [r"decode\.nodes=5", r"decode\.tree"]),
+        ("decode.gamma=1000", [r"decode\.gamma=1000"]),
+        ("drafter.depth=1000", [r"drafter\.depth=1000", "1 to 128"]),
+        ("drafter.layers=[]", [r"drafter\.layers=\[\]", "at least one"]),
+        ("drafter.layers=[1,1,1]", [r"drafter\.layers", "only once"]),
+        ("drafter.layers=[1,-1]", [r"drafter\.layers=\[1, -1\]"]),
+        ("answers.root=", [r"answers\.root is empty"]),
+        ("features.root=", [r"features\.root is empty"]),
+        ("features.path=''", [r"features\.path is empty"]),
+        ("features.cache=disc", [r"features\.cache", "did you mean 'disk'"]),
+        ("loop.precision=fp8", [r"loop\.precision", "bf16"]),
+        ("data.min_answer=-1", [r"data\.min_answer=-1", "1 or more"]),
+        ("data.max_length=0", [r"data\.max_length=0"]),
+        ("optim.lr=0", [r"optim\.lr=0", "above 0"]),
+        ("optim.lr=inf", [r"optim\.lr=inf"]),
+        ("loop.seed=4294967296", [r"loop\.seed=4294967296", "0 to 4294967295"]),
+        ("loop.seed=-1", [r"loop\.seed=-1"]),
+        ("data.seed=-1", [r"data\.seed=-1"]),
+        ("answers.seed=4294967296", [r"answers\.seed"]),
+        ("decode.seed=-1", [r"decode\.seed=-1"]),
+        ("name=''", ["name=''", "inside runs/"]),
+        ("decode.rule=lenience:facto=0.8", [r"decode\.rule", "'facto' is no parameter"]),
         ("loop.rows", ["loop.rows"]),
     ],
 )
@@ -167,7 +198,6 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
     ("mistake", "parts"),
     [
         ("loop.objective=tau", ["loop.objective", "tau_greedy"]),
-        ("loop.precision=fp8", ["loop.precision", "fp8", "bf16"]),
         ("loop.rows=0", ["loop.rows"]),
         ("loop.accumulate=0", ["loop.accumulate"]),
         ("loop.log_every=0", ["loop.log_every"]),
@@ -177,7 +207,6 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("loss.name=k", ["loss.name", "kl"]),
         ("loss.chunk=0", ["loss.chunk"]),
         ("sampler.temperature=0", ["sampler.temperature=0", "train at 1"]),
-        ("features.cache=disc", ["features.cache", "disk"]),
         ("data.answers=datta", ["data.answers", "data"]),
         ("data.format=sharegtp", ["data.format", "did you mean 'sharegpt'"]),
         ("data.held_out=1.5", ["data.held_out", "1.5"]),
@@ -193,7 +222,7 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("decode.prompts=0", ["prompts"]),
         ("decode.repeats=0", ["decode.repeats"]),
         ("decode.temperatures=[]", ["decode.temperatures"]),
-        ("decode.temperatures=[-1.0]", ["temperature", "-1"]),
+        ("decode.temperatures=[-1.0]", [r"decode\.temperatures", "-1"]),
         ("export=hff", ["export|layout", "did you mean 'hf'"]),
     ],
 )
@@ -203,6 +232,58 @@ def test_a_value_that_cannot_be(
     """It is told, and before hours of training: no checkpoint was written by then."""
     require_one_line(told(capsys, tiny.overrides("eagle3", mistake), tmp_path / "run"), *parts)
     assert not (tmp_path / "run" / "checkpoints").exists(), "told only after training"
+
+
+@pytest.mark.parametrize("rule", ["lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"])
+def test_a_rule_is_written_as_the_readme_writes_it(rule: str) -> None:
+    assert compose([f"decode.rule={rule}"]).decode.rule == rule
+    assert compose([f"decode.rule='{rule}'"]).decode.rule == rule  # quoted for Hydra by the user
+
+
+UNTOUCHED = ["-m", "--help", "--config-dir=a=b", "drafter=lm", "data.path='a=b'", "a={b: c=d}"]
+
+
+@pytest.mark.parametrize("argument", UNTOUCHED)
+def test_what_hydra_reads_by_itself_is_not_quoted(argument: str) -> None:
+    assert quoted([argument]) == [argument]
+
+
+# What can be told before the target is loaded
+
+
+@pytest.mark.parametrize(
+    ("mistake", "parts"),
+    [
+        ("data.path=/no/such/file.jsonl", ["/no/such/file.jsonl: no such file"]),
+        ("data.path=package:no_such_package", ["no_such_package", "pip install"]),
+        ("data.path={broken}", ["broken.jsonl: no conversation in it"]),
+        ("features.root={file}/x", ["file/x cannot be made"]),
+        ("features.root=/proc/x", ["/proc/x cannot be made"]),
+        ("data.answers=target answers.root=/proc/x", ["/proc/x cannot be made"]),
+    ],
+)
+def test_a_mistake_is_told_before_the_target_is_loaded(
+    tiny: Tiny,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    mistake: str,
+    parts: list[str],
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(pipeline, "load_target", never)
+    places = {"file": tmp_path / "file", "broken": tmp_path / "broken.jsonl"}
+    for path in places.values():
+        path.write_text("{")
+    more = mistake.format(**places).split()
+    require_one_line(told(capsys, tiny.overrides("medusa", *more), tmp_path / "run"), *parts)
+
+
+def test_a_run_folder_that_cannot_be_made(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("/proc/run", "/dev/null/run", "a\0b"):
+        require_one_line(told(capsys, tiny.overrides("medusa"), Path(folder)), "cannot be made")
 
 
 # Mistakes in the data
@@ -488,6 +569,24 @@ def test_train_py_tells_a_mistake_in_one_line(
 def without_noise(stderr: str) -> str:
     """Progress bars of other libraries end in a carriage return or show a percentage."""
     return "\n".join(x for x in stderr.splitlines() if not re.search(r"\d+%\|", x))
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_train_py_quietly() -> None:
+    """As in `python train.py --help | head -1`: no traceback, the exit code of SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "train.py", "--help"],
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.slow

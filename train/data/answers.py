@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from specdec.decoding.decode import decode
 from specdec.errors import require, require_between
+from specdec.files import make_folder
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from train.data.jsonl import records
@@ -54,8 +55,7 @@ def answered(
     prompts. Each prompt has a seed of its own, so that its answer depends neither on the batch, nor
     on interruptions, nor on the number of processes that share the work.
     """
-    folder = Path(cfg.root) / _key(target, cfg)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(Path(cfg.root) / _key(target, cfg))
     names = [_name(p.ids) for p in prompts]
     known = _read(folder)
     accelerator.wait_for_everyone()

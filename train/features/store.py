@@ -22,14 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.context import Context, Needs
-from specdec.errors import UserError
-from specdec.files import write_whole
+from specdec.errors import UserError, nearest, require
+from specdec.files import make_folder, write_whole
 from specdec.forcing.teacher import Batch, summarise
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
 from train.data.packing import Row
 
 SHARD = 64  # rows a file
+CACHES = ("disk", "online")
 
 
 @dataclass
@@ -40,6 +41,12 @@ class FeaturesConfig:
     cache: str = "disk"
     path: str | None = None
     root: str = "cache/features"
+
+    def __post_init__(self) -> None:
+        known = nearest(self.cache, CACHES)
+        require(self.cache in CACHES, f"features.cache={self.cache!r} is unknown{known}")
+        require(bool(self.root.strip()), "features.root is empty: give a folder")
+        require(self.path is None or bool(self.path.strip()), "features.path is empty: give null")
 
 
 class Online:
@@ -100,12 +107,13 @@ class Disk(Online):
 
         Raises UserError where the disk cannot hold them.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         free, wanted = shutil.disk_usage(self.folder).free, self.bytes(shards)
         if wanted > free:
             raise UserError(
-                f"the feature cache needs {wanted / 1e6:,.0f} MB more, {self.folder} has "
-                f"{free / 1e6:,.0f} MB free: set features.cache=online or another features.root"
+                f"the feature cache needs {-(-wanted // 1_000_000):,} MB more, and the disk of "
+                f"{self.folder} has {free // 1_000_000:,} MB free: set features.cache=online, or "
+                "another features.root"
             )
         write_whole(self.folder / "meta.json", json.dumps(self.meta, indent=1))
         task = progress.add_task("target features", total=self._tokens(shards))
