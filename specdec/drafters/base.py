@@ -10,7 +10,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,7 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape, Stop
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
-
+from specdec.target.parts import Parts
 
 DEEPEST = 128  # tokens drafted ahead: far beyond what any draft gains by
 
@@ -51,6 +48,7 @@ class Drafter(nn.Module, ABC):
     Config: ClassVar[type]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
     trainable: ClassVar[bool] = True
+    reads_body: ClassVar[bool] = False  # runs the target's own layers: its parts are not enough
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
     parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
@@ -75,11 +73,11 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def plan(cls, config: Any, target: "Target") -> Any:
+    def plan(cls, config: Any, target: Parts) -> Any:
         """The `Sizes` of a drafter with this config for this target."""
 
     @classmethod
-    def build(cls, config: Any, target: "Target", vocab_S: Tensor | None = None) -> Self:
+    def build(cls, config: Any, target: Parts, vocab_S: Tensor | None = None) -> Self:
         """A fresh drafter for a target, its weights started as the config says.
 
         `vocab_S` are the target ids of the pruned draft vocabulary, which a config with
@@ -94,7 +92,7 @@ class Drafter(nn.Module, ABC):
             drafter.start(target)
         return drafter
 
-    def start(self, target: "Target") -> None:
+    def start(self, target: Parts) -> None:
         """Set the weights that training starts from."""
 
     def fit(
@@ -113,7 +111,7 @@ class Drafter(nn.Module, ABC):
                 f"the draft vocabulary does not rise within 0 to {self.target_vocab - 1}",
             )
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
         """Take hold of the frozen parts of the target that the drafter reads."""
 
     @property

@@ -25,6 +25,16 @@ class Target(Parts, ABC):
 
     layers: nn.ModuleList
 
+    @property
+    def prefix(self) -> str:
+        return next(name for name, m in self.model.named_modules() if m is self.layers)
+
+    def layer(self, k: int) -> dict[str, Tensor]:
+        return self.layers[k].state_dict()
+
+    def fingerprint(self) -> str:
+        return self.checksum()
+
     @abstractmethod
     def features(
         self,
@@ -65,21 +75,6 @@ class Target(Parts, ABC):
     def shown(self, processors: Sequence[Processor]) -> list[Processor]:
         """The processors, each shown the tokens that transformers would show it."""
         return list(processors)
-
-    def room(self, shortest: int) -> int:
-        """How many positions texts may take while the shortest of them takes `shortest`.
-
-        All that the model has; but with the rotary factors of LongRoPE, those where the factors
-        change: the cache was read with the factors of one side, and a pass takes one side for all
-        of its rows.
-        """
-        room = self.positions
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for of_kind in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-            line = of_kind.get("original_max_position_embeddings")
-            if of_kind.get("rope_type") == "longrope" and line and shortest < line:
-                room = min(room, line)
-        return room
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer as engines load them (a GGUF target comes out dense)."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.context import Needs
 from specdec.errors import UserError
 from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 EXACT = (torch.float32, torch.float64)
 
@@ -42,12 +43,8 @@ def check_causal(target: Target) -> None:
     of the model itself."""
     kind = f"target {target.name!r} ({type(target.model).__name__})"
     with understood(kind), torch.no_grad():
-        head, cache = head_error(target), cache_error(target)
-    if head > 1e-2:  # the same operations: there is nothing to round otherwise
-        raise UserError(
-            f"{kind} turns hidden states into logits in a way that this class does not "
-            "know: add it to head_scaling"
-        )
+        check_head(target)
+        cache = cache_error(target)
     if cache > (1e-2 if target.dtype in EXACT else 0.2):
         raise UserError(
             f"{kind} makes masks or positions of its own, or keeps another state than keys and "
@@ -55,11 +52,18 @@ def check_causal(target: Target) -> None:
         )
 
 
-def head_error(target: Target) -> float:
-    """How far `logits(final)` is from what the model itself returns."""
+@torch.no_grad()
+def check_head(target: Parts) -> None:
+    """Raise UserError unless `logits(final)` are what the model itself returns, with its layers or
+    without."""
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
-    _, final = target.features(ids, Needs())
-    return distance(target.logits(final), target.model(input_ids=ids).logits)
+    final = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    theirs = target.model(input_ids=ids, use_cache=False).logits
+    if distance(target.logits(final), theirs) > 1e-2:  # the same operations: nothing to round
+        raise UserError(
+            f"target {target.name!r} ({type(target.model).__name__}) turns hidden states into "
+            "logits in a way that this class does not know: add it to head_scaling"
+        )
 
 
 def cache_error(target: Target) -> float:

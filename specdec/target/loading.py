@@ -1,10 +1,15 @@
-"""Loading the target that a configuration names."""
+"""Loading the target that a configuration names: whole, or its parts alone."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.utils import logging
 
 from specdec.errors import UserError, nearest
 from specdec.runtime import packed
@@ -12,8 +17,11 @@ from specdec.runtime.probes import native_dtype
 from specdec.target.attention import group
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
+from specdec.target.checks import check_head
 from specdec.target.encoder_decoder import Seq2SeqTarget
 from specdec.target.gguf import dense, find_package_file
+from specdec.target.parts import Parts, config_of_layers
+from specdec.target.stored import Note, StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,16 +70,17 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
     return replace(cfg, device=device, dtype=dtype)
 
 
-def opening(target: Target, cfg: TargetConfig, reason: str = "") -> str:
+def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     """The line with which a program that loaded `target` as `cfg` asks begins: what it is, in
     which dtype and for what `reason` (where cfg says auto: what was found of the device), and which
     products use packed weights."""
     dtype = str(target.dtype).removeprefix("torch.")
     if cfg.dtype == "auto":
         reason = native_dtype(str(target.device)).reason
+    kind, layers = type(target.model).__name__, target.config.num_hidden_layers
     line = (
-        f"target {target.name}: {type(target.model).__name__}, {len(target.layers)} layers, "
-        f"vocabulary {target.vocab_size:,}, {dtype} on {target.device}"
+        f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
+        f"{dtype} on {target.device}"
     )
     line += f" ({reason})" * bool(reason)
     if cfg.packed and target.device.type == "cpu":
@@ -79,31 +88,141 @@ def opening(target: Target, cfg: TargetConfig, reason: str = "") -> str:
     return line
 
 
-def load_target(cfg: TargetConfig) -> Target:
-    """Load the model that `cfg` names. Raises UserError where it cannot be loaded."""
-    cfg = resolved(cfg)
+def located(cfg: TargetConfig) -> str:
+    """The folder or hub name that transformers loads; a GGUF file is made dense once.
+
+    Raises UserError where there is no such file or package.
+    """
     if not cfg.path:
         raise UserError("target.path is missing: a hub name, a folder or a .gguf file")
     path = cfg.path
     if path.startswith("package:"):
         path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
-    if path.endswith(".gguf"):
-        path = str(dense(Path(path), Path(cfg.cache)))
-    options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
-    grouped = cfg.attn_implementation == "grouped"
+    return str(dense(Path(path), Path(cfg.cache))) if path.endswith(".gguf") else path
+
+
+def named(cfg: TargetConfig) -> str:
+    """What the target is called, and found by from any folder: a file's absolute path."""
+    return str(Path(cfg.path).resolve()) if Path(cfg.path).exists() else cfg.path
+
+
+def load_target(cfg: TargetConfig) -> Target:
+    """Load the model that `cfg` names. Raises UserError where it cannot be loaded."""
+    cfg, path = resolved(cfg), located(cfg)
+    with _told(cfg):
+        config = AutoConfig.from_pretrained(path, **_options(cfg))
+        tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
+        model = _model(cfg, path, config)
+    whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
+    return whole(model, tokenizer, named(cfg), cfg.revision)
+
+
+def load_parts(cfg: TargetConfig) -> StoredParts | None:
+    """The parts of the target that `cfg` names, without its layers.
+
+    None where they cannot be had by themselves: of an encoder-decoder, of a model that cannot be
+    made without layers, of a checkpoint that is not in safetensors, or one whose fingerprint has
+    not been noted (see `TargetOnDemand`). Raises UserError where the target itself cannot be loaded.
+    """
+    cfg, path = resolved(cfg), located(cfg)
+    with _told(cfg):
+        config = AutoConfig.from_pretrained(path, **_options(cfg))
+        weights = Weights.of(path, cfg.revision)
+        fingerprint = weights and Note(Path(cfg.cache), weights).read()
+        if config.is_encoder_decoder or not weights or not fingerprint:
+            return None
+        tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        config = AutoConfig.from_pretrained(path, **options)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = kind.from_pretrained(
-            path,
-            config=config,
-            dtype=DTYPES[cfg.dtype],
-            attn_implementation=None if grouped else cfg.attn_implementation,
-            **options,
+        bare = copy.deepcopy(config)
+        text = bare.get_text_config(decoder=True)
+        for key, value in config_of_layers(text.to_dict(), []).items():
+            setattr(text, key, value)
+        text.num_hidden_layers = 0
+        with _quiet():  # of the layers' weights, which it did not expect
+            model = _model(cfg, path, bare)
+        parts = StoredParts(
+            model,
+            tokenizer,
+            named(cfg),
+            cfg.revision,
+            config,
+            weights,
+            fingerprint,
+            lambda: load_target(cfg),
         )
-        if grouped:
-            group(model)
+        check_head(parts)
+        return parts
+    except UserError:
+        raise
+    except Exception:  # whatever a model makes of having no layers
+        return None
+
+
+class TargetOnDemand:
+    """A job's target, of which no more is in memory than the job needs at the time."""
+
+    def __init__(self, cfg: TargetConfig) -> None:
+        self.cfg = cfg
+        self._whole: Target | None = None
+        self._stored = load_parts(cfg)
+
+    @property
+    def parts(self) -> Parts:
+        """What may be used at any time; the whole target where it is loaded."""
+        return self._whole or self._stored or self.whole()
+
+    def whole(self) -> Target:
+        """The target with its layers. Raises UserError where its files changed meanwhile."""
+        if self._whole is None:
+            self._whole = load_target(self.cfg)
+            fingerprint = self._whole.fingerprint()
+            if self._stored is not None and fingerprint != self._stored.fingerprint():
+                raise UserError(
+                    f"target.path={self.cfg.path!r}: the weights are not those that this job began "
+                    "with, or were changed without changing their files' size and time: run it "
+                    f"again, without {Path(self.cfg.cache) / 'fingerprints'}"
+                )
+            if weights := Weights.of(located(self.cfg), self.cfg.revision):
+                Note(Path(self.cfg.cache), weights).write(fingerprint)
+        return self._whole
+
+    def release(self) -> None:
+        """Give back the layers' memory, where the parts can be had alone. Objects that hold a part
+        of the whole target keep that part; one that holds the target itself keeps it all."""
+        self._stored = self._stored or load_parts(self.cfg)
+        if self._stored is not None:
+            self._whole = None
+
+
+def _options(cfg: TargetConfig) -> dict[str, Any]:
+    return {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+
+
+def _model(cfg: TargetConfig, path: str, config: Any) -> Any:
+    """The model of a resolved configuration, on its device, packed there where `cfg` says so."""
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    grouped = cfg.attn_implementation == "grouped"
+    attention = None if grouped else cfg.attn_implementation
+    model = kind.from_pretrained(
+        path,
+        config=config,
+        dtype=DTYPES[cfg.dtype],
+        attn_implementation=attention,
+        **_options(cfg),
+    )
+    if grouped:
+        group(model)
+    model.to(torch.device(cfg.device))  # type: ignore[arg-type]
+    if cfg.packed:  # and then the drafts that are loaded for it
+        packed.pack(model)
+    return model
+
+
+@contextmanager
+def _told(cfg: TargetConfig) -> Iterator[None]:
+    """Turn what transformers raises for a model that it cannot load into one UserError."""
+    try:
+        yield
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
@@ -111,8 +230,14 @@ def load_target(cfg: TargetConfig) -> Target:
             "folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
             "package:NAME"
         ) from error
-    model.to(torch.device(cfg.device))  # type: ignore[arg-type]
-    if cfg.packed:  # and then the drafts that are loaded for it
-        packed.pack(model)
-    whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
-    return whole(model, tokenizer, cfg.path, cfg.revision)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without warnings: it offers no option for those about tensors left unread."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,11 +1,13 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
-Training from a feature cache, the objectives and most drafters need no more than these; `Target`
-(in base.py) adds the layers. Letters: D width, V vocabulary, S part of it.
+Training from a feature cache, the objectives and most drafters need no more than these. `Target`
+(base.py) adds the layers; `StoredParts` (stored.py) leaves them on disk. Letters: D width,
+V vocabulary, S part of it.
 """
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 UNBOUNDED = 1 << 30  # positions of a model that sets no limit
 
 
-class Parts:
+class Parts(ABC):
     """The frozen parts of a model around its layers, and what its config says."""
 
     head: nn.Linear
@@ -54,7 +56,7 @@ class Parts:
 
     @property
     def positions(self) -> int:
-        """How many positions a text may take in all; see `Target.room`."""
+        """How many positions a text may take in all; see `room`."""
         return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
 
     @property
@@ -69,6 +71,21 @@ class Parts:
         """How many of the decoder's positions a prompt takes."""
         return len(prompt)
 
+    def room(self, shortest: int) -> int:
+        """How many positions texts may take while the shortest of them takes `shortest`.
+
+        All that the model has; but with the rotary factors of LongRoPE, those where the factors
+        change: the cache was read with the factors of one side, and a pass takes one side for all
+        of its rows.
+        """
+        room = self.positions
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for of_kind in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+            line = of_kind.get("original_max_position_embeddings")
+            if of_kind.get("rope_type") == "longrope" and line and shortest < line:
+                room = min(room, line)
+        return room
+
     def logits(self, final: Tensor) -> Tensor:
         """Logits [..., V] of the final hidden state [..., D]."""
         return self._scale(self.head(final))
@@ -81,9 +98,29 @@ class Parts:
         bias = None if self.head.bias is None else self.head.bias[vocab_S]
         return lambda final: self._scale(nn.functional.linear(final, weight, bias))
 
+    @property
+    @abstractmethod
+    def prefix(self) -> str:
+        """What the names of the layers' weights begin with in the model's state dict."""
+
+    @abstractmethod
+    def layer(self, k: int) -> dict[str, Tensor]:
+        """The weights of layer k (the last: -1) by their names within the layer."""
+
+    def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
+        """The state dict of the model with these of its layers alone, renumbered from 0."""
+        state = self.model.state_dict()
+        kept = {n: x for n, x in state.items() if not n.startswith(f"{self.prefix}.")}
+        for i, k in enumerate(layers):
+            kept |= {f"{self.prefix}.{i}.{name}": x for name, x in self.layer(k).items()}
+        return kept
+
+    @abstractmethod
     def fingerprint(self) -> str:
-        """A checksum over every weight of the target: tells targets apart, and shows that one was
-        not changed."""
+        """The `checksum` of the whole target, by which targets are told apart."""
+
+    def checksum(self) -> str:
+        """A checksum over every weight that is in memory: shows that none was changed."""
         return checksum(self.model.state_dict())
 
 
@@ -114,3 +151,17 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     if divisor := getattr(config, "logits_scaling", None):
         return lambda z: z / divisor
     return lambda z: z
+
+
+def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
+    """What a config says layer by layer, of the layers that are kept."""
+    found: dict[str, Any] = {}
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):  # an entry a layer
+        if isinstance(model.get(key), list):
+            found[key] = [model[key][k] for k in kept if k < len(model[key])]
+    for key in ("mlp_only_layers", "moe_layers"):  # which layers
+        if isinstance(model.get(key), list):
+            found[key] = [kept.index(k) for k in model[key] if k in kept]
+    if first := model.get("first_k_dense_replace"):
+        found["first_k_dense_replace"] = sum(k < first for k in kept)
+    return found

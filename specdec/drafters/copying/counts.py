@@ -12,7 +12,7 @@ Letters: B batch, A anchors, K depth, V vocabulary, N pairs of tokens that occur
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes, text_after
 from specdec.errors import require
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 @dataclass
@@ -57,7 +55,7 @@ class Unigram(Drafter):
         self.register_buffer("times_V", torch.zeros(self.target_vocab, dtype=torch.long))
 
     @classmethod
-    def plan(cls, config: Any, target: "Target") -> Sizes:
+    def plan(cls, config: Any, target: Parts) -> Sizes:
         return cls.Sizes(target_vocab=target.vocab_size)
 
     def fit(

@@ -22,7 +22,7 @@ Letters: B batch, T tokens of a pass, W columns, A anchors, K depth, V vocabular
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,8 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 CHUNK = 128  # anchors whose logits exist at a time
 
@@ -92,7 +91,7 @@ class Windows(Memories):
 
 class Lookahead(Copying):
     Config = LookaheadConfig
-    _target: "tuple[Target]"
+    _target: tuple[Target]
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)
@@ -102,11 +101,12 @@ class Lookahead(Copying):
         self.scratch = 1 + config.window * (config.ngram - 1)
 
     @classmethod
-    def plan(cls, config: LookaheadConfig, target: "Target") -> Sizes:
+    def plan(cls, config: LookaheadConfig, target: Parts) -> Sizes:
         decoder_layers(target, config.name)
         return super().plan(config, target)
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
+        assert isinstance(target, Target)
         self._target = (target,)
 
     def memory(self) -> Pool:

@@ -9,7 +9,7 @@ Letters: B batch, T time, A anchors, K depth, V vocabulary, N drafted nodes.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from specdec.context import Context, Proposal
 from specdec.drafters.base import Drafter, Sizes, copied_chains
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 Node = tuple[int, int]  # token and parent: an earlier node, or -1 for the anchor
 
@@ -57,7 +55,7 @@ class Copying(Drafter):
     copies = True
 
     @classmethod
-    def plan(cls, config: Any, target: "Target") -> Sizes:
+    def plan(cls, config: Any, target: Parts) -> Sizes:
         return cls.Sizes(target_vocab=target.vocab_size)
 
     @abstractmethod

@@ -12,7 +12,7 @@ Letters: B batch, T time, A anchors, W nodes grown at once, K depth, D width, S 
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,8 @@ from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 @dataclass
@@ -47,17 +46,19 @@ class EarlyExit(Drafter):
     Config = EarlyExitConfig
     Sizes = OwnLayers
     trainable = False
-    _parts: "tuple[Any, Target]"  # the shallow model, and whose it is: never saved
+    reads_body = True
+    _parts: tuple[Any, Target]  # the shallow model, and whose it is: never saved
 
     @classmethod
-    def plan(cls, config: EarlyExitConfig, target: "Target") -> OwnLayers:
+    def plan(cls, config: EarlyExitConfig, target: Parts) -> OwnLayers:
         L = decoder_layers(target, config.name)
         E = (L + 1) // 2 if config.layers is None else config.layers
         if not 1 <= E <= L:
             raise UserError(f"drafter.layers={E}: give 1 to {L}, the layers of this target")
         return OwnLayers(target_vocab=target.vocab_size, layers=E)
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
+        assert isinstance(target, Target)
         self._parts = (shallow(target, self.sizes.layers), target)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -109,14 +110,14 @@ class Shared:
         return None
 
 
-def decoder_layers(target: "Target", name: str) -> int:
+def decoder_layers(target: Parts, name: str) -> int:
     """How many layers a decoder-only target has; UserError for one with an encoder."""
     whole = getattr(target.model.config, "is_encoder_decoder", False)
     require(not whole, f"drafter={name} drafts with a decoder-only target, this one has an encoder")
-    return len(target.layers)
+    return int(target.config.num_hidden_layers)
 
 
-def shallow(target: "Target", layers: int) -> Any:
+def shallow(target: Target, layers: int) -> Any:
     """The target's base model with its first layers only. Every module but the list of layers is
     the target's own: no weight is copied, and the target is as it was."""
     base = target.model.base_model

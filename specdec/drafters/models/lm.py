@@ -4,9 +4,8 @@ It reads tokens alone. From a hub or a folder, from random weights, or cut from 
 (its embedding, some of its layers, its head). Letters: B batch, T time, A anchors, K depth.
 """
 
-import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,7 @@ from specdec.runtime.cache import SlotCache, model_inputs, new_cache, size
 from specdec.runtime.compiled import Short
 from specdec.sampling.trees import Growth
 from specdec.target.attention import group
-from specdec.target.parts import head_scaling
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.parts import Parts, config_of_layers, head_scaling
 
 
 @dataclass
@@ -67,7 +63,7 @@ class LM(Drafter):
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
     @classmethod
-    def plan(cls, config: LMConfig, target: "Target") -> LMSizes:
+    def plan(cls, config: LMConfig, target: Parts) -> LMSizes:
         decoder_layers(target, config.name)
         if config.source in ("target", "random"):
             model = target.config.to_dict()
@@ -79,7 +75,7 @@ class LM(Drafter):
             else:
                 kept = _cut(config, target)
                 model["num_hidden_layers"] = len(kept)
-            model |= _of_layers(model, kept)
+            model |= config_of_layers(model, kept)
         else:
             try:
                 model = AutoConfig.from_pretrained(config.source).to_dict()
@@ -104,7 +100,7 @@ class LM(Drafter):
             ) from error
         return LMSizes(target_vocab=target.vocab_size, model=model)
 
-    def start(self, target: "Target") -> None:
+    def start(self, target: Parts) -> None:
         if self.config.source == "random":
             return
         if self.config.source != "target":
@@ -112,16 +108,8 @@ class LM(Drafter):
             self.model.load_state_dict(trained.state_dict())
             return
         kept = _cut(self.config, target)
-        whole = copy.copy(target.model.state_dict())
-        prefix = next(n for n, m in target.model.named_modules() if m is target.layers)
-        for name in list(whole):
-            if name.startswith(f"{prefix}."):
-                index, rest = name.removeprefix(f"{prefix}.").split(".", 1)
-                value = whole.pop(name)
-                if int(index) in kept:
-                    whole[f"{prefix}.{kept.index(int(index))}.{rest}\0"] = value
         try:
-            self.model.load_state_dict({name.rstrip("\0"): value for name, value in whole.items()})
+            self.model.load_state_dict(target.cut(kept))
         except RuntimeError as error:
             raise UserError(
                 f"layers {kept} of a {target.config.model_type} are no model by themselves "
@@ -211,23 +199,9 @@ def fresh(family: Any, shape: dict[str, Any], train_embeddings: bool) -> Any:
     return model
 
 
-def _of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
-    """What a config says layer by layer, for the layers that are kept."""
-    found: dict[str, Any] = {}
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):  # an entry a layer
-        if isinstance(model.get(key), list):
-            found[key] = [model[key][k] for k in kept if k < len(model[key])]
-    for key in ("mlp_only_layers", "moe_layers"):  # which layers
-        if isinstance(model.get(key), list):
-            found[key] = [kept.index(k) for k in model[key] if k in kept]
-    if first := model.get("first_k_dense_replace"):
-        found["first_k_dense_replace"] = sum(k < first for k in kept)
-    return found
-
-
-def _cut(config: LMConfig, target: "Target") -> list[int]:
+def _cut(config: LMConfig, target: Parts) -> list[int]:
     """The target's layers that are kept, ascending."""
-    L = len(target.layers)
+    L = target.config.num_hidden_layers
     kept = sorted(set(config.layers or [0, 1, L - 2, L - 1]))
     if kept[0] < 0 or kept[-1] >= L:
         raise UserError(f"drafter.layers={kept}: layers of this target run from 0 to {L - 1}")

@@ -5,7 +5,7 @@ Letters: B batch, T time, A anchors, K depth, D width, S draft vocabulary.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from specdec.drafters.models.lm import LMSizes, fresh
 from specdec.errors import UserError
 from specdec.sampling.trees import Growth
 from specdec.target.encoder_decoder import Seq2SeqTarget
+from specdec.target.parts import Parts
 from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Seq2SeqLM(Drafter):
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
     @classmethod
-    def plan(cls, config: Seq2SeqLMConfig, target: "Target") -> LMSizes:
+    def plan(cls, config: Seq2SeqLMConfig, target: Parts) -> LMSizes:
         if not isinstance(target, Seq2SeqTarget):
             raise UserError(
                 "drafter=seq2seq_lm drafts for an encoder-decoder target: give drafter=lm, or a "
@@ -89,10 +87,10 @@ class Seq2SeqLM(Drafter):
                 )
         return LMSizes(target_vocab=target.vocab_size, model=model)
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)
 
-    def start(self, target: "Target") -> None:
+    def start(self, target: Parts) -> None:
         if self.config.source != "random":
             trained = AutoModelForSeq2SeqLM.from_pretrained(self.config.source, dtype="float32")
             self.model.load_state_dict(trained.state_dict())

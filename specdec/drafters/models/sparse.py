@@ -22,7 +22,7 @@ slots, H KV heads, Q query heads, w the window, C positions that are kept, E hea
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,8 @@ from specdec.drafters.models.early_exit import OwnLayers, decoder_layers
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import Place, SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 METHODS = ("streaming", "snapkv")
 ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of its own
@@ -76,7 +75,8 @@ class Sparse(Drafter):
     Config = SparseConfig
     Sizes = OwnLayers
     trainable = False
-    _target: "tuple[Target]"
+    reads_body = True
+    _target: tuple[Target]
 
     def __init__(self, config: SparseConfig, sizes: OwnLayers) -> None:
         super().__init__(config, sizes)
@@ -92,11 +92,12 @@ class Sparse(Drafter):
         )
 
     @classmethod
-    def plan(cls, config: SparseConfig, target: "Target") -> OwnLayers:
+    def plan(cls, config: SparseConfig, target: Parts) -> OwnLayers:
         layers = decoder_layers(target, config.name)
         return OwnLayers(target_vocab=target.vocab_size, layers=layers)
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
+        assert isinstance(target, Target)
         self._target = (target,)
 
     def new_cache(self) -> Kept:
@@ -281,7 +282,7 @@ def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int
 
 
 def attention(
-    target: "Target", full: SlotCache, b: int, last: Sequence[int], before: int
+    target: Target, full: SlotCache, b: int, last: Sequence[int], before: int
 ) -> list[Tensor]:
     """For each layer the attention weights [Q, w, P] that the tokens `last`, which stand from
     `before` on, pay to the slots of row b of the target's cache."""

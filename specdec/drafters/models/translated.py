@@ -36,6 +36,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape, Stop
 from specdec.target.base import Target
 from specdec.target.loading import DTYPES, TargetConfig, load_target
+from specdec.target.parts import Parts
 
 METHODS = ("tli", "slem")
 NOTHING = -1  # "no token drafted", in place of an id
@@ -77,7 +78,7 @@ class Translated(Drafter):
         self.bridge: Bridge
 
     @classmethod
-    def plan(cls, config: TranslatedConfig, target: Target) -> TranslatedSizes:
+    def plan(cls, config: TranslatedConfig, target: Parts) -> TranslatedSizes:
         if config.method not in METHODS:
             near = nearest(config.method, METHODS)
             raise UserError(f"drafter.method={config.method!r} is unknown{near}")
@@ -99,13 +100,13 @@ class Translated(Drafter):
             target_vocab=target.vocab_size, draft_vocab=common, draft_fingerprint=lm.fingerprint()
         )
 
-    def start(self, target: Target) -> None:
+    def start(self, target: Parts) -> None:
         if self.vocab_S is not None:
             ids = self.bridge.common(target.vocab_size, self.lm.vocab_size)
             self.vocab_S, self.draft_S = (torch.tensor(x, device=target.device) for x in ids)
             self._unembed = self.lm.unembedding(self.draft_S)
 
-    def attach(self, target: Target) -> None:
+    def attach(self, target: Parts) -> None:
         self.lm = _loaded(self.config, target)
         if self.lm.fingerprint() != self.sizes.draft_fingerprint:
             raise UserError(
@@ -337,7 +338,7 @@ class Bridge:
         return []
 
 
-def _loaded(config: TranslatedConfig, target: Target) -> Target:
+def _loaded(config: TranslatedConfig, target: Parts) -> Target:
     require(bool(config.source), "drafter.source is missing: the draft LM's hub name or folder")
     require(
         target.tokenizer is not None,

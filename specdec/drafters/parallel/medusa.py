@@ -6,7 +6,7 @@ training starts from the target's own head. Letters: B batch, A anchors, K heads
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import require
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
-
+from specdec.target.parts import Parts
 
 MOST_LAYERS = 64
 
@@ -79,11 +76,11 @@ class Medusa(Drafter):
         )
 
     @classmethod
-    def plan(cls, config: MedusaConfig, target: "Target") -> MedusaSizes:
+    def plan(cls, config: MedusaConfig, target: Parts) -> MedusaSizes:
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
         return MedusaSizes(target_vocab=target.vocab_size, draft_vocab=pruned, width=target.width)
 
-    def start(self, target: "Target") -> None:
+    def start(self, target: Parts) -> None:
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         for block in self.blocks:
             for layer in block.layers:  # type: ignore[union-attr]

@@ -11,7 +11,6 @@ Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,7 @@ from specdec.drafters.recurrent.recurrence import (
     start_at_random,
 )
 from specdec.errors import require
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 @dataclass
@@ -65,23 +62,23 @@ class Eagle(Recurrent):
         self._head_dtype = torch.float32
 
     @classmethod
-    def plan(cls, config: EagleConfig, target: "Target") -> RecurrentSizes:
+    def plan(cls, config: EagleConfig, target: Parts) -> RecurrentSizes:
         llama = llama_of(target, config.intermediate_size)
         return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
 
-    def start(self, target: "Target") -> None:
+    def start(self, target: Parts) -> None:
         start_at_random(self)
         if self.config.start == "random":
             return
         D = self.llama.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, D:] = torch.eye(D)
-        theirs = dict(target.layers[-1].named_parameters())
+        theirs = target.layer(-1)
         for name, weight in self.layer.named_parameters():
             if (source := theirs.get(name)) is not None and source.shape == weight.shape:
                 weight.copy_(source)
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
         super().attach(target)
         self._head, self._head_dtype = target.logits, target.dtype
 

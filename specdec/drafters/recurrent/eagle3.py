@@ -8,7 +8,6 @@ Letters: D width, F features, S draft vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,7 @@ from specdec.drafters.recurrent.recurrence import (
     start_at_random,
 )
 from specdec.errors import UserError, require
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 @dataclass
@@ -88,7 +85,7 @@ class Eagle3(Recurrent):
         self.lm_head = nn.Linear(D, size, bias=False)
 
     @classmethod
-    def plan(cls, config: Eagle3Config, target: "Target") -> Eagle3Sizes:
+    def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
         L = target.config.num_hidden_layers
         layers = config.layers or sorted({2, L // 2, L - 3})
         if any(not 0 < k <= L for k in layers):
@@ -104,7 +101,7 @@ class Eagle3(Recurrent):
             llama=llama_of(target, config.intermediate_size),
         )
 
-    def start(self, target: "Target") -> None:
+    def start(self, target: Parts) -> None:
         """Random, or the target's own last layer and head around a pass-through of the feature.
 
         Of an architecture whose last layer has other parts, only those that fit are taken.
@@ -117,7 +114,7 @@ class Eagle3(Recurrent):
         self.fc.weight[:, -D:] = torch.eye(D)
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         self.lm_head.weight.copy_(target.head.weight[rows])
-        theirs = dict(target.layers[-1].named_parameters())
+        theirs = target.layer(-1)
         ours = dict(self.midlayer.named_parameters())
         ours["hidden_norm.weight"].copy_(theirs.get("input_layernorm.weight", torch.ones(D)))
         for name, weight in ours.items():
@@ -127,9 +124,9 @@ class Eagle3(Recurrent):
                 weight.copy_(source)
             elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
                 weight[:, D:] = source
-        final = getattr(target.model.base_model, "norm", None)
-        if final is not None and final.weight.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(final.weight)
+        final = getattr(target.norm, "weight", None)
+        if final is not None and final.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(final)
 
     @property
     def layer(self) -> Layer:

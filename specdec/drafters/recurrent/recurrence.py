@@ -12,7 +12,7 @@ E head width, S draft vocabulary.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,7 @@ from specdec.errors import UserError, nearest
 from specdec.runtime.cache import SlotCache, size
 from specdec.runtime.compiled import Short
 from specdec.sampling.trees import Growth
-
-if TYPE_CHECKING:
-    from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 STARTS = ("target", "random")
 
@@ -88,7 +86,7 @@ class Recurrent(Drafter):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads of a pair [..., width], and the residual stream [..., D]."""
 
-    def attach(self, target: "Target") -> None:
+    def attach(self, target: Parts) -> None:
         self._embedding = (target.embedding,)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -238,7 +236,7 @@ class Cached:
         return hidden, logits
 
 
-def llama_of(target: "Target", intermediate_size: int | None = None) -> dict[str, Any]:
+def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:
     """The keys of a LlamaConfig for a layer shaped as the target's own."""
     theirs = target.config
     heads = theirs.num_attention_heads
