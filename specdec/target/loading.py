@@ -122,7 +122,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
 
     None where they cannot be had by themselves: of an encoder-decoder, of a model that cannot be
     made without layers, of a checkpoint that is not in safetensors, or one whose fingerprint has
-    not been noted (see `TargetOnDemand`). Raises UserError where the target itself cannot be loaded.
+    not been noted (see `TargetOnDemand`). Raises UserError where not even the whole can be loaded.
     """
     cfg, path = resolved(cfg), located(cfg)
     with _told(cfg):
