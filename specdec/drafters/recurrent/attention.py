@@ -9,13 +9,18 @@ Letters: B batch, P shared keys, A anchors, D width, H heads, G query heads a KV
 width.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import rotate_half
+
+from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # anchors × keys of a batch up to which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once beyond that, and keys of a tile
@@ -89,37 +94,124 @@ class Attention(nn.Module):
         """Attention [B, A, D] of all anchors of a text, as training has it.
 
         `own` holds a key and a value [B, Hkv, A, E] a drafted token; anchor i sees entry i of
-        each. A long text is read a block of anchors at a time, against the tiles of keys that the
-        block sees; the backward pass computes a block's scores anew. Memory then grows with the
-        length of the text and not with its square.
+        each. The scores of a long text are never held at once, and are computed anew in the
+        backward pass: memory grows with the length of the text and not with its square.
         """
         B, A, P = len(query), query.shape[3], shared[0].shape[2]
         if B * A * P <= WHOLE:
-            mask = sight.mask(slice(0, A), slice(0, P))
-            return self.join(_whole(query, *shared, mask, own))
-        tiles = [x.split(BLOCK, 2) for x in shared]
+            read = _whole
+        else:
+            read = _flex if flexible(query, len(own)).used else _blocks
+        return self.join(read(query, shared, sight, own))
 
-        def block(anchors: slice) -> Tensor:
-            near = sight.tiles(anchors)
-            mine = [[x[:, :, anchors] for x in pair] for pair in own]
-            keys = torch.cat([*tiles[0][near], *(key for key, _ in mine)], 2)
-            values = torch.cat([*tiles[1][near], *(value for _, value in mine)], 2)
-            seen = slice(near.start * BLOCK, min(near.stop * BLOCK, P))
-            mask = sight.mask(anchors, seen)
-            alone = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-            mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
-            return _fused(query[..., anchors, :], keys, values, mask)
 
-        out = [
-            checkpoint(
-                block,
-                slice(start, min(start + BLOCK, A)),
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing in it is drawn
-            )
-            for start in range(0, A, BLOCK)
-        ]
-        return self.join(torch.cat(out, 3))
+def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """[B, Hkv, G, A, E], with all scores at once."""
+    (keys, values), (G, A, E) = shared, query.shape[2:]
+    P = keys.shape[2]
+    mask_BAP = sight.mask(slice(0, A), slice(0, P))
+    if not own:
+        return _fused(query, keys, values, mask_BAP)
+    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
+    scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
+    diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    scores = torch.cat([scores, diagonal], -1).to(precise) * E**-0.5
+    weights = scores.softmax(-1).to(values.dtype)
+    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (G, A))
+    for j, (_, v) in enumerate(own):
+        out = out + weights[..., P + j, None] * v[:, :, None]
+    return out
+
+
+def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """[B, Hkv, G, A, E], `BLOCK` anchors at a time against the tiles of keys that they see."""
+    B, A, P = len(query), query.shape[3], shared[0].shape[2]
+    tiles = [x.split(BLOCK, 2) for x in shared]
+
+    def block(anchors: slice) -> Tensor:
+        near = sight.tiles(anchors)
+        mine = [[x[:, :, anchors] for x in pair] for pair in own]
+        keys = torch.cat([*tiles[0][near], *(key for key, _ in mine)], 2)
+        values = torch.cat([*tiles[1][near], *(value for _, value in mine)], 2)
+        seen = slice(near.start * BLOCK, min(near.stop * BLOCK, P))
+        mask = sight.mask(anchors, seen)
+        alone = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+        mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
+        return _fused(query[..., anchors, :], keys, values, mask)
+
+    out = [
+        checkpoint(
+            block,
+            slice(start, min(start + BLOCK, A)),
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing in it is drawn
+        )
+        for start in range(0, A, BLOCK)
+    ]
+    return torch.cat(out, 3)
+
+
+def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """[B, Hkv, G, A, E], by flex attention: one kernel that skips the tiles that nobody sees. An
+    anchor's own keys follow the shared ones, depth by depth."""
+    B, A, P = len(query), query.shape[3], shared[0].shape[2]
+    keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
+    pair_BA, document_BP, document_BA = sight.pair_BA, sight.document_BP, sight.document_BA
+
+    def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
+        pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
+        seen = place <= pair
+        if document_BP is not None and document_BA is not None:
+            seen = seen & (document_BA[b, anchor] == document_BP[b, place]) | (place == pair)
+        return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
+
+    attend, mask = (flex_attention, create_block_mask) if query.is_cpu else _compiled_flex()
+    tiles = mask(sees, B, None, A, keys.shape[2], device=query.device)
+    out = attend(query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True)
+    return out.unflatten(1, query.shape[1:3])
+
+
+@cache
+def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return torch.compile(flex_attention), torch.compile(create_block_mask)
+
+
+def flexible(query: Tensor, depths: int) -> Answer:
+    """Whether flex attention reads heads like these on their device: on a CPU it has no backward
+    pass; elsewhere it must run, agree with the blocks, and be faster."""
+    if query.is_cpu:
+        return Answer(False, "flex attention has no backward pass on a CPU")
+    return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
+
+
+@cache
+def _probed(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int, depths: int
+) -> Answer:
+    """`flexible` by trial, on one text of 1,024 anchors."""
+    generator, A = torch.Generator().manual_seed(0), 1024
+
+    def heads_of(*shape: int) -> Tensor:
+        drawn = torch.randn(1, *shape, A, width, generator=generator)
+        return drawn.to(device, dtype).requires_grad_()
+
+    query, *rest = heads_of(*heads), *(heads_of(heads[0]) for _ in range(2 * depths + 2))
+    pairs = [(rest[i], rest[i + 1]) for i in range(0, len(rest), 2)]
+    position_BA = torch.arange(A, device=device)[None]
+    sight = Sight(position_BA, torch.zeros_like(position_BA))
+
+    def gradient(read: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            out = read(query, pairs[0], sight, tuple(pairs[1:]))
+            found = torch.autograd.grad(out.square().sum(), [query, *rest])
+            return torch.cat([x.flatten() for x in found]).cpu()
+
+        return run
+
+    limit = 1e-3 if dtype is torch.float32 else 3e-2
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return compare(gradient(_flex), gradient(_blocks), limit)
 
 
 def _fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
@@ -131,26 +223,6 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None)
         query.flatten(2, 3), keys, values, attn_mask=mask
     )
     return out.unflatten(2, (G, A))
-
-
-def _whole(
-    query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor, own: tuple[KeyValue, ...]
-) -> Tensor:
-    """[B, Hkv, G, A, E], with all scores at once."""
-    if not own:
-        return _fused(query, keys, values, mask_BAP)
-    G, A, E = query.shape[2:]
-    P = keys.shape[2]
-    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
-    scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
-    diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    scores = torch.cat([scores, diagonal], -1).to(precise) * E**-0.5
-    weights = scores.softmax(-1).to(values.dtype)
-    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (G, A))
-    for j, (_, v) in enumerate(own):
-        out = out + weights[..., P + j, None] * v[:, :, None]
-    return out
 
 
 def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
