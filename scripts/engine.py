@@ -27,9 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a draft with vLLM, prompts from stdin.")
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
-    parser.add_argument(
-        "--method", required=True, help="eagle, eagle3, medusa, draft_model, ngram, none"
-    )
+    parser.add_argument("--method", required=True, help="vLLM's name of it, or none")
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true", help="through torch.compile")

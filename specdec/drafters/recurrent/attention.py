@@ -166,14 +166,16 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
             seen = seen & (document_BA[b, anchor] == document_BP[b, place]) | (place == pair)
         return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
 
-    attend, mask = (flex_attention, create_block_mask) if query.is_cpu else _compiled_flex()
-    tiles = mask(sees, B, None, A, keys.shape[2], device=query.device)
+    attend, tiled = _flex_functions(query.is_cuda)
+    tiles = tiled(sees, B, None, A, keys.shape[2], device=query.device)
     out = attend(query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True)
     return out.unflatten(1, query.shape[1:3])
 
 
 @cache
-def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if not compiled:
+        return flex_attention, create_block_mask
     return torch.compile(flex_attention), torch.compile(create_block_mask)
 
 
