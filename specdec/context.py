@@ -1,7 +1,7 @@
 """What a drafter may read, and what it returns: the types that every module shares.
 
 Letters: B batch, T time, F target features (layers · width), D width, V vocabulary, N drafted
-nodes, M = N + 1 places of a block, C children, K nodes of a path.
+nodes, M = N + 1 places of a block, C children, K nodes of a path, X scouts.
 """
 
 from dataclasses import dataclass
@@ -57,6 +57,16 @@ class Context:
 
 
 @dataclass
+class Scouts:
+    """Tokens that the target reads beside a proposal, in the same pass, and that are never kept:
+    the drafter wants to hear what the target says after them (`Drafter.hear`). Scouts are
+    numbered from 0, a parent before its children; the parent -1 is the anchor."""
+
+    tokens_BX: Tensor
+    parents_BX: Tensor
+
+
+@dataclass
 class Proposal:
     """Drafted tokens: a chain, or a tree where there are `parents_BN`.
 
@@ -68,13 +78,14 @@ class Proposal:
     greedily), each a point mass.
 
     The target reads the anchor and the nodes as one block of M = N + 1 *places*: the anchor at
-    place 0 and node i at place i + 1. Whatever comes out of that pass, logits, features and cache
-    slots, is counted by place. The methods below convert between nodes and places.
+    place 0 and node i at place i + 1; scouts, if there are any, follow. Whatever comes out of that
+    pass, logits, features and cache slots, is counted by place. The methods below convert.
     """
 
     tokens_BN: Tensor
     q_BNV: Tensor | None = None
     parents_BN: Tensor | None = None
+    scouts: Scouts | None = None
 
     @property
     def above_BN(self) -> Tensor:
@@ -123,12 +134,17 @@ class Proposal:
         return path_BK.gather(1, (path_BK < 0).long().argsort(dim=1, stable=True))
 
     def block(self, anchor_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the target reads: ids by place [B, M], and the place that each follows, -1 the
-        last committed token; None where each follows the one before it."""
-        ids_BM = torch.cat([anchor_B1, self.tokens_BN.clamp_min(0)], 1)
-        if self.parents_BN is None:
-            return ids_BM, None
-        return ids_BM, torch.cat([torch.full_like(anchor_B1, -1), self.above_BN], 1)
+        """What the target reads: ids by place, [B, M] or with scouts [B, M + X], and the place
+        that each follows, -1 the last committed token; None where each follows the one before."""
+        ids = [anchor_B1, self.tokens_BN.clamp_min(0)]
+        above = [torch.full_like(anchor_B1, -1), self.above_BN]
+        if self.scouts is not None:
+            first, parents_BX = self.tokens_BN.shape[1] + 1, self.scouts.parents_BX
+            ids.append(self.scouts.tokens_BX)
+            above.append(torch.where(parents_BX < 0, 0, parents_BX + first))
+        elif self.parents_BN is None:
+            return torch.cat(ids, 1), None
+        return torch.cat(ids, 1), torch.cat(above, 1)
 
     def kept_places(self, path_BK: Tensor) -> Tensor | None:
         """The places of the anchor and of the nodes of these paths, in order; arbitrary where a

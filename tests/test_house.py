@@ -49,8 +49,6 @@ NAMES: set[tuple[str, str]] = {
     ("scripts/engine.py", "eagle3"),
     ("scripts/engine.py", "medusa"),
     ("scripts/engine.py", "ngram"),
-    ("specdec/drafters/copying/lookahead.py", "early_exit"),
-    ("specdec/drafters/copying/lookahead.py", "ngram"),
     ("specdec/drafters/models/lm.py", "early_exit"),
     ("specdec/drafters/models/seq2seq_lm.py", "lm"),
     ("specdec/drafters/models/sparse.py", "early_exit"),

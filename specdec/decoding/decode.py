@@ -124,6 +124,7 @@ def decode(
         # The target reads the anchors and all that was drafted in one pass.
         ids_BM, above_BM = proposal.block(rows.anchors())
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
+        logits_BMV = draft.heard(proposal, logits_BMV)
         answers.clock.end("verify")
 
         # The rule keeps a path of each draft, and the target adds a token of its own.
@@ -199,7 +200,16 @@ class Draft:
             stop = self.length.stop
         return self.drafter.draft(rows.context(cache), shape, self.choose, self.cache, stop)
 
+    def heard(self, proposal: Proposal, logits: Tensor) -> Tensor:
+        """The logits [B, M, V] of the block; those after its scouts are the drafter's."""
+        if proposal.scouts is None or self.drafter is None:
+            return logits
+        M = proposal.tokens_BN.shape[1] + 1
+        self.drafter.hear(logits[:, M:], self.cache)
+        return logits[:, :M]
+
     def observe(self, rounds: list[Round]) -> None:
+        """Tell the length policy what became of the round."""
         if self.length is not None:
             self.length.observe([r.drafted for r in rounds], [r.accepted for r in rounds])
 

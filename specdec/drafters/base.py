@@ -173,6 +173,11 @@ class Drafter(nn.Module, ABC):
             proposal.q_BNV = q_BNV.index_copy_(-1, self.vocab_S, q_BNS)
         return proposal
 
+    def hear(self, logits_BXV: Tensor, cache: Any) -> None:
+        """Take what the target said after each of the scouts of the last proposal; `cache` is the
+        one that was drafted with. Only families that send scouts are asked."""
+        raise NotImplementedError
+
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """The state of one round at its anchors. This default recomputes everything from
         `hidden`: it is what cached versions must equal."""

@@ -20,9 +20,8 @@ from specdec.drafters.base import pieces
 from specdec.drafters.copying.copy import Aligned, CopyConfig
 from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
 from specdec.drafters.copying.lookahead import LookaheadConfig, Pool
-from specdec.drafters.copying.memory import merged
 from specdec.drafters.copying.ngram import NgramConfig, Text
-from specdec.drafters.copying.suffix import Index, SuffixConfig, Suffixes, suffix_order
+from specdec.drafters.copying.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
 from specdec.drafters.models.early_exit import EarlyExitConfig, shallow
 from specdec.drafters.models.sparse import SparseConfig, attention, voted
 from specdec.errors import UserError
@@ -165,7 +164,7 @@ def test_copying_waits_for_a_unique_suffix() -> None:
 @pytest.mark.parametrize(("least", "most", "symbols"), [(1, 3, 3), (2, 4, 2), (1, 1, 4), (3, 3, 2)])
 def test_prompt_lookup_is_what_it_says(least: int, most: int, symbols: int) -> None:
     """At every token of a random text, by looking through all of it: the longest n-gram that ends
-    there and somewhere before, the last of those places."""
+    there and somewhere before; of those places the last that 5 tokens follow, else the first."""
     ids = [t % symbols for t in text(12, 80)]
     memory = Text(NgramConfig(min_ngram=least, max_ngram=most))
     for a in range(len(ids)):
@@ -176,7 +175,9 @@ def test_prompt_lookup_is_what_it_says(least: int, most: int, symbols: int) -> N
             for end in range(n, a + 1)
             if ids[end - n : end] == ids[a + 1 - n : a + 1]
         ]
-        end = max(places)[1] if places else a + 1
+        ends = [end for n, end in places if n == max(places)[0]]
+        whole = [end for end in ends if end + 5 <= a + 1]
+        end = max(whole) if whole else min(ends, default=a + 1)
         assert memory.chain(5) == ids[end : a + 1][:5]
 
 
@@ -188,7 +189,7 @@ def suffixes(given: list[list[int]], **options: Any) -> Suffixes:
     for ids in given:
         joined += [*ids, -1]
     text_N = np.array(joined, dtype=np.int32)
-    return Suffixes(SuffixConfig(**options), Index(text_N, suffix_order(text_N)))
+    return Suffixes(SuffixConfig(**options), SuffixArray(text_N, suffix_order(text_N)))
 
 
 def test_suffix_array_is_the_sorted_suffixes() -> None:
@@ -259,15 +260,15 @@ def test_suffix_matches_are_the_occurrences() -> None:
             return sum(ids[i : i + n] == tail for i in range(last - n + 1))
 
         for (kind, n), count in found.items():
-            if kind == "Given":
+            if kind == "CorpusPlaces":
                 assert count == sum(occurrences(n, ids, len(ids)) for ids in given)
             else:
                 assert count == occurrences(n, own, end - 1)
         for n in range(1, min(6, end) + 1):  # and none is missed
             if occurrences(n, own, end - 1):
-                assert max(m for kind, m in found if kind == "Own") >= n
+                assert max(m for kind, m in found if kind == "TextPlaces") >= n
             if any(occurrences(n, ids, len(ids)) for ids in given):
-                assert max(m for kind, m in found if kind == "Given") >= n
+                assert max(m for kind, m in found if kind == "CorpusPlaces") >= n
 
 
 def test_suffix_index_of_the_assistants_words(target: Target, tmp_path: Path) -> None:
@@ -282,31 +283,43 @@ def test_suffix_index_of_the_assistants_words(target: Target, tmp_path: Path) ->
 
 
 def test_pool_keeps_the_latest_of_each_first_token() -> None:
-    pool = fed(Pool(LookaheadConfig(ngram=3, pool=2)), [1, 2, 3, 1, 4, 5])
-    assert pool.paths(1) == [[1, 4, 5], [1, 2, 3]]
+    pool = fed(Pool(LookaheadConfig(ngram=3, pool=2)), [1, 2, 3, 1, 4, 5, 1])
+    assert pool.paths() == [(4, 5), (2, 3)]
     pool.add([1, 2, 3])
-    assert pool.paths(1) == [[1, 2, 3], [1, 4, 5]]
+    assert pool.paths() == [(2, 3), (4, 5)]
     pool.add([1, 9, 9])
-    assert pool.paths(1) == [[1, 9, 9], [1, 2, 3]]
-    assert pool.paths(30) == [[30]]
-    assert merged(pool.paths(1), 3, 9) == [(1, -1), (9, 0), (9, 1), (2, 0), (3, 3)]
+    assert pool.paths() == [(9, 9), (2, 3)]
+    assert pool.chain(1) == [9] and pool.chain(5) == [9, 9]
+    assert pool.tree(2, 9) == [(9, -1), (9, 0), (2, -1), (3, 2)]
+    assert fed(pool, [30]).paths() == [] == pool.chain(3)
 
 
-def test_window_pass_is_jacobi_iteration(target: Target) -> None:
-    """Each column's next guess is the target's argmax after text + level 0 up to the column +
-    the column's later levels, computed here one sequence at a time."""
+def test_scouts_are_a_jacobi_iteration(target: Target) -> None:
+    """Read in the pass that verifies, each column's next guess is the target's argmax after text +
+    level 0 up to the column + the column's later levels, computed here one sequence at a time.
+    The logits of the block are those of a pass without scouts."""
     config = LookaheadConfig(window=3, ngram=3)
     drafter, ids = build(config, target), text(5, 12)
-    cache = drafter.new_cache()
+    windows = drafter.new_cache()
     levels: list[list[int]] = []
     for n, end in enumerate((8, 9, 11)):
         ctx = next(decoding(target, [ids], [[end]]))
-        before = [level[0].tolist() for level in cache.levels]
-        drafted(drafter, ctx, Chain(3), cache=cache)
+        assert ctx.cache is not None
+        before = [level[0].tolist() for level in windows.levels]
+        scouts = drafted(drafter, ctx, Chain(3), cache=windows).scouts
+        siblings = torch.tensor([[-1, -1]]) if n else None
+        heard = []
+        for extra in (None, scouts):
+            proposal = Proposal(torch.tensor([[7, 3]]), None, siblings, extra)
+            ids_BM, above_BM = proposal.block(torch.tensor([[ids[end - 1]]]))
+            heard.append(target.step(ids_BM, Needs(), ctx.cache, above_BM)[1])
+            ctx.cache.drop()
+        assert torch.allclose(heard[0], heard[1][:, :3], atol=1e-5)
         if n == 0:
             levels = [[ids[j * end // 3] for j in range(3)]]
         else:
             assert before == levels
+        drafter.hear(heard[1][:, 3:], windows)
         guesses = []
         for j in range(3):
             path = ids[:end] + levels[0][: j + 1] + [level[j] for level in levels[1:]]
@@ -314,21 +327,22 @@ def test_window_pass_is_jacobi_iteration(target: Target) -> None:
         levels.append(guesses)
         if len(levels) == 3:
             for j in range(3):
-                assert [level[j] for level in levels] in cache.rows[0].paths(levels[0][j])
+                known = windows.rows[0]._after[levels[0][j]]
+                assert (levels[1][j], levels[2][j]) in known
             levels = levels[1:]
-        assert [level[0].tolist() for level in cache.levels] == levels
+        assert [level[0].tolist() for level in windows.levels] == levels
 
 
 @pytest.mark.parametrize("shape", [Chain(3), TREE], ids=lambda s: type(s).__name__)
-def test_lookahead_always_keeps_its_first_token(any_target: Target, shape: Shape) -> None:
+def test_lookahead_keeps_greedy_answers_and_accepts(any_target: Target, shape: Shape) -> None:
+    """Its scouts hear nothing that changes an answer, and its pool finds what the target goes on
+    to say: a long greedy answer of a tiny model loops."""
     drafter = build(LookaheadConfig(window=4, ngram=3), any_target)
     prompts = [text(1, 5), text(2, 12)]
-    plain = [generate(any_target, p, max_new_tokens=24).ids for p in prompts]
-    results = decode(any_target, prompts, max_new_tokens=24, drafter=drafter, shape=shape)
+    plain = [generate(any_target, p, max_new_tokens=60, eos=()).ids for p in prompts]
+    results = decode(any_target, prompts, max_new_tokens=60, drafter=drafter, shape=shape, eos=())
     assert [g.ids for g in results] == plain
-    assert all(r.accepted >= 1 for g in results for r in g.rounds)
-    alpha = forced(drafter, any_target, prompts[0] + plain[0])
-    assert (alpha.greedy[:, 0] == 1).all()
+    assert sum(r.accepted for g in results for r in g.rounds) > 0
 
 
 # --- self-speculation ------------------------------------------------------------------------

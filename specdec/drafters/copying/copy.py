@@ -13,7 +13,7 @@ so here everything before the anchor is the input, and teacher forcing sees what
 from dataclasses import dataclass
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, Node, merged
+from specdec.drafters.copying.memory import Copying, TreeNode, merged
 from specdec.errors import require
 
 
@@ -52,7 +52,7 @@ class Aligned:
     def chain(self, count: int) -> list[int]:
         return [] if self.pointer < 0 else self.ids[self.pointer : self.pointer + count]
 
-    def tree(self, depth: int, nodes: int) -> list[Node]:
+    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         return merged([self.chain(depth)], depth, nodes)
 
     def _aligned(self, tails: list[tuple[int, ...]]) -> int:

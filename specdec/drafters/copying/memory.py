@@ -20,7 +20,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
 from specdec.target.parts import Parts
 
-Node = tuple[int, int]  # token and parent: an earlier node, or -1 for the anchor
+TreeNode = tuple[int, int]  # token and parent: the number of an earlier node, or -1, the anchor
 
 
 class Memory(Protocol):
@@ -32,22 +32,22 @@ class Memory(Protocol):
         """Up to `count` tokens to follow the text."""
         ...
 
-    def tree(self, depth: int, nodes: int) -> list[Node]:
+    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         """Up to `nodes` tokens, on paths of up to `depth`."""
         ...
 
 
 class Memories:
-    """The memory of each row of a batch, and how much of its text each has read."""
+    """The memory of each row of a batch, and how many tokens of its text each was fed."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
-        self.read: list[int] = []
+        self.fed: list[int] = []
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.rows:  # beams ask `hidden` instead, and feed none
+        if self.rows:  # beam search asks `hidden` instead, and feeds no memory
             self.rows = [self.rows[b] for b in rows]
-            self.read = [self.read[b] for b in rows]
+            self.fed = [self.fed[b] for b in rows]
 
 
 class Copying(Drafter):
@@ -60,7 +60,7 @@ class Copying(Drafter):
 
     @abstractmethod
     def memory(self) -> Any:
-        """An empty memory, as `Memory` where the family does not draft by itself."""
+        """An empty `Memory`."""
 
     def new_cache(self) -> Memories:
         return Memories()
@@ -70,17 +70,17 @@ class Copying(Drafter):
         texts, cache = ctx.rows(), cache or Memories()
         if not cache.rows:
             cache.rows = [self.memory() for _ in texts]
-            cache.read = [0] * len(texts)
+            cache.fed = [0] * len(texts)
         for b, ids in enumerate(texts):
-            for token in ids[cache.read[b] :]:
+            for token in ids[cache.fed[b] :]:
                 cache.rows[b].push(token)
-            cache.read[b] = len(ids)
+            cache.fed[b] = len(ids)
         return cache.rows
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The copied ids themselves [B, A, K, 1], -1 where there is none."""
         depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
-        found = walked(self, ctx, anchors_BA, lambda memory, b, a: memory.chain(depth))
+        found = walked(self, ctx, anchors_BA, lambda memory: memory.chain(depth))
         rows = [[ids + [-1] * (depth - len(ids)) for ids in row] for row in found]
         return torch.tensor(rows, device=anchors_BA.device, dtype=torch.float32)[..., None]
 
@@ -107,11 +107,11 @@ def walked(
     drafter: Copying,
     ctx: Context,
     anchors_BA: Tensor,
-    ask: Callable[[Any, int, int], list[int]],
+    ask: Callable[[Any], list[int]],
 ) -> list[list[list[int]]]:
-    """What `ask(memory, row, anchor)` says at each anchor, of a memory of its document so far."""
+    """What `ask` says at each anchor, given a memory of the anchor's document up to there."""
     position = None if ctx.position_BT is None else ctx.position_BT.tolist()
-    answers = []
+    found = []
     for b, (ids, anchors) in enumerate(zip(ctx.ids_BT.tolist(), anchors_BA.tolist(), strict=True)):
         said: dict[int, list[int]] = {}
         wanted, memory = set(anchors), drafter.memory()
@@ -120,9 +120,9 @@ def walked(
                 memory = drafter.memory()
             memory.push(ids[t])
             if t in wanted:
-                said[t] = ask(memory, b, t)
-        answers.append([said[a] for a in anchors])
-    return answers
+                said[t] = ask(memory)
+        found.append([said[a] for a in anchors])
+    return found
 
 
 def one_hot(hidden: Tensor, vocab_size: int) -> Tensor:
@@ -133,10 +133,10 @@ def one_hot(hidden: Tensor, vocab_size: int) -> Tensor:
     return logits.scatter(-1, token.clamp_min(0), value)
 
 
-def merged(paths: Sequence[Sequence[int]], depth: int, nodes: int) -> list[Node]:
+def merged(paths: Sequence[Sequence[int]], depth: int, nodes: int) -> list[TreeNode]:
     """Paths, the best first, as one tree: a beginning that two share is there once."""
-    found: list[Node] = []
-    index: dict[Node, int] = {}
+    found: list[TreeNode] = []
+    index: dict[TreeNode, int] = {}
     for path in paths:
         parent = -1
         for token in path[:depth]:
@@ -149,7 +149,7 @@ def merged(paths: Sequence[Sequence[int]], depth: int, nodes: int) -> list[Node]
     return found
 
 
-def copied_trees(found: Sequence[Sequence[Node]], ctx: Context) -> Proposal:
+def copied_trees(found: Sequence[Sequence[TreeNode]], ctx: Context) -> Proposal:
     """A proposal of the given nodes for each row, as wide as the widest."""
     widest = max(map(len, found))
     padded = [[*nodes, *[(-1, -1)] * (widest - len(nodes))] for nodes in found]

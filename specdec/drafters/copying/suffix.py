@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, Node
+from specdec.drafters.copying.memory import Copying, TreeNode
 from specdec.errors import require
 
 SEPARATOR = -1  # between given texts: equal to no token
@@ -52,33 +52,33 @@ class SuffixConfig:
     max_tokens: int = 1_000_000
 
 
-class Path(Protocol):
+class Places(Protocol):
     """The places at which a path of tokens occurs: a node of a suffix tree."""
 
     count: int
 
-    def children(self, width: int) -> "list[tuple[int, Path]]":
+    def children(self, width: int) -> "list[tuple[int, Places]]":
         """The `width` most frequent next tokens, each with its node, the most frequent first."""
         ...
 
 
-class Own:
+class TextPlaces:
     """Places in the text itself: positions of what follows the path."""
 
     def __init__(self, ids: list[int], after: list[int]) -> None:
         self.ids, self.after, self.count = ids, after, len(after)
 
-    def children(self, width: int) -> list[tuple[int, Path]]:
+    def children(self, width: int) -> list[tuple[int, Places]]:
         found: dict[int, list[int]] = {}
         for p in self.after:
             if p < len(self.ids):
                 found.setdefault(self.ids[p], []).append(p + 1)
         ranked = sorted(found.items(), key=lambda x: (-len(x[1]), -x[1][-1]))[:width]
-        return [(token, Own(self.ids, after)) for token, after in ranked]
+        return [(token, TextPlaces(self.ids, after)) for token, after in ranked]
 
 
-class Index:
-    """Given texts and the order of their suffixes."""
+class SuffixArray:
+    """CorpusPlaces texts and the order of their suffixes."""
 
     def __init__(self, text_N: NDArray[np.int32], order_N: NDArray[np.int32]) -> None:
         self.text_N, self.order_N = text_N, order_N
@@ -89,14 +89,14 @@ class Index:
         return int(self.text_N[at]) if at < len(self.text_N) else SEPARATOR
 
 
-class Given:
+class CorpusPlaces:
     """Places in the given texts: suffixes `low` to `high` begin with the path, `length` long."""
 
-    def __init__(self, index: Index, low: int, high: int, length: int) -> None:
+    def __init__(self, index: SuffixArray, low: int, high: int, length: int) -> None:
         self.index, self.low, self.high, self.length = index, low, high, length
         self.count = high - low
 
-    def narrowed(self, token: int) -> "Given":
+    def narrowed(self, token: int) -> "CorpusPlaces":
         """The places at which this token follows."""
 
         def key(row: int) -> int:
@@ -105,9 +105,9 @@ class Given:
         rows = range(self.low, self.high)
         low = self.low + bisect_left(rows, token, key=key)
         high = self.low + bisect_right(rows, token, lo=low - self.low, key=key)
-        return Given(self.index, low, high, self.length + 1)
+        return CorpusPlaces(self.index, low, high, self.length + 1)
 
-    def children(self, width: int) -> list[tuple[int, Path]]:
+    def children(self, width: int) -> list[tuple[int, Places]]:
         step = -(-self.count // SAMPLED)
         at_R = self.index.order_N[self.low : self.high : step] + self.length
         at_R = at_R[at_R < len(self.index.text_N)]
@@ -119,13 +119,13 @@ class Given:
 class Suffixes:
     """The text read so far, and all places at which one of its suffixes occurred before."""
 
-    def __init__(self, config: SuffixConfig, index: Index) -> None:
+    def __init__(self, config: SuffixConfig, index: SuffixArray) -> None:
         self.config, self.index = config, index
         self.ids: list[int] = []
         self._where: dict[int, list[int]] = {}  # positions of each token
         self._lengths: dict[int, int] = {}  # how much matches before each place
-        self._given: list[Given] = []  # matches in the given texts, the longest first
-        self._read = 0  # tokens that these have read
+        self._in_corpus: list[CorpusPlaces] = []  # matches in the given texts, the longest first
+        self._matched = 0  # tokens that these have read
 
     def push(self, token: int) -> None:
         where = self._where.setdefault(token, [])
@@ -136,9 +136,9 @@ class Suffixes:
         where.append(len(self.ids))
         self.ids.append(token)
 
-    def matches(self) -> list[tuple[int, Path]]:
+    def matches(self) -> list[tuple[int, Places]]:
         """Match lengths with their nodes; of equal nodes the one with the longer match."""
-        found: list[tuple[int, Path]] = []
+        found: list[tuple[int, Places]] = []
         for match in self._known():
             if not found or found[-1][1].count != match.count:
                 found.append((match.length, match))
@@ -148,30 +148,30 @@ class Suffixes:
         after: list[int] = []
         for n in sorted(by_length, reverse=True):
             after = sorted(after + by_length[n])
-            found.append((n, Own(self.ids, after)))
+            found.append((n, TextPlaces(self.ids, after)))
         return found
 
-    def _known(self) -> list[Given]:
+    def _known(self) -> list[CorpusPlaces]:
         """Matches in the given texts: of a long prompt its end alone is read."""
-        if len(self.ids) - self._read > self.config.max_match:
-            self._given, self._read = [], len(self.ids) - self.config.max_match
-        for token in self.ids[self._read :]:
-            whole = Given(self.index, 0, len(self.index.order_N), 0)
-            shorter = (m for m in [*self._given, whole] if m.length < self.config.max_match)
-            self._given = [m for m in (m.narrowed(token) for m in shorter) if m.count]
-        self._read = len(self.ids)
-        return self._given
+        if len(self.ids) - self._matched > self.config.max_match:
+            self._in_corpus, self._matched = [], len(self.ids) - self.config.max_match
+        for token in self.ids[self._matched :]:
+            whole = CorpusPlaces(self.index, 0, len(self.index.order_N), 0)
+            shorter = (m for m in [*self._in_corpus, whole] if m.length < self.config.max_match)
+            self._in_corpus = [m for m in (m.narrowed(token) for m in shorter) if m.count]
+        self._matched = len(self.ids)
+        return self._in_corpus
 
     def chain(self, count: int) -> list[int]:
         found = [self._followed(n, path, count) for n, path in self.matches()]
         return max(found, key=lambda x: x[0], default=(0.0, []))[1]
 
-    def tree(self, depth: int, nodes: int) -> list[Node]:
+    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         """The `nodes` nodes of one match's tree with the largest D, the likeliest first."""
         found = [self._spread(n, path, depth, nodes) for n, path in self.matches()]
         return max(found, key=lambda x: x[0], default=(0.0, []))[1]
 
-    def _followed(self, match: int, path: Path, count: int) -> tuple[float, list[int]]:
+    def _followed(self, match: int, path: Places, count: int) -> tuple[float, list[int]]:
         """Σ D and the tokens of the draft along the most frequent children."""
         tokens: list[int] = []
         weight, score = 1.0, 0.0
@@ -185,10 +185,12 @@ class Suffixes:
             score += weight
         return score, tokens
 
-    def _spread(self, match: int, root: Path, depth: int, nodes: int) -> tuple[float, list[Node]]:
+    def _spread(
+        self, match: int, root: Places, depth: int, nodes: int
+    ) -> tuple[float, list[TreeNode]]:
         """Σ D and the nodes of the tree that grows where D is largest."""
-        found: list[Node] = []
-        heap: list[tuple[float, int, int, int, int, Path]] = []
+        found: list[TreeNode] = []
+        heap: list[tuple[float, int, int, int, int, Places]] = []
         score, order = 0.0, 0  # `order` settles ties: the earlier first
         at, weight, parent, level = root, 1.0, -1, 1
         while True:
@@ -238,12 +240,12 @@ class Suffix(Copying):
         N = sizes.tokens
         self.register_buffer("text_N", torch.full((N,), SEPARATOR, dtype=torch.int32))
         self.register_buffer("order_N", torch.zeros(N, dtype=torch.int32))
-        self._index: tuple[Tensor, Index] | None = None
+        self._index: tuple[Tensor, SuffixArray] | None = None
 
     def fit(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
     ) -> None:
-        """Index the given texts; of each, the stretches that its mask marks."""
+        """SuffixArray the given texts; of each, the stretches that its mask marks."""
         joined = [SEPARATOR]
         for ids, mask in zip(texts, masks or texts, strict=True):
             for token, said in zip(ids, mask, strict=True):
@@ -269,7 +271,7 @@ class Suffix(Copying):
 
     def memory(self) -> Suffixes:
         if self._index is None or self._index[0] is not self.text_N:  # fitted, loaded or moved
-            index = Index(self.text_N.cpu().numpy(), self.order_N.cpu().numpy())
+            index = SuffixArray(self.text_N.cpu().numpy(), self.order_N.cpu().numpy())
             self._index = (self.text_N, index)
         return Suffixes(self.config, self._index[1])
 
