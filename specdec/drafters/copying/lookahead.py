@@ -93,9 +93,9 @@ class Lookahead(Copying):
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)
-        for name, least in (("window", 1), ("ngram", 2), ("pool", 1)):
-            value = getattr(config, name)
-            require(value >= least, f"drafter.{name}={value}: give {least} or more")
+        require(config.window >= 1, f"drafter.window={config.window}: give 1 or more")
+        require(config.ngram >= 2, f"drafter.ngram={config.ngram}: give 2 or more")
+        require(config.pool >= 1, f"drafter.pool={config.pool}: give 1 or more")
         self.scratch = config.window * (config.ngram - 1)
 
     def attach(self, target: Parts) -> None:
