@@ -4,6 +4,7 @@ Letters: B batch, T time, F target features (layers · width), D width, V vocabu
 nodes, M = N + 1 places of a block, C children, K nodes of a path, X scouts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,18 @@ class Context:
         if self.texts is not None:
             return self.texts
         return [ids[:n] for ids, n in zip(self.ids_BT.tolist(), self.counts(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in a run a training pass takes place, for families and objectives that change."""
+
+    progress: float = 0.0  # share of the run's steps that are done
+    seeds: Sequence[int] = ()  # one a row: what is random in a row follows from its seed alone
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """One generator a row, the same however rows are spread over batches and processes."""
+        return [torch.Generator(device).manual_seed(seed) for seed in self.seeds]
 
 
 @dataclass

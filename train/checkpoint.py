@@ -6,6 +6,7 @@ A checkpoint is a folder: `training.safetensors` (weights and optimiser state, f
 
 import json
 import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,40 @@ from torch.distributed.checkpoint.state_dict import (
 from specdec.errors import UserError
 from specdec.files import replaced
 from specdec.formats.draft import require_same, untied
+from train.held_out import ByDepth, HeldOut
 
 TENSORS, STATE = "training.safetensors", "training.json"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
+
+
+@dataclass
+class Best:
+    """The best held-out value so far, the step it was found at, and all its figures."""
+
+    value: float
+    step: int
+    figures: HeldOut
+
+
+@dataclass
+class State:
+    """How far a run is."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best: Best | None = None
+    waited: int = 0  # evaluations since the best one
+
+    @classmethod
+    def read(cls, written: dict[str, Any]) -> "State":
+        """The state in a checkpoint's JSON."""
+        state = cls(**{f.name: written[f.name] for f in fields(cls)})
+        if found := written["best"]:
+            figures = found["figures"]
+            figures = HeldOut(**figures | {"by_depth": ByDepth(**figures["by_depth"])})
+            state.best = Best(found["value"], found["step"], figures)
+        return state
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -38,10 +70,10 @@ def save(
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
+    state: State,
     main: bool,
 ) -> None:
-    """Write checkpoint `step-N` of `state["step"]` and drop all but the newest two."""
+    """Write the checkpoint `step-N` of this state and drop all but the newest two."""
     tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
     whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=WHOLE))
     if not main:  # the whole state is on the main process alone
@@ -50,8 +82,8 @@ def save(
         for key, value in entry.items():
             tensors[f"optimizer.{name}|{key}"] = value.detach().cpu()
     tensors["generator"] = torch.get_rng_state()
-    described = {**state, "optimizer": whole["param_groups"]}
-    with replaced(folder / f"step-{state['step']:07d}") as partial:
+    described = {**asdict(state), "optimizer": whole["param_groups"]}
+    with replaced(folder / f"step-{state.step:07d}") as partial:
         contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
         save_file(contiguous, partial / TENSORS)
         (partial / STATE).write_text(json.dumps(described, indent=1))
@@ -66,7 +98,7 @@ def steps(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name))
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
     """Restore the newest checkpoint in `folder`; its state, or None where there is none.
 
     Raises UserError where it is damaged or of another model.
@@ -77,8 +109,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     newest = found[-1]
     try:
         tensors = load_file(newest / TENSORS)
-        state = json.loads((newest / STATE).read_text())
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        written = json.loads((newest / STATE).read_text())
+        state = State.read(written)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{newest} cannot be read ({error}): delete that folder to go on from the one before"
         ) from error
@@ -90,7 +123,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         if name.startswith("optimizer."):
             parameter, key = name.removeprefix("optimizer.").split("|")
             entries.setdefault(parameter, {})[key] = x
-    whole: dict[str, Any] = {"state": entries, "param_groups": state["optimizer"]}
+    whole: dict[str, Any] = {"state": entries, "param_groups": written["optimizer"]}
     set_optimizer_state_dict(model, optimizer, whole, options=WHOLE)
     torch.set_rng_state(tensors["generator"])
     return state

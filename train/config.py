@@ -21,7 +21,8 @@ from specdec.decoding.config import MOST, DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest, require, require_between, typed
 from specdec.formats.export import LAYOUTS, layout_names
-from specdec.objectives.losses import LOSSES, LossConfig
+from specdec.objectives.losses import COUPLED, TERMS
+from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.loading import TargetConfig
 from train.data.answers import AnswersConfig
@@ -44,7 +45,7 @@ class Config:
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     sampler: Sampler = field(default_factory=Sampler)
-    loss: LossConfig = field(default_factory=LossConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -53,15 +54,20 @@ class Config:
 
 
 def register() -> None:
-    """Make the schema, every drafter and every loss known to Hydra by name."""
+    """Make the schema, every drafter and every objective known to Hydra by name."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
     OmegaConf.set_struct(schema.decode.settings, False)  # whose keys are those of decode.length
+    schema.objective.terms = {}  # which objective=NAME fills
+    for free in (schema.objective.terms, schema.objective.constants):  # checked by their dataclass
+        OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
     for name, drafter in DRAFTERS.items():
         store.store(group="drafter", name=name, node=drafter.Config)
-    for name in LOSSES:
-        store.store(group="loss", name=name, node=LossConfig(name=name))
+    for name in TERMS:
+        decay = 1.0 if name in COUPLED else ObjectiveConfig.depth_decay
+        one = ObjectiveConfig(terms={name: 1.0}, depth_decay=decay)
+        store.store(group="objective", name=name, node=one)
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
@@ -117,6 +123,18 @@ def _require_drafter(drafter: Any) -> None:
         )
 
 
+def with_objective(written: dict[str, Any]) -> dict[str, Any]:
+    """A run's config.json, of which older ones have a `loss` where there is an `objective` now."""
+    if "objective" in written or not isinstance(loss := written.get("loss"), dict):
+        return written
+    name = loss.get("name", "nla")
+    of_term = {"jsd": "beta", "lk_hybrid": "eta"}.get(name)
+    objective = {"terms": {name: 1.0}, "depth_decay": loss.get("depth_decay", 0.8)}
+    if of_term in loss:
+        objective["constants"] = {name: {of_term: loss[of_term]}}
+    return written | {"objective": objective}
+
+
 def data_of_run(folder: Path) -> DataConfig:
     """The data that a run was given, so that its held-out side is the same afterwards: as many
     records as it read, where it noted that.
@@ -158,6 +176,11 @@ def explain(error: Exception) -> int:
 
 def key_error(key: str, owner: Any = None) -> UserError:
     """The error for a key that is not there, with the nearest that its `owner` dataclass has."""
+    if key.split(".")[0] == "loss":
+        return UserError(
+            "configuration: loss is called objective now: give objective=NAME, such as "
+            "objective=kl, or objective.depth_decay=NUMBER"
+        )
     if not dataclasses.is_dataclass(owner):
         return UserError(f"configuration: there is no key {key!r}")
     names = [f.name for f in dataclasses.fields(owner)]
@@ -172,7 +195,5 @@ def _no_unknown_keys(given: Any, typed: Any, path: str) -> None:
     names = [f.name for f in dataclasses.fields(typed)]
     for key, value in given.items():
         if key not in names:
-            raise UserError(
-                f"configuration: there is no key '{path}{key}'{nearest(str(key), names)}"
-            )
+            raise key_error(f"{path}{key}", typed)
         _no_unknown_keys(value, getattr(typed, key), f"{path}{key}.")

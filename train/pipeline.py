@@ -33,7 +33,7 @@ from specdec.report import report
 from specdec.runtime.probes import native_dtype
 from specdec.target.base import Target
 from specdec.target.loading import load_target, opening, resolved
-from train.config import Config
+from train.config import Config, with_objective
 from train.data.answers import answered
 from train.data.packing import pack
 from train.data.sources import require_readable
@@ -143,7 +143,7 @@ def _run(
     if kind.trainable:
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         console.print(f"drafter {cfg.drafter.name}: {trained / 1e6:.1f} M trained parameters")
-        forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss)
+        forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective)
         data, held_out = (
             _features(cfg, target, drafter, documents, side, accelerator, progress)
             for side, documents in (("train", texts.train), ("held-out", texts.held_out))
@@ -154,7 +154,7 @@ def _run(
             accelerator,
             forcing,
             target,
-            data,
+            lambda _: data,
             held_out,
             folder,
             tracker,
@@ -163,7 +163,7 @@ def _run(
         console.print(
             f"trained {outcome.step} of {outcome.steps} steps, {outcome.tokens:,} tokens at "
             f"{outcome.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "
-            f"{outcome.held_out['tau_greedy']:.3f}"
+            f"{outcome.held_out.tau_greedy:.3f}"
         )
     elif main:
         drafts.save(folder / "best", drafter, target)
@@ -331,7 +331,7 @@ def _require_same_run(folder: Path, cfg: Config) -> None:
     if not theirs:
         return
     ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    for group in ("target", "drafter", "data", "answers", "sampler", "loss", "optim", "loop"):
+    for group in ("target", "drafter", "data", "answers", "sampler", "objective", "optim", "loop"):
         # a setting that is newer than the run was its default then
         default = json.loads(json.dumps(dataclasses.asdict(type(getattr(cfg, group))())))
         was = default | (theirs.get(group) or {})
@@ -359,7 +359,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
+        return with_objective(dict(json.loads(path.read_text())))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
 

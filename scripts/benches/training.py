@@ -16,10 +16,12 @@ from rich.table import Table
 from specdec.drafters import family, frequent_tokens
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.forcing.teacher import TeacherForcing
-from specdec.objectives.losses import LossConfig, chunked, nla
+from specdec.objectives.chunked import chunked
+from specdec.objectives.losses import nla
+from specdec.objectives.objective import ObjectiveConfig
+from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler
 from specdec.target.loading import TargetConfig, load_target
-from specdec.theory.alpha import Pair
 from train import optim
 from train.data.conversations import DataConfig
 from train.data.packing import pack
@@ -40,7 +42,8 @@ def loss_memory(kind: str, positions: int) -> None:
     def part(piece: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         log_p = (final[rows] @ head.detach().T).log_softmax(-1)
         log_q = (piece[:, 0] @ head.T).log_softmax(-1)
-        loss = nla(Pair(log_p, log_q, nothing[rows], nothing[rows]), LossConfig()).sum()
+        ids, valid = nothing[rows], nothing[rows] < 0
+        loss = nla(Piece(log_p, log_q, ids, ids, valid, piece[:, 0], final[rows])).sum()
         return loss, loss.detach()[None]
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -48,7 +51,7 @@ def loss_memory(kind: str, positions: int) -> None:
     if kind == "plain":
         loss, _ = part(hidden, whole)
     else:
-        loss, _ = chunked(part, hidden, [head], LossConfig().chunk)
+        loss, _ = chunked(part, hidden, [head], ObjectiveConfig().chunk)
     loss.backward()
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
@@ -84,7 +87,7 @@ def throughput() -> None:
     sampler, drafter_cfg = Sampler(1.0), Eagle3Config(depth=3, draft_vocab=VOCAB)
     vocab = frequent_tokens((d.ids.tolist() for d in documents), VOCAB)
     drafter = family("eagle3").build(drafter_cfg, target, vocab).float()
-    forcing = TeacherForcing(drafter, target, sampler, LossConfig())
+    forcing = TeacherForcing(drafter, target, sampler)
     with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:
         store = Disk(target, drafter.needs, sampler, rows, FeaturesConfig(root=root))
         store.fill(progress, store.missing())

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs, Proposal
+from specdec.context import Context, Moment, Needs, Proposal
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -23,6 +23,32 @@ from specdec.sampling.trees import Growth, Shape, Stop
 from specdec.target.parts import Parts
 
 DEEPEST = 128  # tokens drafted ahead: far beyond what any draft gains by
+
+
+@dataclass
+class AnchorsConfig:
+    """Which anchors are trained on: `per_row` of each packed row, drawn anew at every step; null:
+    all of them. For families whose training pass costs more for every anchor."""
+
+    per_row: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.per_row is None or self.per_row >= 1,
+            f"drafter.anchors.per_row={self.per_row}: give 1 or more",
+        )
+
+    def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """What each depth at each position weighs [T, K]: those drawn stand for all, so that the
+        expected loss, and its gradient, are those of all valid anchors."""
+        weight_TK = valid_TK.float()
+        usable = valid_TK[:, 0].nonzero()[:, 0]
+        if self.per_row is None or len(usable) <= self.per_row:
+            return weight_TK
+        order = torch.randperm(len(usable), generator=generator)[: self.per_row]
+        drawn_T1 = torch.zeros_like(weight_TK[:, :1])
+        drawn_T1[usable[order]] = len(usable) / self.per_row
+        return weight_TK * drawn_T1
 
 
 @dataclass(kw_only=True)
@@ -123,6 +149,15 @@ class Drafter(nn.Module, ABC):
         """Depths that the loss is taken over; fewer than `depth` where depths are alike."""
         return self.depth
 
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """What each depth at each position of a row weighs in the loss [T, K]; a position without
+        weight is no anchor. By default every valid depth weighs 1. A family that draws some gives
+        each 1 over its probability of being drawn, so that the expected loss is that of all.
+
+        `valid_TK` says which depths predict a token that counts; both are on the CPU.
+        """
+        return valid_TK.float()
+
     @abstractmethod
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Hidden states [B, A, K, D] of every depth at every anchor.
@@ -131,13 +166,24 @@ class Drafter(nn.Module, ABC):
         the text's own next tokens at the trained depth (teacher forcing), K = `depth`.
         """
 
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
+        more. Families that train in another way than they draft (noise on features, glancing,
+        parallel depths) replace this default."""
+        return self.hidden(ctx, anchors_BA, None)
+
     @abstractmethod
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """Draft logits [..., S] of depth k from hidden states [..., D]."""
 
-    def unembed_parameters(self) -> list[nn.Parameter]:
-        """The trained parameters that `unembed` reads."""
-        return []
+    def unembed_all(self, hidden_NKD: Tensor) -> Tensor:
+        """Draft logits [N, K, S] of all depths."""
+        depths = range(hidden_NKD.shape[1])
+        return torch.stack([self.unembed(hidden_NKD[:, k], k) for k in depths], 1)
+
+    def confidence(self, hidden_NKD: Tensor) -> Tensor | None:
+        """The family's own guess of α [N, K] at each depth, where it makes one."""
+        return None
 
     def new_cache(self) -> Any:
         """What drafting may keep between the rounds of one generation, with a `select(rows)`;

@@ -7,7 +7,7 @@ state and three numbers a position (`sampler.Summary`), normalised over the full
 Letters: B batch, T time, N anchors of all rows, K depth, D width, S draft vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,13 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs
+from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
-from specdec.objectives.losses import LOSSES, LossConfig, chunked
+from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.objectives.chunked import chunked
+from specdec.objectives.objective import ObjectiveConfig
+from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
-from specdec.theory.alpha import Acceptance, Pair, acceptance, expected_tokens, visits
+from specdec.theory.alpha import Acceptance, acceptance, expected_tokens, visits
 
 STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")
 
@@ -35,14 +38,6 @@ class Batch:
     final_BTD: Tensor  # the target's final hidden state: p comes from it
     summary: Summary  # each [B, T]
     mask_BT: Tensor  # tokens that loss and α are taken on
-
-
-class Anchors(NamedTuple):
-    """Every anchor whose next token counts, row by row."""
-
-    row_N: Tensor
-    position_N: Tensor
-    valid_NK: Tensor  # whether depth k's token is still of the same answer
 
 
 class Table(NamedTuple):
@@ -81,118 +76,166 @@ def batch_of(
     return Batch(ctx, final, summarise(target, final, sampler), moved[3])
 
 
-def anchors_of(batch: Batch, depth: int) -> Anchors:
-    """Anchors a >= 1 of a document whose token a + 1 counts; see `Anchors`."""
-    mask_BT, document_BT = batch.mask_BT, batch.ctx.document_BT
-    assert document_BT is not None and batch.ctx.position_BT is not None
-    T = mask_BT.shape[1]
-    pad = (0, depth)
-    mask = nn.functional.pad(mask_BT, pad)
-    document = nn.functional.pad(document_BT, pad, value=-2)
-    counts_BTK = torch.stack(
-        [
-            mask[:, k + 1 : k + 1 + T] & (document[:, k + 1 : k + 1 + T] == document_BT)
-            for k in range(depth)
-        ],
-        -1,
-    ).cumprod(-1)
-    first = counts_BTK[..., 0].bool() & (batch.ctx.position_BT > 0)
-    row_N, position_N = first.nonzero(as_tuple=True)
-    return Anchors(row_N, position_N, counts_BTK[row_N, position_N].bool())
-
-
-def count_anchors(mask: NDArray[np.bool_], position: NDArray[np.int32]) -> int:
-    """How many anchors `anchors_of` finds in a row, from its mask and positions alone."""
-    return int((mask[1:] & (position[1:] > 1)).sum())
-
-
 class TeacherForcing(nn.Module):
-    """A drafter read at all anchors of a batch: its loss, or its acceptance."""
+    """A drafter read at all anchors of a batch: its loss, or its acceptance.
+
+    `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
+    """
 
     def __init__(
-        self, drafter: Drafter, target: Target, sampler: Sampler, cfg: LossConfig | None = None
+        self,
+        drafter: Drafter,
+        target: Target,
+        sampler: Sampler,
+        objective: ObjectiveConfig | None = None,
+        reference: Drafter | None = None,
     ) -> None:
         super().__init__()
-        self.cfg = cfg or LossConfig()
         if sampler.greedy:
             raise UserError(
                 "sampler.temperature=0 cannot be trained on (α has no gradient): train at 1 and "
                 "serve greedily; reports show both"
             )
+        if reference is not None and reference.needs != drafter.needs:
+            raise UserError(
+                "the reference draft reads other features of the target than the draft: give one "
+                "of the same family and layers"
+            )
+        self.objective = objective or ObjectiveConfig()
         self.drafter = drafter
         self.sampler = sampler
-        self.loss = LOSSES[self.cfg.name]
+        self._reference = (reference,)  # in a tuple: no part of what is trained and saved
         self._head = target.unembedding(drafter.vocab_S)
         self._index_V: Tensor | None = None
         if (vocab_S := drafter.vocab_S) is not None:
             self._index_V = torch.full((target.vocab_size,), -1, device=vocab_S.device)
             self._index_V[vocab_S] = torch.arange(len(vocab_S), device=vocab_S.device)
 
-    def forward(self, batch: Batch, measure: bool = False) -> tuple[Tensor, Tensor] | Table:
-        """Summed loss and statistics [K, 5] over `STATISTICS`; or, to `measure`, a `Table`.
-
-        Through `forward` alone, so that DDP and FSDP see every use of the weights. The loss is
-        Σ_k decay^k Σ_anchors loss, not yet divided by the number of anchors.
-        """
-        depth = self.drafter.depth if measure else self.drafter.train_depth
-        anchors = anchors_of(batch, depth)
-        hidden_NKD = self._hidden(batch, anchors)[:, :depth]
-        if measure:
-            return self._table(batch, anchors, hidden_NKD)
-
-        def part(piece_NKD: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            total, seen = piece_NKD.new_zeros((), dtype=torch.float32), []
-            for k, pair in enumerate(self._pairs(batch, anchors, piece_NKD, rows)):
-                valid = anchors.valid_NK[rows, k].float()
-                loss = (self.loss(pair, self.cfg) * valid).sum()
-                total = total + self.cfg.depth_decay**k * loss
-                columns = [torch.ones_like(valid), *acceptance(pair)]
-                sums = [(column * valid).sum() for column in columns]
-                seen.append(torch.stack([sums[0], loss.detach(), *sums[1:]]))
-            return total, torch.stack(seen)
-
-        parameters = [p for p in self.drafter.unembed_parameters() if p.requires_grad]
-        return chunked(part, hidden_NKD, parameters, self.cfg.chunk)
-
-    def _table(self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor) -> Table:
-        pieces = []
-        for start in range(0, len(hidden_NKD), self.cfg.chunk):
-            rows = slice(start, start + self.cfg.chunk)
-            per_depth = map(acceptance, self._pairs(batch, anchors, hidden_NKD[rows], rows))
-            pieces.append([torch.stack(x, -1) for x in zip(*per_depth, strict=True)])
-        valid = anchors.valid_NK
-        return Table(
-            anchors, Acceptance(*(torch.cat(x) * valid for x in zip(*pieces, strict=True)))
+    def anchors(
+        self,
+        mask_T: NDArray[np.bool_],
+        document_T: NDArray[np.int32],
+        position_T: NDArray[np.int32],
+        seed: int,
+    ) -> Anchors:
+        """The anchors of one row of training, which its drafter chooses, and the total that a loss
+        over them is divided by. The same seed gives the same ones."""
+        generator = torch.Generator().manual_seed(seed)
+        mask_1T, document_1T, position_1T = (
+            torch.as_tensor(x)[None] for x in (mask_T, document_T, position_T)
+        )
+        return anchors_of(
+            mask_1T,
+            document_1T,
+            position_1T,
+            self.drafter.train_depth,
+            lambda valid_TK, _: self.drafter.anchors(valid_TK, generator),
+            self.objective.per,
         )
 
-    def _hidden(self, batch: Batch, anchors: Anchors) -> Tensor:
-        """Drafter's hidden states [N, K, D], from one pass over the padded rows."""
-        counts_B = torch.bincount(anchors.row_N, minlength=len(batch.mask_BT))
-        first_B = counts_B.cumsum(0) - counts_B
-        slot_N = torch.arange(len(anchors.row_N), device=first_B.device) - first_B[anchors.row_N]
-        anchors_BA = anchors.row_N.new_ones(len(counts_B), int(counts_B.max()))
-        anchors_BA[anchors.row_N, slot_N] = anchors.position_N
-        return self.drafter.hidden(batch.ctx, anchors_BA, None)[anchors.row_N, slot_N]
+    def forward(
+        self,
+        batch: Batch,
+        anchors: Sequence[Anchors] | None = None,
+        moment: Moment | None = None,
+        measure: bool = False,
+    ) -> tuple[Tensor, Tensor] | Table:
+        """Summed loss and statistics [K, 5] over `STATISTICS`; or, to `measure`, a `Table`.
 
-    def _pairs(
-        self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
-    ) -> Iterator[Pair]:
-        """p and q at each depth, for one chunk of anchors."""
-        row, position = anchors.row_N[rows], anchors.position_N[rows]
-        last = batch.mask_BT.shape[1] - 1
-        for k in range(hidden_NKD.shape[1]):
-            at = (position + k).clamp_max(last)
-            summary = Summary(*(x[row, at] for x in batch.summary))
+        `anchors` are those of each row; None, as to measure: all valid positions. Through
+        `forward` alone, so that DDP and FSDP see every use of the weights. The loss is
+        Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total.
+        """
+        if measure:
+            return self._table(batch)
+        moment = moment or Moment(seeds=range(len(batch.mask_BT)))
+        depth = self.drafter.train_depth
+        chosen = self._all(batch, depth) if anchors is None else together(anchors)
+        chosen = chosen.to(batch.mask_BT.device)
+        where_BA, slot_N = _grid(chosen, len(batch.mask_BT))
+        hidden_BAKD = self.drafter.training_hidden(batch.ctx, where_BA, moment)
+        hidden_NKD = hidden_BAKD[chosen.row_N, slot_N][:, :depth]
+        compared_NKD = None
+        if (reference := self._reference[0]) is not None:
             with torch.no_grad():
-                logits_p = self._head(batch.final_BTD[row, at])
-                log_p = self.sampler.log_probs_of(logits_p, summary)
-            log_q = self.sampler.log_probs(self.drafter.unembed(hidden_NKD[:, k], k))
-            label = batch.ctx.ids_BT[row, (at + 1).clamp_max(last)]
-            yield Pair(log_p, log_q, self._draft_ids(summary.argmax_N), self._draft_ids(label))
+                compared_BAKD = reference.hidden(batch.ctx, where_BA, None)
+                compared_NKD = compared_BAKD[chosen.row_N, slot_N][:, :depth]
+        decay_K = hidden_NKD.new_tensor([self.objective.depth_decay**k for k in range(depth)])
+
+        def part(some_NKD: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            piece = self._piece(batch, chosen, some_NKD, rows)
+            piece.progress = moment.progress
+            if reference is not None and compared_NKD is not None:
+                with torch.no_grad():
+                    logits_NKS = reference.unembed_all(compared_NKD[rows])
+                    piece.reference_log_q = self.sampler.log_probs(logits_NKS)
+            losses = self.objective.losses(piece)
+            loss_NK = sum(self.objective.terms[name] * loss for name, loss in losses.items())
+            assert isinstance(loss_NK, Tensor)
+            total = (loss_NK * chosen.weight_NK[rows] * decay_K).sum()
+            valid = piece.valid.float()
+            columns = [torch.ones_like(valid), loss_NK.detach(), *acceptance(piece)]
+            return total, torch.stack([(column * valid).sum(0) for column in columns], -1)
+
+        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        return chunked(part, hidden_NKD, parameters, self.objective.chunk)
+
+    def _table(self, batch: Batch) -> Table:
+        depth = self.drafter.depth
+        anchors = self._all(batch, depth)
+        where_BA, slot_N = _grid(anchors, len(batch.mask_BT))
+        hidden_BAKD = self.drafter.hidden(batch.ctx, where_BA, None)
+        hidden_NKD = hidden_BAKD[anchors.row_N, slot_N][:, :depth]
+        found, chunk = [], self.objective.chunk
+        for start in range(0, len(hidden_NKD), chunk):
+            rows = slice(start, start + chunk)
+            found.append(acceptance(self._piece(batch, anchors, hidden_NKD[rows], rows)))
+        alpha = (torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True))
+        return Table(anchors, Acceptance(*alpha))
+
+    def _all(self, batch: Batch, depth: int) -> Anchors:
+        ctx = batch.ctx
+        assert ctx.document_BT is not None and ctx.position_BT is not None
+        per = self.objective.per
+        return anchors_of(batch.mask_BT, ctx.document_BT, ctx.position_BT, depth, per=per)
+
+    def _piece(self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice) -> Piece:
+        """p, q and what else an objective may read, for one chunk of anchors."""
+        T = batch.mask_BT.shape[1]
+        depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
+        row_N1 = anchors.row_N[rows, None]
+        at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
+        # depth k at one anchor and k - 1 at the next have one p: it is made once
+        where_U, index_NK = (row_N1 * T + at_NK).unique(return_inverse=True)
+        summary = Summary(*(x.flatten()[where_U] for x in batch.summary))
+        final_UD = batch.final_BTD.flatten(0, 1)[where_U]
+        with torch.no_grad():
+            log_p_US = self.sampler.log_probs_of(self._head(final_UD), summary)
+        label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
+        return Piece(
+            log_p=log_p_US[index_NK],
+            log_q=self.sampler.log_probs(self.drafter.unembed_all(hidden_NKD)),
+            target_argmax=self._draft_ids(summary.argmax_N)[index_NK],
+            label=self._draft_ids(label_NK),
+            valid=anchors.valid_NK[rows],
+            hidden=hidden_NKD,
+            features=final_UD[index_NK],
+            confidence=self.drafter.confidence(hidden_NKD),
+        )
 
     def _draft_ids(self, target_ids: Tensor) -> Tensor:
         """Indices in the draft vocabulary, -1 where it lacks the token."""
         return target_ids if self._index_V is None else self._index_V[target_ids]
+
+
+def _grid(anchors: Anchors, rows: int) -> tuple[Tensor, Tensor]:
+    """Anchors as a padded table [B, A] of positions, and the column [N] that each is in."""
+    counts_B = torch.bincount(anchors.row_N, minlength=rows)
+    first_B = counts_B.cumsum(0) - counts_B
+    slot_N = torch.arange(len(anchors.row_N), device=first_B.device) - first_B[anchors.row_N]
+    where_BA = anchors.row_N.new_ones(rows, int(counts_B.max()))
+    where_BA[anchors.row_N, slot_N] = anchors.position_N
+    return where_BA, slot_N
 
 
 class Answer(NamedTuple):
@@ -208,9 +251,9 @@ def answers(table: Table, batch: Batch) -> list[Answer]:
 
     Prefill emits an answer's first token, so the round that would predict it does not occur.
     """
-    row_N, position_N, valid_NK = (x.cpu() for x in table.anchors)
-    mask_BT = batch.mask_BT.cpu()
-    usable = valid_NK.all(-1) & mask_BT[row_N, position_N]
+    anchors = table.anchors.to(torch.device("cpu"))
+    row_N, position_N = anchors.row_N, anchors.position_N
+    usable = anchors.valid_NK.all(-1) & batch.mask_BT.cpu()[row_N, position_N]
     columns = [column.float().cpu() for column in table.alpha]
     found: list[Answer] = []
     index = usable.nonzero()[:, 0].tolist()

@@ -1,177 +1,141 @@
-"""Training objectives, per position, and their computation in chunks.
+"""The terms that an objective is made of: functions from a `Piece` to a loss [N, K].
 
-Each objective takes a `Pair`, log p and log q over the draft vocabulary [N, S], and returns a
-loss per position [N], unreduced. p is normalised over the full target vocabulary and
-never again over the draft's: P = Σ_S p <= 1. With z the draft's logits and q = softmax(z), the
-docstrings give the gradient ∂L/∂z that the tests check in float64.
+A term is not reduced, masked or weighted: `objective.py` does that, once, for all of them. Its
+constants are keyword arguments, which `objective.constants.TERM.NAME=` sets. With z the draft's
+logits, q = softmax(z) and P = Σ_S p <= 1, the docstrings give the gradient ∂L/∂z that the tests
+check in float64.
 
-Letters: N positions, K depth, S draft vocabulary, D width.
+Letters: N anchors, K depths, S draft vocabulary, D width, β = Σ min(p, q) of one position.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import nearest, require
-from specdec.theory.alpha import Pair
+from specdec.errors import UserError
+from specdec.objectives.piece import Piece
 
 LOG_FLOOR = -60.0  # stands for log 0 where a divergence would be infinite
 
-Loss = Callable[[Pair, "LossConfig"], Tensor]
 
-
-@dataclass
-class LossConfig:
-    """The objective: its name, its constants, and the weights over depth, decay^k."""
-
-    name: str = "nla"
-    depth_decay: float = 0.8
-    beta: float = 0.5  # jsd: the weight of p in the mixture
-    eta: float = 3.0  # lk_hybrid: how fast KL gives way to TV as α grows
-    chunk: int = 256  # anchors whose logits exist at a time
-
-    def __post_init__(self) -> None:
-        require(self.chunk >= 1, f"loss.chunk={self.chunk}: give 1 or more")
-        require(
-            0 <= self.depth_decay < math.inf,
-            f"loss.depth_decay={self.depth_decay}: give a number of at least 0",
-        )
-        require(
-            self.name in LOSSES, f"loss.name={self.name!r} is unknown{nearest(self.name, LOSSES)}"
-        )
-
-
-def kl(pair: Pair, cfg: LossConfig) -> Tensor:
+def kl(piece: Piece) -> Tensor:
     """Σ p (log p - log q), forward KL. ∂/∂z = P q - p."""
-    return (pair.p * (_floor(pair.log_p) - _floor(pair.log_q))).sum(-1)
+    return (piece.p * (_floor(piece.log_p) - _floor(piece.log_q))).sum(-1)
 
 
-def reverse_kl(pair: Pair, cfg: LossConfig) -> Tensor:
+def soft_ce(piece: Piece) -> Tensor:
+    """-Σ p log q, cross-entropy with the target's distribution. ∂/∂z = P q - p, as of `kl`."""
+    return -(piece.p * _floor(piece.log_q)).sum(-1)
+
+
+def reverse_kl(piece: Piece) -> Tensor:
     """Σ q (log q - log p). ∂/∂z = q (r - E_q[r]) with r = log q - log p."""
-    return (pair.q * (_floor(pair.log_q) - _floor(pair.log_p))).sum(-1)
+    return (piece.q * (_floor(piece.log_q) - _floor(piece.log_p))).sum(-1)
 
 
-def jsd(pair: Pair, cfg: LossConfig) -> Tensor:
-    """Generalised Jensen-Shannon (Agarwal et al. 2024, GKD): β KL(p|m) + (1 - β) KL(q|m),
-    m = β p + (1 - β) q. ∂/∂z = (1 - β) q (r - E_q[r]) with r = log q - log m."""
-    log_m = (cfg.beta * pair.p + (1 - cfg.beta) * pair.q).clamp_min(math.exp(LOG_FLOOR)).log()
-    of_p = (pair.p * (_floor(pair.log_p) - log_m)).sum(-1)
-    of_q = (pair.q * (_floor(pair.log_q) - log_m)).sum(-1)
-    return cfg.beta * of_p + (1 - cfg.beta) * of_q
+def jsd(piece: Piece, beta: float = 0.5) -> Tensor:
+    """Generalised Jensen-Shannon (Agarwal et al. 2024, GKD): b KL(p|m) + (1 - b) KL(q|m),
+    m = b p + (1 - b) q, where b is `beta`, the weight of p in the mixture.
+    ∂/∂z = (1 - b) q (r - E_q[r]) with r = log q - log m."""
+    log_m = (beta * piece.p + (1 - beta) * piece.q).clamp_min(math.exp(LOG_FLOOR)).log()
+    of_p = (piece.p * (_floor(piece.log_p) - log_m)).sum(-1)
+    of_q = (piece.q * (_floor(piece.log_q) - log_m)).sum(-1)
+    return beta * of_p + (1 - beta) * of_q
 
 
-def ce(pair: Pair, cfg: LossConfig) -> Tensor:
+def ce(piece: Piece) -> Tensor:
     """-log q(label), the text's next token; 0 where the draft vocabulary lacks it (label -1).
     ∂/∂z = q - onehot(label)."""
-    at_label = _floor(pair.log_q).gather(-1, pair.label.clamp_min(0)[:, None])[:, 0]
-    return -at_label * (pair.label >= 0)
+    at_label = _floor(piece.log_q).gather(-1, piece.label.clamp_min(0)[..., None])[..., 0]
+    return -at_label * (piece.label >= 0)
 
 
-def tv(pair: Pair, cfg: LossConfig) -> Tensor:
+def tv(piece: Piece) -> Tensor:
     """1 - Σ min(p, q) = 1 - β, total variation. ∂/∂z = ½ q (s - E_q[s]), s = sign(q - p)."""
-    return 1 - pair.beta
+    return 1 - piece.beta
 
 
-def nla(pair: Pair, cfg: LossConfig) -> Tensor:
+def nla(piece: Piece) -> Tensor:
     """-log β, the negative log acceptance. ∂/∂z = ∂TV/∂z / β: strong where β is small."""
-    log_min = torch.minimum(pair.log_p, pair.log_q)  # from logarithms: β itself may underflow
+    log_min = torch.minimum(piece.log_p, piece.log_q)  # from logarithms: β itself may underflow
     log_beta = log_min.logsumexp(-1)
     disjoint = log_beta.isneginf()
     if disjoint.any():
-        log_beta = log_min.masked_fill(disjoint[:, None], LOG_FLOOR).logsumexp(-1)
+        log_beta = log_min.masked_fill(disjoint[..., None], LOG_FLOOR).logsumexp(-1)
     return -log_beta
 
 
-def lk_hybrid(pair: Pair, cfg: LossConfig) -> Tensor:
-    """λ KL + (1 - λ) TV with λ = exp(-η β) per token, no gradient through λ."""
-    weight = torch.exp(-cfg.eta * pair.beta.detach())
-    return weight * kl(pair, cfg) + (1 - weight) * tv(pair, cfg)
+def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
+    """λ KL + (1 - λ) TV with λ = exp(-η β) per token, no gradient through λ: KL leads where the
+    draft is far off, and gives way to TV as β grows."""
+    weight = torch.exp(-eta * piece.beta.detach())
+    return weight * kl(piece) + (1 - weight) * tv(piece)
 
 
-LOSSES: dict[str, Loss] = {
+def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Tensor:
+    """1 - Π_{j<=k} β_j at depth k. Summed over the depths it is γ - L, where L = Σ_k Π_{j<=k} β_j
+    is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with
+    an acceptance of its own at each depth).
+
+    Gradient: log β_i is a factor of every product that depth i is part of, so that
+    ∂L/∂log β_i = w_i = Σ_{k>=i} Π_{j<=k} β_j, and ∂(γ - L)/∂z_i = w_i ∂(-log β_i)/∂z_i: `nla`,
+    each depth weighted by the tokens that depend on it. A product vanishes with any of its
+    factors, so that a draft which is poor at depth 0 would learn nothing deeper, and little there.
+    Early in a run w_i is therefore taken of β̃ = s + (1 - s) β, as D-PACE smooths its weights
+    (arXiv 2605.18810, s = ½): s falls from `smooth` at the start to 0 once the share `until` of
+    the run is done (`until=0`: it stays), and from there on the gradient is exact. Depths behind
+    an answer's end count for nothing. An objective's weights over depth come on top, which
+    `objective=expected_length` sets to 1.
+    """
+    left = max(0.0, 1 - piece.progress / until) if until > 0 else 1.0
+    loss_NK = nla(piece)
+    with torch.no_grad():
+        reach_NK = (-loss_NK).exp().cumprod(-1)
+        beta_NK = smooth * left + (1 - smooth * left) * (-loss_NK).exp()
+        smoothed_NK = beta_NK.cumprod(-1) * piece.valid
+        weight_NK = smoothed_NK.flip(-1).cumsum(-1).flip(-1)
+    # the value of the first line, with the gradient of the last factor alone
+    return 1 - reach_NK + weight_NK * (loss_NK - loss_NK.detach())
+
+
+def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
+    """Smooth L1 between the draft's hidden state and the target's final one, the mean over the
+    width as in EAGLE-1's own code: with d their difference, d²/2b where |d| < b, else |d| - b/2,
+    b being `beta`.
+
+    Raises UserError where the draft is not as wide as the target.
+    """
+    hidden, features = piece.hidden, piece.features
+    if hidden.shape != features.shape:
+        raise UserError(
+            f"objective.terms.smooth_l1 compares hidden states, but the draft's are "
+            f"{hidden.shape[-1]} wide and the target's {features.shape[-1]}: leave this term out, "
+            "or train a family that drafts features"
+        )
+    difference = nn.functional.smooth_l1_loss(
+        hidden.float(), features.float(), beta=beta, reduction="none"
+    )
+    return difference.mean(-1)
+
+
+Term = Callable[..., Tensor]
+TERMS: dict[str, Term] = {
     "kl": kl,
+    "soft_ce": soft_ce,
     "reverse_kl": reverse_kl,
     "jsd": jsd,
     "ce": ce,
     "tv": tv,
     "nla": nla,
     "lk_hybrid": lk_hybrid,
+    "expected_length": expected_length,
+    "smooth_l1": smooth_l1,
 }
+COUPLED = ("expected_length",)  # terms that weigh the depths themselves: decay of 1 by default
 
 
 def _floor(log_x: Tensor) -> Tensor:
     """log 0 as a number; whatever is finite stays, and keeps its gradient."""
     return log_x.masked_fill(log_x.isneginf(), LOG_FLOOR)
-
-
-class _Chunked(torch.autograd.Function):
-    """Runs a loss chunk by chunk and takes each chunk's gradient at once.
-
-    The chunk's logits die before the next chunk's are made, in the forward pass and in the
-    backward pass, which only scales gradients that are there already.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        part: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
-        chunk: int,
-        hidden: Tensor,
-        *parameters: nn.Parameter,
-    ) -> tuple[Tensor, Tensor]:
-        grad_hidden = torch.empty_like(hidden)
-        grads: list[Tensor | None] = [None] * len(parameters)
-        total, statistics = hidden.new_zeros((), dtype=torch.float32), None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            with torch.enable_grad():
-                piece = hidden[rows].detach().requires_grad_()
-                loss, seen = part(piece, rows)
-                grad_hidden[rows], *new = torch.autograd.grad(
-                    loss, [piece, *parameters], allow_unused=True
-                )
-            for i, grad in enumerate(new):
-                if grad is not None:
-                    held = grads[i]
-                    grads[i] = grad.clone() if held is None else held.add_(grad)
-            total += loss.detach()
-            statistics = seen if statistics is None else statistics + seen
-        assert statistics is not None
-        ctx.save_for_backward(grad_hidden, *grads)
-        ctx.mark_non_differentiable(statistics)
-        return total, statistics
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        scale = grad_outputs[0]
-        saved = [None if g is None else g * scale for g in ctx.saved_tensors]
-        return None, None, *saved
-
-
-def chunked(
-    part: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
-    hidden: Tensor,
-    parameters: list[nn.Parameter],
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Sum of `part` over chunks of the rows of `hidden`.
-
-    `part(rows of hidden, slice)` returns a summed loss (scalar, float32) and detached summed
-    statistics; `parameters` are the trained ones that it reads. At most one chunk's
-    intermediate tensors exist at a time. Without gradients, nothing is kept at all.
-    """
-    if len(hidden) == 0:
-        raise ValueError("chunked: no rows")
-    trained = hidden.requires_grad or any(p.requires_grad for p in parameters)
-    if torch.is_grad_enabled() and trained:
-        return _Chunked.apply(part, chunk, hidden, *parameters)
-    pieces = [
-        part(hidden[start : start + chunk], slice(start, start + chunk))
-        for start in range(0, len(hidden), chunk)
-    ]
-    total = torch.stack([loss for loss, _ in pieces]).sum()
-    return total, torch.stack([seen for _, seen in pieces]).sum(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Acceptance(NamedTuple):
-    """Acceptance probability at each position, by variant; float32 [N]."""
+    """Acceptance probability at each position, by variant; float32, of any shape."""
 
     sampled: Tensor  # β = Σ_x min(p(x), q(x))
     greedy_draft: Tensor  # p(argmax q): an engine that drafts greedily at T > 0
@@ -32,9 +32,9 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
-    """p and q at N positions, over the draft vocabulary [N, S], in logarithms.
+    """p and q at some positions, over the draft vocabulary [..., S], in logarithms.
 
-    `target_argmax` [N] is argmax p and `label` [N] the text's own token, as indices into the
+    `target_argmax` [...] is argmax p and `label` [...] the text's own token, as indices into the
     draft vocabulary, -1 where it lacks them. p, q and β are computed once, when asked for.
     """
 
@@ -62,7 +62,7 @@ def acceptance(pair: Pair) -> Acceptance:
     beta = torch.minimum(pair.log_p, pair.log_q).exp_().sum(-1)  # `overlap`, from logarithms
     log_best_N, best_N = pair.log_q.max(-1)
     has_mass = ~log_best_N.isneginf()
-    greedy_draft = pair.log_p.gather(-1, best_N[:, None])[:, 0].exp() * has_mass
+    greedy_draft = pair.log_p.gather(-1, best_N[..., None])[..., 0].exp() * has_mass
     greedy = (best_N == pair.target_argmax) & has_mass
     return Acceptance(beta, greedy_draft, greedy.float())
 

@@ -1,4 +1,4 @@
-"""Objectives against formulas written out by hand, their gradients, and their chunks.
+"""The terms of an objective against formulas written out by hand, and their gradients.
 
 Run alone: python -m pytest tests/objectives/test_losses.py
 
@@ -8,33 +8,51 @@ rounding is below 1e-14 for numbers of the order of 1; tolerances of 1e-10 leave
 """
 
 import math
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from specdec.objectives.losses import LOG_FLOOR, LOSSES, LossConfig, chunked
-from specdec.theory.alpha import Pair
+from specdec.objectives.losses import LOG_FLOOR, TERMS
+from specdec.objectives.piece import Piece
 
-CFG = LossConfig()
 S = 7
+# those of one position that read p and q alone; the others have tests of their own
+LOSSES = [name for name in TERMS if name not in ("expected_length", "smooth_l1")]
 
 
-def pair_of(p: Tensor, log_q: Tensor, label: Tensor | None = None) -> Pair:
-    label = torch.zeros(len(p), dtype=torch.long) if label is None else label
-    return Pair(p.log(), log_q, p.argmax(-1), label)
+@dataclass
+class Constants:
+    beta: float = 0.5  # of jsd
+    eta: float = 3.0  # of lk_hybrid
 
 
-def loss_of(name: str, p: Any, q: Any, cfg: LossConfig = CFG) -> float:
+CFG = Constants()
+
+
+def piece_of(p: Tensor, log_q: Tensor, label: Tensor | None = None) -> Piece:
+    """A piece of these p and log q [..., S], whose hidden states and features nobody reads."""
+    valid = torch.ones(p.shape[:-1], dtype=torch.bool)
+    label = torch.zeros(p.shape[:-1], dtype=torch.long) if label is None else label
+    nothing = torch.zeros(*p.shape[:-1], 1, dtype=p.dtype)
+    return Piece(p.log(), log_q, p.argmax(-1), label, valid, nothing, nothing)
+
+
+def term(name: str, piece: Piece, cfg: Constants) -> Tensor:
+    of_term: dict[str, dict[str, float]] = {
+        "jsd": {"beta": cfg.beta},
+        "lk_hybrid": {"eta": cfg.eta},
+    }
+    return TERMS[name](piece, **of_term.get(name, {}))
+
+
+def loss_of(name: str, p: Any, q: Any, cfg: Constants = CFG) -> float:
     """At one position, label 0."""
     p, q = (torch.tensor([x], dtype=torch.float64) for x in (p, q))
-    value = LOSSES[name](pair_of(p, q.log()), cfg)
+    value = term(name, piece_of(p, q.log()), cfg)
     assert value.shape == (1,)  # unreduced
     return value.item()
 
@@ -81,7 +99,7 @@ def case(
 # --- values ----------------------------------------------------------------------------------
 
 
-def hand(name: str, p: list[float], q: list[float], label: int, cfg: LossConfig) -> float:
+def hand(name: str, p: list[float], q: list[float], label: int, cfg: Constants) -> float:
     """The formulas, token by token; log 0 stands at LOG_FLOOR."""
 
     def log(x: float) -> float:
@@ -92,6 +110,8 @@ def hand(name: str, p: list[float], q: list[float], label: int, cfg: LossConfig)
     beta = sum(min(a, b) for a, b in both)
     if name == "kl":
         return kl
+    if name == "soft_ce":
+        return -sum(a * log(b) for a, b in both)
     if name == "reverse_kl":
         return sum(b * (log(b) - log(a)) for a, b in both)
     if name == "jsd":
@@ -112,11 +132,11 @@ def hand(name: str, p: list[float], q: list[float], label: int, cfg: LossConfig)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("of_p", TARGETS)
 @pytest.mark.parametrize("of_z", [soft, steep])
-@pytest.mark.parametrize("cfg", [CFG, LossConfig(beta=0.1, eta=10.0)], ids=["default", "other"])
-def test_values(name: str, of_p: Any, of_z: Any, cfg: LossConfig) -> None:
+@pytest.mark.parametrize("cfg", [CFG, Constants(beta=0.1, eta=10.0)], ids=["default", "other"])
+def test_values(name: str, of_p: Any, of_z: Any, cfg: Constants) -> None:
     p, z, label = case(of_p, of_z)
     q = z.softmax(-1)
-    got = LOSSES[name](pair_of(p, z.log_softmax(-1), label), cfg).tolist()
+    got = term(name, piece_of(p, z.log_softmax(-1), label), cfg).tolist()
     wanted = [hand(name, *row, cfg) for row in zip(p.tolist(), q.tolist(), label.tolist())]
     assert got == pytest.approx(wanted, abs=1e-10)
 
@@ -155,7 +175,7 @@ def test_disjoint() -> None:
 def test_q_equal_to_p_costs_nothing(name: str) -> None:
     torch.manual_seed(1)
     for z in (soft(20), steep(20)):
-        value = LOSSES[name](pair_of(z.softmax(-1), z.log_softmax(-1)), CFG)
+        value = term(name, piece_of(z.softmax(-1), z.log_softmax(-1)), CFG)
         assert value.abs().max() < 1e-12
     assert loss_of(name, [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]) == 0
 
@@ -163,7 +183,7 @@ def test_q_equal_to_p_costs_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "tv", "nla", "lk_hybrid"])
 def test_over_the_whole_vocabulary_no_loss_is_below_zero(name: str) -> None:
     p, z, _ = case(whole, soft, 200)
-    assert LOSSES[name](pair_of(p, z.log_softmax(-1)), CFG).min() > 0
+    assert term(name, piece_of(p, z.log_softmax(-1)), CFG).min() > 0
 
 
 def test_symmetry() -> None:
@@ -171,7 +191,7 @@ def test_symmetry() -> None:
     p, q = whole(20), whole(20)
 
     def value(name: str, p: Tensor, q: Tensor) -> Tensor:
-        return LOSSES[name](pair_of(p, q.log()), CFG)
+        return term(name, piece_of(p, q.log()), CFG)
 
     for name in ("jsd", "tv", "nla"):  # jsd at β = ½
         assert torch.allclose(value(name, p, q), value(name, q, p), atol=1e-12)
@@ -181,17 +201,17 @@ def test_symmetry() -> None:
 def test_lk_hybrid_weighs_each_token_by_its_own_overlap() -> None:
     """λ per token: a token's loss does not depend on its neighbours."""
     p, z, _ = case(pruned, soft)
-    pair = pair_of(p, z.log_softmax(-1))
-    rows = LOSSES["lk_hybrid"](pair, CFG)
+    pair = piece_of(p, z.log_softmax(-1))
+    rows = term("lk_hybrid", pair, CFG)
     for n in range(len(p)):
-        one = pair_of(p[n : n + 1], z[n : n + 1].log_softmax(-1))
-        assert LOSSES["lk_hybrid"](one, CFG).item() == pytest.approx(rows[n].item(), abs=1e-14)
+        one = piece_of(p[n : n + 1], z[n : n + 1].log_softmax(-1))
+        assert term("lk_hybrid", one, CFG).item() == pytest.approx(rows[n].item(), abs=1e-14)
 
 
 def test_ce_leaves_out_labels_that_the_draft_lacks() -> None:
     p, z, _ = case(pruned, soft, 3)
     z.requires_grad_()
-    loss = LOSSES["ce"](pair_of(p, z.log_softmax(-1), torch.tensor([2, -1, S - 1])), CFG)
+    loss = term("ce", piece_of(p, z.log_softmax(-1), torch.tensor([2, -1, S - 1])), CFG)
     loss.sum().backward()
     assert loss[1] == 0 and (loss[[0, 2]] > 0).all()
     assert z.grad is not None and z.grad[1].eq(0).all() and z.grad[0].ne(0).any()
@@ -200,7 +220,7 @@ def test_ce_leaves_out_labels_that_the_draft_lacks() -> None:
 # --- gradients -------------------------------------------------------------------------------
 
 
-def gradient(name: str, p: Tensor, z: Tensor, label: Tensor, cfg: LossConfig) -> Tensor:
+def gradient(name: str, p: Tensor, z: Tensor, label: Tensor, cfg: Constants) -> Tensor:
     """∂L/∂z in closed form, from q, p and the docstrings alone."""
     q = z.softmax(-1)
     beta = torch.minimum(p, q).sum(-1, keepdim=True)
@@ -210,7 +230,7 @@ def gradient(name: str, p: Tensor, z: Tensor, label: Tensor, cfg: LossConfig) ->
 
     of_kl = p.sum(-1, keepdim=True) * q - p
     of_tv = 0.5 * centred((q - p).sign() - 1)  # s - 1 for s: the same, without cancellation
-    if name == "kl":
+    if name in ("kl", "soft_ce"):
         return of_kl
     if name == "reverse_kl":
         return centred(q.log() - p.log().clamp_min(LOG_FLOOR))
@@ -230,11 +250,11 @@ def gradient(name: str, p: Tensor, z: Tensor, label: Tensor, cfg: LossConfig) ->
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("of_p", TARGETS)
 @pytest.mark.parametrize("of_z", [soft, steep])
-@pytest.mark.parametrize("cfg", [CFG, LossConfig(beta=0.1, eta=10.0)], ids=["default", "other"])
-def test_gradients_are_the_closed_forms(name: str, of_p: Any, of_z: Any, cfg: LossConfig) -> None:
+@pytest.mark.parametrize("cfg", [CFG, Constants(beta=0.1, eta=10.0)], ids=["default", "other"])
+def test_gradients_are_the_closed_forms(name: str, of_p: Any, of_z: Any, cfg: Constants) -> None:
     p, z, label = case(of_p, of_z)
     z.requires_grad_()
-    LOSSES[name](pair_of(p, z.log_softmax(-1), label), cfg).sum().backward()
+    term(name, piece_of(p, z.log_softmax(-1), label), cfg).sum().backward()
     assert z.grad is not None
     torch.testing.assert_close(
         z.grad, gradient(name, p, z.detach(), label, cfg), atol=1e-10, rtol=1e-8
@@ -251,7 +271,7 @@ def test_gradients_are_the_differences(name: str, of_p: Any) -> None:
     if name == "nla" and of_p is outside:
         return  # constant: below
     assert torch.autograd.gradcheck(
-        lambda z: LOSSES[name](pair_of(p, z.log_softmax(-1), label), CFG), (z,)
+        lambda z: term(name, piece_of(p, z.log_softmax(-1), label), CFG), (z,)
     )
 
 
@@ -261,12 +281,12 @@ def test_lk_hybrid_differences_with_the_weight_held() -> None:
     held = torch.exp(-CFG.eta * torch.minimum(p, z.detach().softmax(-1)).sum(-1))
 
     def by_hand(z: Tensor) -> Tensor:
-        pair = pair_of(p, z.log_softmax(-1))
-        return held * LOSSES["kl"](pair, CFG) + (1 - held) * LOSSES["tv"](pair, CFG)
+        pair = piece_of(p, z.log_softmax(-1))
+        return held * term("kl", pair, CFG) + (1 - held) * term("tv", pair, CFG)
 
     assert torch.autograd.gradcheck(by_hand, (z,))
     (wanted,) = torch.autograd.grad(by_hand(z).sum(), z)
-    (got,) = torch.autograd.grad(LOSSES["lk_hybrid"](pair_of(p, z.log_softmax(-1)), CFG).sum(), z)
+    (got,) = torch.autograd.grad(term("lk_hybrid", piece_of(p, z.log_softmax(-1)), CFG).sum(), z)
     torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
 
 
@@ -277,237 +297,20 @@ def test_gradients_stay_finite_where_p_and_q_have_zeros(name: str) -> None:
     kept = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]]).bool()
     log_q = z.masked_fill(~kept, -torch.inf).log_softmax(-1)
     p = torch.tensor([[0.5, 0.2, 0, 0]] * 3)  # disjoint from row 1
-    loss = LOSSES[name](pair_of(p, log_q), CFG)
+    loss = term(name, piece_of(p, log_q), CFG)
     loss.sum().backward()
     assert loss.isfinite().all()
     assert z.grad is not None and z.grad.isfinite().all() and z.grad[~kept].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["kl", "ce", "nla", "lk_hybrid"])
+@pytest.mark.parametrize("name", ["kl", "soft_ce", "ce", "nla", "lk_hybrid"])
 def test_a_draft_that_is_far_off_still_learns(name: str) -> None:
     """All of p is on token 0 and z says e^-70 of it: as at temperature 0.1 with logits 7 apart.
-    The closed forms of kl, ce and nla are then q - onehot(0): a gradient of size 1."""
+    The closed forms of kl, soft_ce, ce and nla are then q - onehot(0): a gradient of size 1."""
     p = torch.eye(S, dtype=torch.float64)[:1]
     z = torch.zeros(1, S, dtype=torch.float64)
     z[0, 0] = -70
     label = torch.zeros(1, dtype=torch.long)
     z.requires_grad_()
-    LOSSES[name](pair_of(p, z.log_softmax(-1), label), CFG).sum().backward()
+    term(name, piece_of(p, z.log_softmax(-1), label), CFG).sum().backward()
     assert z.grad is not None and z.grad[0, 0].item() == pytest.approx(-1, abs=1e-6)
-
-
-# --- chunks ----------------------------------------------------------------------------------
-
-WIDTH, DEPTH = 5, 2
-
-
-class Head(nn.Module):
-    """A small unembedding at each depth, and a bias that is never read."""
-
-    def __init__(self, vocabulary: int = S, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
-        self.heads = nn.Parameter(torch.randn(DEPTH, WIDTH, vocabulary, dtype=dtype))
-        self.unused = nn.Parameter(torch.randn(3, dtype=dtype))
-
-    def part(self, name: str, p_NKS: Tensor) -> Callable[[Tensor, slice], tuple[Tensor, Tensor]]:
-        def part(piece_NKD: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            losses = []
-            for k in range(DEPTH):
-                logits = (piece_NKD[:, k] * self.scale) @ self.heads[k]
-                pair = pair_of(p_NKS[rows, k], logits.log_softmax(-1))
-                losses.append(LOSSES[name](pair, CFG).sum())
-            seen = torch.stack([loss.detach() for loss in losses])
-            return losses[0] + 0.8 * losses[1], seen
-
-        return part
-
-
-def chunk_case(n: int) -> tuple[Head, Tensor, Tensor]:
-    torch.manual_seed(3)
-    hidden = torch.randn(n, DEPTH, WIDTH, dtype=torch.float64, requires_grad=True)
-    return Head(), hidden, torch.stack([pruned(n), truncated(n)], 1)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 10, 11, 1000])
-@pytest.mark.parametrize("name", ["nla", "kl", "lk_hybrid"])
-def test_chunks_equal_the_plain_sum(name: str, chunk: int) -> None:
-    """10 rows: sizes that divide, that do not, the whole and beyond. The total is float32."""
-    head, hidden, p = chunk_case(10)
-    parameters = list(head.parameters())
-    part = head.part(name, p)
-    plain, plain_seen = part(hidden, slice(0, 10))
-    wanted = torch.autograd.grad(-3.5 * plain, [hidden, *parameters], allow_unused=True)
-    total, seen = chunked(part, hidden, parameters, chunk)
-    got = torch.autograd.grad(-3.5 * total, [hidden, *parameters], allow_unused=True)
-    assert total.item() == pytest.approx(plain.item(), rel=1e-6)
-    torch.testing.assert_close(seen, plain_seen, atol=1e-12, rtol=0)
-    assert not seen.requires_grad
-    assert got[-1] is None and wanted[-1] is None  # the parameter that is never read
-    for x, y in zip(got[:-1], wanted[:-1]):
-        torch.testing.assert_close(x, y, atol=1e-10, rtol=0)
-
-
-def test_chunks_of_a_deeper_graph_accumulate() -> None:
-    """hidden comes from a layer below; .backward() twice adds up, as anywhere in torch."""
-    head, below, p = chunk_case(10)
-    layer = nn.Linear(WIDTH, WIDTH).double()
-    trained = [*layer.parameters(), head.scale, head.heads]
-
-    def step(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        for x in trained:
-            x.grad = None
-        for _ in range(2):
-            run(layer(below)).backward()
-        return [x.grad for x in trained]
-
-    part = head.part("nla", p)
-    wanted = step(lambda h: part(h, slice(0, 10))[0])
-    got = step(lambda h: chunked(part, h, [head.scale, head.heads], 3)[0])
-    for x, y in zip(got, wanted):
-        torch.testing.assert_close(x, y, atol=1e-10, rtol=0)
-
-
-def test_chunks_without_gradients() -> None:
-    head, hidden, p = chunk_case(10)
-    part = head.part("tv", p)
-    wanted, wanted_seen = part(hidden, slice(0, 10))
-    with torch.no_grad():
-        total, seen = chunked(part, hidden, list(head.parameters()), 4)
-    assert not total.requires_grad
-    torch.testing.assert_close(total, wanted.detach())
-    torch.testing.assert_close(seen, wanted_seen)
-
-
-def test_chunks_where_the_head_alone_is_trained() -> None:
-    head, hidden, p = chunk_case(10)
-    part = head.part("nla", p)
-    wanted = torch.autograd.grad(part(hidden, slice(0, 10))[0], head.heads)
-    got = torch.autograd.grad(chunked(part, hidden.detach(), [head.heads], 4)[0], head.heads)
-    torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
-
-
-def test_no_rows_is_an_error() -> None:
-    head, hidden, p = chunk_case(2)
-    with pytest.raises(ValueError, match="no rows"):
-        chunked(head.part("nla", p), hidden[:0], list(head.parameters()), 4)
-
-
-def test_chunks_of_two_parameters_with_one_gradient() -> None:
-    """W = A + B, as where a correction is learnt beside its base: autograd returns one
-    tensor as the gradient of both."""
-    torch.manual_seed(4)
-    a, b = (nn.Parameter(torch.randn(WIDTH, S, dtype=torch.float64)) for _ in range(2))
-    hidden = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
-
-    def part(piece: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        return (piece @ (a + b)).square().sum(), torch.zeros(1)
-
-    wanted = torch.autograd.grad(part(hidden, slice(0, 6))[0], [a, b])
-    got = torch.autograd.grad(chunked(part, hidden, [a, b], 2)[0], [a, b])
-    torch.testing.assert_close(got, wanted)
-
-
-def test_chunks_of_a_parameter_with_an_expanded_gradient() -> None:
-    """The gradient of a plain sum is one number expanded, which cannot be added to in place."""
-    bias = nn.Parameter(torch.randn(WIDTH))
-    hidden = torch.randn(6, WIDTH, requires_grad=True)
-
-    def part(piece: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        return piece.sum() + len(piece) * bias.sum(), torch.zeros(1)
-
-    got = torch.autograd.grad(chunked(part, hidden, [bias], 2)[0], bias)[0]
-    assert torch.equal(got, torch.full((WIDTH,), 6.0))
-
-
-# --- memory ----------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes, forward or backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
-class Held:
-    """A tensor that autograd keeps for a backward pass."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-@contextmanager
-def kept_for_backward() -> Iterator[dict[str, int]]:
-    """Elements kept at once by all graphs together, `now` and at their `peak`."""
-    count = {"now": 0, "peak": 0}
-
-    def drop(elements: int) -> None:
-        count["now"] -= elements
-
-    def pack(tensor: Tensor) -> Held:
-        held = Held(tensor.detach())
-        count["now"] += tensor.numel()
-        count["peak"] = max(count["peak"], count["now"])
-        weakref.finalize(held, drop, tensor.numel())
-        return held
-
-    with saved_tensors_hooks(pack, lambda held: held.tensor):
-        yield count
-
-
-MANY_WORDS = 200  # wide beside WIDTH, so that logits are what fills the memory
-
-
-def memory(n: int, chunk: int, gradients: bool = True) -> tuple[int, int]:
-    """(elements of the largest tensor made, peak of elements kept for backward) over N rows."""
-    torch.manual_seed(5)
-    head = Head(MANY_WORDS, torch.float32)
-    hidden = torch.randn(n, DEPTH, WIDTH, requires_grad=gradients)
-    p = torch.rand(n, DEPTH, 2 * MANY_WORDS).softmax(-1)[..., :MANY_WORDS]
-    part = head.part("nla", p)
-    with torch.set_grad_enabled(gradients), kept_for_backward() as kept, Largest() as largest:
-        total, _ = chunked(part, hidden, list(head.parameters()), chunk)
-        if gradients:
-            total.backward()
-    return largest.elements, kept["peak"]
-
-
-def test_memory_of_chunks_does_not_grow_with_rows() -> None:
-    """Per row only hidden's own K·D numbers remain (its gradient), besides one chunk's logits.
-
-    The peak kept is the larger of a chunk's graph, which is constant, and the saved gradients,
-    N·K·D and the parameters' own numbers: with 256 rows still the graph.
-    """
-    logits = 8 * DEPTH * MANY_WORDS
-    few, many = memory(32, 8), memory(256, 8)
-    assert many[0] <= max(256 * DEPTH * WIDTH, logits) < 256 * MANY_WORDS
-    assert many[1] == few[1]
-    one, large = memory(8, 8), memory(64, 64)
-    assert few[1] <= one[1]  # a single chunk alone keeps as much
-    assert large[1] > 4 * one[1]  # and what is counted does grow with the chunk
-
-
-def test_memory_of_the_plain_sum_grows_with_rows() -> None:
-    """The same measure on the twin without chunks, so that the test above can fail."""
-    for n in (32, 256):
-        largest, kept = memory(n, n)
-        assert largest >= n * MANY_WORDS  # one depth's logits
-        assert kept >= n * DEPTH * MANY_WORDS
-
-
-def test_memory_without_gradients() -> None:
-    """Nothing is kept, and no tensor is larger than hidden or one chunk's logits."""
-    largest, kept = memory(256, 8, gradients=False)
-    assert kept == 0
-    assert largest <= max(256 * DEPTH * WIDTH, 8 * DEPTH * MANY_WORDS)

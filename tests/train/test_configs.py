@@ -26,7 +26,7 @@ import train
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
-from specdec.objectives.losses import LOSSES
+from specdec.objectives.losses import TERMS
 from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import (
     REPOSITORY,
@@ -42,13 +42,13 @@ from train import pipeline
 from train.config import Config, explain, quoted
 
 CONF = REPOSITORY / "conf"
-GROUPS = ["target", "data", "drafter", "loss", "optim", "sampler", "decode", "track"]
+GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode", "track"]
 NEEDED = {"target=model": "target.path=x", "data=conversations": "data.path=x"}  # ??? in the yaml
 
 
 def options(group: str) -> list[str]:
     found = {p.stem for p in (CONF / group).glob("*.yaml")}
-    found |= set(DRAFTERS) if group == "drafter" else set(LOSSES) if group == "loss" else set()
+    found |= set(DRAFTERS) if group == "drafter" else set(TERMS) if group == "objective" else set()
     return sorted(found)
 
 
@@ -90,8 +90,10 @@ def test_every_option_composes(chosen: str) -> None:
         assert isinstance(config, Config)
         assert "${" not in repr(config) and "???" not in repr(config)
     group, option = chosen.split("=")
-    if group in ("drafter", "loss"):
-        assert getattr(config, group).name == option
+    if group == "drafter":
+        assert config.drafter.name == option
+    if group == "objective" and option in TERMS:
+        assert config.objective.terms == {option: 1.0}
 
 
 def test_options_are_there() -> None:
@@ -123,9 +125,9 @@ def test_defaults_are_those_of_the_classes() -> None:
 @pytest.mark.parametrize(
     ("mistake", "parts"),
     [
-        ("loss.nam=kl", ["loss.nam", "did you mean 'name'"]),
-        ("+loss.foo=1", ["loss.foo", "known: .*name"]),
-        ("+loss.nam=kl", ["loss.nam", "did you mean 'name'"]),
+        ("objective.pr=token", ["objective.pr", "did you mean 'per'"]),
+        ("+objective.foo=1", ["objective.foo", "known: .*terms"]),
+        ("+objective.pr=token", ["objective.pr", "did you mean 'per'"]),
         ("+foo=1", ["'foo'", "known: .*target"]),
         ("+dat.path=x", ["'dat'", "did you mean 'data'"]),
         ("lop.rows=3", ["'lop", "did you mean 'loop'"]),
@@ -137,7 +139,15 @@ def test_defaults_are_those_of_the_classes() -> None:
         ("optim.betas=[a,b]", ["optim.betas", "[Ff]loat"]),
         ("drafter.depth=deep", ["drafter.depth", "deep", "[Ii]nteger"]),
         ("drafter=eagle4", ["drafter", "eagle4", "eagle3"]),
-        ("loss=nlaa", ["loss", "nlaa", "nla"]),
+        ("objective=nlaa", ["objective", "nlaa", "nla"]),
+        ("loss=kl", ["loss is called objective now", "objective=kl"]),
+        ("loss.depth_decay=1", ["loss is called objective now"]),
+        ("+loss.name=kl", ["loss is called objective now"]),
+        ("objective.terms.kll=1", [r"objective\.terms\.kll", "did you mean 'kl'"]),
+        ("objective.terms.nla=0", [r"objective\.terms is empty"]),
+        ("objective.constants.jsd.bta=1", [r"constants\.jsd\.bta", "did you mean 'beta'"]),
+        ("objective.per=row", [r"objective\.per", "sequence, token"]),
+        ("drafter.anchors.per_row=0", [r"anchors\.per_row=0", "1 or more"]),
         ("experiment=quick", ["experiment", "quick", "quickstart"]),
         ("target=smolm2", ["target", "smolm2", "smollm2"]),
         ("target=model", ["target.path", "[Mm]issing"]),
@@ -204,8 +214,8 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("loop.epochs=0", ["loop.epochs"]),
         ("loop.rows=1000", ["loop.rows", "fewer than one step"]),
         ("optim.betas=[0.9]", ["optim.betas"]),
-        ("loss.name=k", ["loss.name", "kl"]),
-        ("loss.chunk=0", ["loss.chunk"]),
+        ("objective.terms={k: 1}", [r"objective\.terms\.k is", "kl"]),
+        ("objective.chunk=0", ["objective.chunk"]),
         ("sampler.temperature=0", ["sampler.temperature=0", "train at 1"]),
         ("data.answers=datta", ["data.answers", "data"]),
         ("data.format=sharegtp", ["data.format", "did you mean 'sharegpt'"]),
@@ -378,7 +388,7 @@ def test_a_template_that_fails_on_every_conversation(
     [
         ("optim.lr=1e-4", r"optim\.lr=0\.005"),
         ("drafter.depth=1", r"drafter\.depth=2"),
-        ("loss=kl", r"loss\.name='nla'"),
+        ("objective=kl", r"objective\.terms={'nla': 1\.0}"),
         ("data.seed=7", r"data\.seed=0"),
     ],
 )
@@ -544,10 +554,10 @@ def test_a_card_of_another_version(
     ("mistakes", "parts"),
     [
         # while Hydra composes
-        (["loss.nam=kl"], ["loss.nam", "did you mean 'name'"]),
+        (["loss=kl"], ["objective=NAME", "objective=kl"]),
         (["drafter=eagle4"], ["eagle4", "eagle3"]),
         # in the job: after composition, then below train.run
-        (["+loss.foo=1"], ["loss.foo", "known"]),
+        (["+objective.foo=1"], ["objective.foo", "known"]),
         (["data.path=/no/such/file.jsonl"], ["/no/such/file.jsonl", "no such file"]),
         # under a sweeper
         (["-m", "loop.rows=abc,2"], ["loop.rows", "abc"]),

@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tests.tiny import (
     records,
 )
 from train import optim, pipeline
-from train.loop import OBJECTIVES, Diverged, LoopConfig, _order, _steps
+from train.loop import OBJECTIVES, Diverged, LoopConfig, _plan
 from train.optim import OptimConfig
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
@@ -150,8 +151,8 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
         rows = {int(n.split(".")[0]) for n in tensors}
         if len(rows) > count:
             count, shard = len(rows), path
-    order = list(_order(0, count, 2, 5))
-    bad, step = order[4][1], 5  # the second row of the fifth step
+    order = list(_plan(LoopConfig(), lambda _: rows_of(count), 2))
+    bad, step = order[4].rows[1], 5  # the second row of the fifth step
     tensors = load_file(shard)
     tensors[f"{bad}.final"][:] = math.nan
     save_file(tensors, shard)
@@ -341,17 +342,38 @@ def test_the_gradient_is_clipped_to_its_bound(
     assert seen == pytest.approx([1e-3] * 12, rel=1e-3)
 
 
+def rows_of(count: int) -> Any:
+    """A source of so many rows of 100 tokens."""
+    return SimpleNamespace(rows=[SimpleNamespace(ids=range(100))] * count)
+
+
+def plan(cfg: LoopConfig, *counts: int) -> list[tuple[list[int], int]]:
+    """Rows and planned length of every step of 2 rows; epoch e has `counts[e]` rows."""
+    steps = _plan(cfg, lambda epoch: rows_of(counts[min(epoch, len(counts) - 1)]), 2)
+    return [(step.rows, step.steps) for step in steps]
+
+
 def test_rows_of_a_run_by_hand() -> None:
     """7 rows in steps of 2: 3 steps an epoch, each row at most once in it, another order the
     next; 100 tokens a row and max_tokens=900: 900/200 = 4.5, rounded to 4 steps."""
-    steps = list(_order(0, 7, 2, 9))
+    steps = plan(LoopConfig(epochs=3), 7)
+    assert len(steps) == 9 and {planned for _, planned in steps} == {9}
     for epoch in range(3):
-        rows = [i for step in steps[3 * epoch : 3 * epoch + 3] for i in step]
+        rows = [i for step, _ in steps[3 * epoch : 3 * epoch + 3] for i in step]
         assert len(set(rows)) == 6 and set(rows) <= set(range(7))
-    assert steps[:3] != steps[3:6]
-    assert list(_order(0, 7, 2, 9)) == steps and list(_order(1, 7, 2, 9)) != steps
-    assert list(_order(0, 7, 2, 4)) == steps[:4]  # a shorter run is a prefix
-    assert _steps(LoopConfig(epochs=3), [100] * 7, 2) == 9
-    assert _steps(LoopConfig(epochs=3, max_tokens=900), [100] * 7, 2) == 4
-    assert _steps(LoopConfig(epochs=1, max_tokens=900), [100] * 7, 2) == 3
-    assert _steps(LoopConfig(epochs=3, max_tokens=1), [100] * 7, 2) == 1
+    orders = [rows for rows, _ in steps]
+    assert orders[:3] != orders[3:6]
+    assert plan(LoopConfig(epochs=3), 7) == steps != plan(LoopConfig(epochs=3, seed=1), 7)
+    # a shorter run is a prefix
+    assert [rows for rows, _ in plan(LoopConfig(epochs=3, max_tokens=900), 7)] == orders[:4]
+    assert len(plan(LoopConfig(epochs=1, max_tokens=900), 7)) == 3
+    assert len(plan(LoopConfig(epochs=3, max_tokens=1), 7)) == 1
+
+
+def test_an_epoch_may_bring_other_rows() -> None:
+    """4 rows, then 8, then 6: 2 + 4 + 3 steps; each epoch plans the rest as if its own count
+    stayed: 2 · 3 = 6, then 2 + 4 · 2 = 10, then 6 + 3 = 9."""
+    steps = plan(LoopConfig(epochs=3), 4, 8, 6)
+    assert [planned for _, planned in steps] == [6] * 2 + [10] * 4 + [9] * 3
+    for part, count in ((steps[:2], 4), (steps[2:6], 8), (steps[6:], 6)):
+        assert sorted(i for rows, _ in part for i in rows) == list(range(count))

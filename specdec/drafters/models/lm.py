@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.context import Context
@@ -140,10 +140,6 @@ class LM(Drafter):
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self._scale(self.model.get_output_embeddings()(hidden))
-
-    def unembed_parameters(self) -> list[nn.Parameter]:
-        head = self.model.get_output_embeddings()
-        return [p for p in head.parameters() if p.requires_grad]
 
     def new_cache(self) -> SlotCache:
         return new_cache(self.model.config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from specdec.context import Context
@@ -119,10 +119,6 @@ class Seq2SeqLM(Drafter):
         logits = self.model.get_output_embeddings()(hidden)
         bias = getattr(self.model, "final_logits_bias", None)
         return logits if bias is None else logits + bias[0]
-
-    def unembed_parameters(self) -> list[nn.Parameter]:
-        head = self.model.get_output_embeddings()
-        return [p for p in head.parameters() if p.requires_grad]
 
     def new_cache(self) -> Seq2SeqCache:
         return self.seq2seq.new_cache()

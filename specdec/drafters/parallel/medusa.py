@@ -99,9 +99,6 @@ class Medusa(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
 
-    def unembed_parameters(self) -> list[nn.Parameter]:
-        return [head.weight for head in self.lm_heads]  # type: ignore[misc]
-
     def begin(self, ctx: Context, cache: Any = None) -> "Parallel":
         return Parallel(self, ctx)
 

@@ -7,7 +7,7 @@ output. The tensors are named and shaped as vLLM and SGLang load them.
 Letters: D width, F features, S draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
+from specdec.drafters.base import AnchorsConfig
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
@@ -41,6 +42,7 @@ class Eagle3Config:
     start: str = "target"
     intermediate_size: int | None = None  # None: the target's
     norm_before_residual: bool = False
+    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
         rising = self.layers is None or (
@@ -148,5 +150,5 @@ class Eagle3(Recurrent):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def unembed_parameters(self) -> list[nn.Parameter]:
-        return [*self.norm.parameters(), *self.lm_head.parameters()]
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        return self.config.anchors.draw(valid_TK, generator)

@@ -1,0 +1,76 @@
+"""Held-out figures by teacher forcing: what a run is watched by, and what its best draft is."""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from specdec.errors import UserError
+from specdec.forcing.teacher import answers, predicted_rounds
+from train.features.store import Online
+
+
+@dataclass
+class ByDepth:
+    """α at each depth, over all positions, in its three variants."""
+
+    sampled: list[float]
+    greedy_draft: list[float]
+    greedy: list[float]
+
+
+@dataclass
+class HeldOut:
+    """`tau_*`: the tokens a pass that a decoder walking the held-out texts would emit; `alpha_*`:
+    the acceptance at depth 0 over all positions, of which there are `positions` at each depth."""
+
+    tau_greedy: float
+    tau_sampled: float
+    alpha_sampled: float
+    alpha_greedy: float
+    by_depth: ByDepth
+    positions: list[int]
+
+
+def evaluate(model: nn.Module, held_out: Online, rows: int, accelerator: Accelerator) -> HeldOut:
+    """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time.
+
+    Rows are spread over the processes; sums are reduced before they are divided. Raises UserError
+    where no answer is long enough to measure τ.
+    """
+    model.eval()
+    world, rank = accelerator.num_processes, accelerator.process_index
+    sums: Tensor | None = None
+    walks = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+    batches = -(-len(held_out.rows) // rows)
+    with torch.no_grad():
+        for n in range(-(-batches // world)):
+            # every process runs the same number of forwards; surplus ones count for nothing
+            index = n * world + rank
+            real = index < batches
+            index = index if real else 0
+            batch = held_out.batch(range(index * rows, min((index + 1) * rows, len(held_out.rows))))
+            table = model(batch, measure=True)
+            valid = table.anchors.valid_NK
+            columns = [valid.double(), *(x.double() for x in table.alpha)]
+            new = torch.stack([c.sum(0) for c in columns]) * real
+            sums = new if sums is None else sums + new
+            for answer in answers(table, batch) if real else []:
+                walks[:2] += torch.tensor(predicted_rounds(answer.alpha.greedy)).to(walks)
+                walks[2:] += torch.tensor(predicted_rounds(answer.alpha.sampled)).to(walks)
+    model.train()
+    assert sums is not None
+    sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")
+    count_K, sampled_K, greedy_draft_K, greedy_K = sums.cpu()
+    if not walks[1]:
+        raise UserError("held-out answers are too short to measure τ: lower drafter.depth")
+    shares = ((x / count_K.clamp_min(1)).tolist() for x in (sampled_K, greedy_draft_K, greedy_K))
+    return HeldOut(
+        tau_greedy=float(walks[0] / walks[1]),
+        tau_sampled=float(walks[2] / walks[3]),
+        alpha_sampled=float(sampled_K[0] / count_K[0]),
+        alpha_greedy=float(greedy_K[0] / count_K[0]),
+        by_depth=ByDepth(*shares),
+        positions=count_K.long().tolist(),
+    )
