@@ -1,6 +1,8 @@
 """Progress for people: bars in a terminal, a line now and then in a file."""
 
+import sys
 import time
+from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -49,3 +51,9 @@ def bars(console: Console, shown: bool = True) -> Progress:
     if shown and not console.is_terminal:
         return Lines(*columns, console=console, disable=True)
     return Progress(*columns, console=console, disable=not shown)
+
+
+@cache
+def tell(line: str) -> None:
+    """Print a line about this process on stderr, once; it appears above bars that are shown."""
+    print(line, file=sys.stderr, flush=True)

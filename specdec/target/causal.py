@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specdec.context import Context, Needs
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, model_inputs, new_cache, size
-from specdec.runtime.compiled import Pass, compiled
+from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import Target, concatenated
 from specdec.target.checks import check_causal
 
@@ -112,7 +112,7 @@ class CausalTarget(Target):
             final = out.last_hidden_state
             return final, concatenated(seen, needs), self.logits(final)
 
-        built = self._compiled[needs] = compiled(run, self.device)
+        built = self._compiled[needs] = Compiled(run, self.device)
         return built
 
 

@@ -298,7 +298,7 @@ def test_compiled_passes_decode_the_same(
     fact."""
     drafter = make_drafter(name, target, noise=0.05)
     passes: list[int] = []
-    build = module.compiled
+    build = module.Compiled
 
     def counted(run: module.Pass, device: torch.device) -> module.Pass:
         built = build(run, device)
@@ -309,7 +309,7 @@ def test_compiled_passes_decode_the_same(
 
         return call
 
-    monkeypatch.setattr(module, "compiled", counted)  # which drafts call, and the target does not
+    monkeypatch.setattr(module, "Compiled", counted)  # which drafts call, and the target does not
     cases: list[tuple[Shape, list[list[int]]]] = [(Chain(2), PROMPTS[:2])]
     if name == "eagle3":
         cases.append((Dynamic(2, 5, 3), PROMPTS[1:2]))

@@ -127,7 +127,7 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_is_not_faster(
         assert not answer.used and "differs" in answer.reason
     put("product", lambda x, w, b: right(x, w))
     for ours, used in ((1.0, False), (0.95, False), (0.5, True)):
-        monkeypatch.setattr(probes, "seconds", lambda *_, own=ours: [own, 1.0])
+        monkeypatch.setattr(probes, "seconds", lambda *_, own=ours, **__: [own, 1.0])
         assert probe(*shape).used is used
 
 

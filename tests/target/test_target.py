@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.context import Needs
 from specdec.drafters.models.lm import LM
 from specdec.errors import UserError
-from specdec.runtime import compiled
 from specdec.target.attention import grouped_attention
 from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import architectures, make_tokenizer
@@ -114,16 +113,3 @@ def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path,
                 ctx.layers_BTF[b, part], alone.layers_BTF[0], atol=1e-4, rtol=1e-4
             )
     assert final[1, 3:].abs().max() == ctx.layers_BTF[1, 3:].abs().max() == 0
-
-
-@pytest.mark.slow
-def test_too_many_graphs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "GRAPHS", 1)
-    target = load_target(TargetConfig(str(saved(tmp_path, "llama")), dtype="float32", device="cpu"))
-    cache = target.new_cache(capacity=256)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):  # restores what the target sets
-        target.step(torch.tensor([[5]]), Needs(), cache)
-        with pytest.raises(UserError, match="more than 1 graphs"):
-            target.step(torch.tensor([[5, 6]]), Needs(), cache)
-    torch._dynamo.reset()

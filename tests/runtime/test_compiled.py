@@ -1,0 +1,115 @@
+"""Compiled passes: a graph is used where it is built, agrees and is as fast; otherwise the pass
+runs as it stands, and one line says so.
+
+Run alone: python -m pytest tests/runtime/test_compiled.py
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
+
+from specdec.context import Needs
+from specdec.progress import tell
+from specdec.runtime import compiled, probes
+from specdec.runtime.cache import SlotCache
+from specdec.runtime.compiled import Compiled
+from tests.tiny import architectures, random_target
+
+CPU = torch.device("cpu")
+
+
+def double(cache: SlotCache, x: Tensor) -> tuple[Tensor, None]:
+    return 2 * x, None
+
+
+def fails(cache: SlotCache, x: Tensor) -> tuple[Tensor, None]:
+    raise RuntimeError("InvalidCxxCompiler: no g++ was found\nand a trace")
+
+
+def nearly(cache: SlotCache, x: Tensor) -> tuple[Tensor, None]:
+    return 2.02 * x, None
+
+
+def with_graph(monkeypatch: pytest.MonkeyPatch, graph: Any, times: tuple[float, float]) -> Compiled:
+    """A pass whose graph is the test's own, and takes the first of the two times."""
+    tell.cache_clear()
+    monkeypatch.setattr(compiled, "_graph", lambda run, device: graph)
+    monkeypatch.setattr(probes, "seconds", lambda *_, **__: list(times))
+    return Compiled(double, CPU)
+
+
+@pytest.mark.parametrize(
+    ("graph", "times", "used", "told"),
+    [
+        (lambda cache, x: (x + x, None), (1.0, 1.5), True, ""),
+        (lambda cache, x: (x + x, None), (1.5, 1.0), False, "0.67 times as fast as without"),
+        (fails, (1.0, 2.0), False, "InvalidCxxCompiler: no g++ was found"),
+        (nearly, (1.0, 2.0), False, "differs by 1.0e-02"),
+    ],
+    ids=["faster", "slower", "no compiler", "disagrees"],
+)
+def test_a_graph_is_used_where_it_runs_agrees_and_is_as_fast(
+    graph: Callable[..., Any],
+    times: tuple[float, float],
+    used: bool,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, cache = with_graph(monkeypatch, graph, times), SlotCache(1, 256)
+    for _ in range(2):
+        assert torch.equal(one(cache, x=torch.ones(1, 4))[0], torch.full((1, 4), 2.0))
+    assert list(one.ways.values()) == [graph if used else double]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (told != "") and all(told in line for line in lines)
+
+
+def test_each_shape_is_chosen_for_once_and_no_more_than_a_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def graph(cache: SlotCache, x: Tensor) -> tuple[Tensor, None]:
+        calls.append(x.shape[1])
+        return double(cache, x)
+
+    monkeypatch.setattr(compiled, "GRAPHS", 2)
+    one, cache = with_graph(monkeypatch, graph, (1.0, 2.0)), SlotCache(1, 256)
+    for tokens in (1, 2, 1, 2, 3, 3, 4):
+        one(cache, x=torch.ones(1, tokens))
+    assert calls == [1, 1, 2, 2, 1, 2]  # compared once and then run; what comes later, never
+    assert capsys.readouterr().err.count("further passes than these 2 run uncompiled") == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_pass_is_the_pass_and_leaves_the_settings_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A real graph of a tiny target, used whatever its speed; its logits are those of an eager
+    pass over a growing cache."""
+
+    def settings() -> list[Any]:
+        dynamo = [getattr(dynamo_config, name) for name in compiled.DYNAMO]
+        return [*dynamo, inductor_config.freezing, inductor_config.cpp.enable_concat_linear]
+
+    before = settings()
+    monkeypatch.setattr(probes, "seconds", lambda *_, **__: [1.0, 2.0])
+    target = random_target(architectures(31, 2)["llama"])
+    fixed, growing = target.new_cache(256), target.new_cache()
+    with torch.inference_mode():
+        for ids in ([[5]], [[7]], [[3]]):  # one graph: each takes seconds
+            found, expected = (
+                target.step(torch.tensor(ids), Needs((1,)), cache) for cache in (fixed, growing)
+            )
+            torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found[0].layers_BTF, expected[0].layers_BTF)
+            fixed.keep([len(ids[0])]), growing.keep([len(ids[0])])
+    (passes,) = target._compiled.values()  # type: ignore[attr-defined]
+    assert isinstance(passes, Compiled) and len(passes.ways) == 1
+    assert set(passes.ways.values()) == {passes.graph}
+    assert settings() == before
