@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdec.decoding.answers import Generation
 from specdec.decoding.decode import generate
@@ -20,7 +19,8 @@ from specdec.drafters import Drafter
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
-from specdec.measure.evaluate import forced_answers
+from specdec.measure.forced import along
+from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
@@ -110,17 +110,14 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     for result in results:
         text = result.ids + result.overrun
-        answer = forced_answers(forcing, target, result.prompt, text, Sampler(1.0))
-        greedy_TK = torch.cat([a.alpha.greedy for a in answer])[:, : min(3, drafter.depth)]
-        starts = [r.anchor - answer[0].start for r in result.rounds]
-        counted = [(s, r.accepted) for s, r in zip(starts, result.rounds, strict=True)]
+        found = along(forcing, target, result.prompt, text).alpha.greedy
+        greedy_TK = found[:, : min(3, drafter.depth)]
+        starts = [r.anchor - len(result.prompt) for r in result.rounds]
         forced = greedy_TK.cumprod(-1).sum(-1).long().tolist()
-        inside = [(s, n) for s, n in counted if s < len(forced)]
-        assert inside == [(s, forced[s]) for s, _ in inside]
-        assert len(inside) >= len(counted) - drafter.depth
+        assert [forced[s] for s in starts] == [r.accepted for r in result.rounds]
         if drafter.depth == 3:  # the walk finds those anchors by itself
             walked = visits(greedy_TK).nonzero()[:, 0].tolist()
-            assert walked[: len(inside)] == [s for s, _ in inside]
+            assert walked[: len(starts)] == starts
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram"])
@@ -145,25 +142,23 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
             seed=seed,
         )
         text = result.ids + result.overrun
-        for answer in forced_answers(forcing, target, prompt, text, Sampler(1.0)):
-            beta = answer.alpha.sampled[:, 0]
-            for r in result.rounds:
-                if 0 <= (at := r.anchor - answer.start) < len(beta):
-                    gap += (r.accepted > 0) - float(beta[at])
-                    variance += float(beta[at] * (1 - beta[at]))
-                    rounds += 1
+        beta = along(forcing, target, prompt, text).alpha.sampled[:, 0]
+        for r in result.rounds:
+            if (at := r.anchor - len(prompt)) + 1 < len(text):
+                gap += (r.accepted > 0) - float(beta[at])
+                variance += float(beta[at] * (1 - beta[at]))
+                rounds += 1
     assert rounds > 200
     assert abs(gap) < 4 * max(variance, 1) ** 0.5
 
 
 def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
     run = runs / "eagle3"
-    results = json.loads((run / "report" / "results.json").read_text())
-    assert [at["temperature"] for at in results["temperatures"]] == [0.0, 1.0]
-    greedy = results["temperatures"][0]
-    assert sum(greedy["accepted_lengths"]) == greedy["rounds"]
-    emitted = sum((n + 1) * c for n, c in enumerate(greedy["accepted_lengths"]))
-    assert greedy["tau"]["value"] == pytest.approx(emitted / greedy["rounds"])
+    greedy, sampled = Results.read(run / "report").temperatures
+    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
+    assert sum(greedy.accepted_lengths) == greedy.rounds
+    emitted = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))
+    assert greedy.tau.value == pytest.approx(emitted / greedy.rounds)
     for name in ("report.md", "alpha.png", "accepted.png", "training.png"):
         assert (run / "report" / name).stat().st_size > 500
     assert (run / "export" / "config.json").exists()

@@ -23,11 +23,12 @@ from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError, require
-from specdec.files import make_folder, write_whole
+from specdec.files import make_folder, record, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
-from specdec.measure.evaluate import evaluate
+from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.results import Results, Training
 from specdec.progress import bars
 from specdec.report import report
 from specdec.runtime.probes import native_dtype
@@ -41,7 +42,7 @@ from train.data.split import split_documents, split_prompts
 from train.data.template import Document, Prompt, prompt_of
 from train.features.store import Disk, Online
 from train.loop import Diverged, Outcome, train
-from train.tracking import Tracker, read
+from train.tracking import Tracker, curve
 
 console = Console(highlight=False, soft_wrap=True)
 DIVERGED = 0.0  # the objective of a diverged trial: finite, since a sweeper dies of NaN
@@ -174,7 +175,7 @@ def _run(
     if main:
         results = _finish(cfg, folder, target, texts, outcome, tracker, progress)
         if objective is None:
-            objective = results["temperatures"][0]["tau"]["value"]
+            objective = results.temperatures[0].tau.value
     accelerator.wait_for_everyone()
     return float(objective if objective is not None else DIVERGED)
 
@@ -288,34 +289,24 @@ def _finish(
     outcome: Outcome | None,
     tracker: Tracker,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Results:
     """Measure the best draft with the decoder; report, W&B and export."""
     drafter = drafts.load(folder / "best", target)
     count = min(len(texts.prompts), cfg.decode.prompts)
     task = progress.add_task("decoding", total=count * len(cfg.decode.temperatures))
     results = evaluate(
-        target,
-        drafter,
+        Subject(cfg.name, target, drafter, cfg.data.path),
         [p.ids.tolist() for p in texts.prompts],
         cfg.decode,
         lambda line: progress.update(task, advance=1, description=f"decoding  {line}"),
+        [p.words for p in texts.prompts],
     )
     progress.remove_task(task)
-    results |= {
-        "name": cfg.name,
-        "drafter": dataclasses.asdict(cfg.drafter),
-        "target": target.name,
-        "data": cfg.data.path,
-        "training": outcome
-        and dataclasses.asdict(outcome) | {"tokens_per_second": outcome.tokens_per_second},
-    }
-    pictures = report.write(folder / "report", results, read(folder / "metrics.jsonl"))
-    for at in results["temperatures"]:
-        rows = [(s["prompt"], s["answer"], s["tau"]) for s in at["samples"]]
-        tracker.table(f"samples T={at['temperature']:g}", ("prompt", "answer", "tau"), rows)
-    tracker.images(pictures)
-    tracker.summary(report.headline(results))
-    tracker.artifact(folder / "best", f"{cfg.name}-draft", report.headline(results))
+    if outcome is not None:
+        ended = record(Training, dataclasses.asdict(outcome), "the outcome of training")
+        results.training = replace(ended, curve=curve(folder / "metrics.jsonl"))
+    pictures = report.write(folder / "report", results)
+    tracker.report(results, pictures, folder / "best")
     console.print(report.summary(results))
     console.print(f"report: {folder / 'report' / 'report.md'}")
     if cfg.export is not None and export.layout_names(cfg.drafter.name):

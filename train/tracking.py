@@ -1,18 +1,24 @@
 """Where a run's figures go: metrics.jsonl always, Weights & Biases where it is wanted."""
 
-import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec.errors import nearest, require
 from specdec.files import write_whole
+from specdec.measure.results import Curve, Results
 from train.data.jsonl import records
 
+if TYPE_CHECKING:
+    from wandb import Run
+
+    from train.config import Config
+
+Figures = Mapping[str, object]  # numbers, lists of them, and such mappings by name
 MODES = ("offline", "online", "disabled")
 
 
@@ -37,17 +43,17 @@ class Tracker:
     """
 
     def __init__(
-        self, cfg: TrackConfig, folder: Path, name: str, config: Any, main: bool = True
+        self, cfg: TrackConfig, folder: Path, name: str, config: "Config", main: bool = True
     ) -> None:
         self.path = folder / "metrics.jsonl"
         self.main = main
-        self._wandb: Any = None
+        self._run: Run | None = None
         if not main or cfg.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self._wandb = wandb.init(
+        self._run = wandb.init(
             project=cfg.project,
             entity=cfg.entity,
             name=name,
@@ -55,61 +61,65 @@ class Tracker:
             resume="allow",
             dir=folder,
             mode=cfg.mode,  # type: ignore[arg-type]
-            config=dataclasses.asdict(config),
+            config=asdict(config),
         )
 
-    def log(self, step: int, record: dict[str, Any]) -> None:
-        """One record at a step; nested lists become `name/0`, `name/1`, … in W&B."""
+    def log(self, step: int, figures: Figures) -> None:
+        """Figures at a step; the entries of a list become `name/0`, `name/1`, … in W&B."""
         if not self.main:
             return
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **record}) + "\n")
-        if self._wandb:
-            self._wandb.log(_flat(record), step=step)
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+        if self._run:
+            self._run.log(_flat(figures), step=step)
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: a resumed run writes them again."""
         if self.main and self.path.exists():
-            kept = [r for r in read(self.path) if r["step"] <= step]
+            kept = [r for r in records(self.path, ("step",)) if r["step"] <= step]
             write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        if self._wandb:
-            import wandb
+    def report(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
+        """The results of a run in W&B: samples, plots, a summary, and the draft as an artifact,
+        which is never loaded back through W&B."""
+        if not self._run:
+            return
+        import wandb
 
-            table = wandb.Table(columns=list(columns), data=[list(r) for r in rows])
-            self._wandb.log({name: table})
-
-    def artifact(self, folder: Path, name: str, metadata: dict[str, Any]) -> None:
-        """The checkpoint as a W&B artifact (it is never loaded back through W&B)."""
-        if self._wandb:
-            import wandb
-
-            allowed = re.sub(r"[^\w.-]", "-", name)
-            artifact = wandb.Artifact(allowed, type="model", metadata=metadata)
-            artifact.add_dir(str(folder))
-            self._wandb.log_artifact(artifact)
-
-    def images(self, pictures: dict[str, Path]) -> None:
-        if self._wandb:
-            import wandb
-
-            self._wandb.log({k: wandb.Image(str(p)) for k, p in pictures.items()})
-
-    def summary(self, figures: dict[str, Any]) -> None:
-        if self._wandb:
-            self._wandb.summary.update(_flat(figures))
+        for at in results.temperatures:
+            rows = [[s.prompt, s.answer, s.tau] for s in at.samples]
+            table = wandb.Table(columns=["prompt", "answer", "tau"], data=rows)
+            self._run.log({f"samples T={at.temperature:g}": table})
+        self._run.log({name: wandb.Image(str(path)) for name, path in pictures.items()})
+        figures = results.headline()
+        self._run.summary.update(figures)
+        name = re.sub(r"[^\w.-]", "-", f"{results.name}-draft")
+        artifact = wandb.Artifact(name, type="model", metadata=dict(figures))
+        artifact.add_dir(str(draft))
+        self._run.log_artifact(artifact)
 
     def close(self) -> None:
         """End the W&B run, so that the next trial of a sweep begins one of its own."""
-        if self._wandb:
-            self._wandb.finish()
-            self._wandb = None
+        if self._run:
+            self._run.finish()
+            self._run = None
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a metrics.jsonl; a line that is damaged or cut short is left out."""
-    return records(path, ("step",)) if path.exists() else []
+def curve(path: Path) -> Curve | None:
+    """The course of training in a metrics.jsonl, whose damaged lines are left out; None where
+    nothing was trained."""
+    if not path.exists():
+        return None
+    train, held_out = (records(path, ("step", side)) for side in ("train", "held_out"))
+    if not train:
+        return None
+    return Curve(
+        [r["step"] for r in train],
+        [r["train"]["loss"][0] for r in train],
+        [r["train"]["sampled"] for r in train],
+        [r["step"] for r in held_out],
+        [r["held_out"]["by_depth"]["sampled"] for r in held_out],
+    )
 
 
 def _run_id(folder: Path) -> str:
@@ -120,10 +130,10 @@ def _run_id(folder: Path) -> str:
     return path.read_text()
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
+def _flat(figures: Figures, prefix: str = "") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for key, value in figures.items():
+        if isinstance(value, Mapping):
             out |= _flat(value, f"{prefix}{key}/")
         elif isinstance(value, list):
             out |= {f"{prefix}{key}/{i}": x for i, x in enumerate(value)}

@@ -7,7 +7,7 @@ state and three numbers a position (`sampler.Summary`), normalised over the full
 Letters: B batch, T time, N anchors of all rows, K depth, D width, S draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
 from specdec.theory.alpha import Acceptance, acceptance, expected_tokens, visits
 
+Columns = Callable[[Piece], tuple[Tensor, ...]]
 STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")
 
 
@@ -45,6 +46,7 @@ class Table(NamedTuple):
 
     anchors: Anchors
     alpha: Acceptance  # each [N, K]; 0 where not valid
+    more: tuple[Tensor, ...] = ()  # further columns [N, K] that were asked for
 
 
 def summarise(target: Target, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
@@ -139,15 +141,17 @@ class TeacherForcing(nn.Module):
         anchors: Sequence[Anchors] | None = None,
         moment: Moment | None = None,
         measure: bool = False,
+        more: Columns | None = None,
     ) -> tuple[Tensor, Tensor] | Table:
-        """Summed loss and statistics [K, 5] over `STATISTICS`; or, to `measure`, a `Table`.
+        """Summed loss and statistics [K, 5] over `STATISTICS`; or, to `measure`, a `Table`, with
+        the columns that `more` computes.
 
         `anchors` are those of each row; None, as to measure: all valid positions. Through
         `forward` alone, so that DDP and FSDP see every use of the weights. The loss is
         Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total.
         """
         if measure:
-            return self._table(batch)
+            return self._table(batch, more)
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))
         depth = self.drafter.train_depth
         chosen = self._all(batch, depth) if anchors is None else together(anchors)
@@ -180,7 +184,7 @@ class TeacherForcing(nn.Module):
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         return chunked(part, hidden_NKD, parameters, self.objective.chunk)
 
-    def _table(self, batch: Batch) -> Table:
+    def _table(self, batch: Batch, more: Columns | None) -> Table:
         depth = self.drafter.depth
         anchors = self._all(batch, depth)
         where_BA, slot_N = _grid(anchors, len(batch.mask_BT))
@@ -189,9 +193,10 @@ class TeacherForcing(nn.Module):
         found, chunk = [], self.objective.chunk
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
-            found.append(acceptance(self._piece(batch, anchors, hidden_NKD[rows], rows)))
-        alpha = (torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True))
-        return Table(anchors, Acceptance(*alpha))
+            piece = self._piece(batch, anchors, hidden_NKD[rows], rows)
+            found.append((*acceptance(piece), *(more(piece) if more else ())))
+        columns = [torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True)]
+        return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
 
     def _all(self, batch: Batch, depth: int) -> Anchors:
         ctx = batch.ctx

@@ -5,18 +5,21 @@ Whatever is compared takes turns, so that a change of the machine in between fal
 Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted).
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from specdec.context import Needs
-from specdec.decoding.decode import capacity, decode
+from specdec.context import Context, Needs
+from specdec.decoding.decode import capacity, decode, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
-from specdec.drafters.base import Drafter, last_of
+from specdec.drafters.base import Drafter
+from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
@@ -59,21 +62,8 @@ def costs(
     the room for `max_new_tokens`. Of a prompt that leaves the draft no positions, only the end
     is read.
     """
-    if drafter.positions is not None:
-        prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
-    half = max(1, len(prompt) // 2)
-    prompts = [prompt[b % half :] for b in range(batch)]  # of unequal lengths, as in decoding
-    rows = Rows(prompts, target.device)
     slots = capacity(len(prompt) + max_new_tokens, drafter, shape) if compiled else None
-    cache = target.new_cache(slots)
-    draft_cache = drafter.compiled_cache(slots) if slots else drafter.new_cache()
-    features, final = target.features(rows.ids(), drafter.needs, cache=cache)
-    counts = [len(p) for p in prompts]
-    cache.keep(counts)
-    first = target.logits(last_of(final, counts)).argmax(-1).tolist()
-    rows.extend([[token] for token in first], features, counts, None)
-    choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
-    ctx = rows.context(cache)
+    rows, cache, draft = _prepared(target, drafter, prompt, shape, batch, slots)
 
     def verify(count: int, needs: Needs, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
@@ -86,18 +76,69 @@ def costs(
     width = min(1 + shape.nodes, room)
     parts: list[Callable[[], object]] = [
         lambda: verify(1, Needs()),
-        lambda: drafter.draft(ctx, shape, choose, draft_cache),
+        draft,
         lambda: verify(width, drafter.needs, not isinstance(shape, Chain)),
     ]
     times = [[_seconds(part, target) for part in parts] for _ in range(turns + 2)][2:]
-    plain, draft, checked = map(list, zip(*times, strict=True))
+    plain, drafted, checked = map(list, zip(*times, strict=True))
     return Costs(
         step_seconds=median_interval(plain),
         verify_seconds=median_interval(checked),
-        draft_seconds=median_interval(draft),
-        c=median_interval([t / shape.depth for t in draft], plain),
+        draft_seconds=median_interval(drafted),
+        c=median_interval([t / shape.depth for t in drafted], plain),
         v=median_interval(checked, plain),
     )
+
+
+@torch.inference_mode()
+def operations_ratio(
+    target: Target, drafter: Drafter, prompt: Sequence[int], gamma: int
+) -> float | None:
+    """ĉ, the arithmetic operations of one draft step over those of one step of the target
+    (Definition 3.10), counted in products of matrices while drafting γ tokens once. None where
+    they are computed by operators that cannot be counted."""
+    rows, cache, draft = _prepared(target, drafter, prompt, Chain(gamma))
+    draft()  # the draft's own prefill is not counted
+    with FlopCounterMode(display=False, custom_mapping=_packed_product()) as counter:
+        draft()
+        drafted = counter.get_total_flops()
+        target.step(rows.anchors(), Needs(), cache, None)
+        step = counter.get_total_flops() - drafted
+    return drafted / gamma / step if step else None
+
+
+def _prepared(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    shape: Shape,
+    batch: int = 1,
+    slots: int | None = None,
+) -> tuple[Rows, SlotCache, Callable[[], object]]:
+    """Rows that have read the prompt and stand at an anchor, the target's cache of them, and a
+    call that drafts there. With `slots`, caches are of that fixed size and passes are compiled."""
+    if drafter.positions is not None:
+        prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
+    half = max(1, len(prompt) // 2)
+    prompts = [list(prompt[b % half :]) for b in range(batch)]  # of unequal lengths
+    cache = target.new_cache(slots)
+    draft_cache = drafter.compiled_cache(slots) if slots else drafter.new_cache()
+    rows, first_BV = prefill(target, prompts, drafter.needs, cache)
+    first = first_BV.argmax(-1).tolist()
+    rows.extend([[token] for token in first], Context(rows.ids()), [0] * batch, None)
+    choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
+    ctx = rows.context(cache)
+    return rows, cache, lambda: drafter.draft(ctx, shape, choose, draft_cache)
+
+
+def _packed_product() -> dict[object, Callable[..., int]]:
+    """How many operations a product by a packed weight takes, for torch's counter."""
+    operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+    def count(x: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
+        return 2 * x[-1] * math.prod(out_shape)
+
+    return {operator: count} if operator is not None else {}
 
 
 def _seconds(run: Callable[[], object], target: Target) -> float:

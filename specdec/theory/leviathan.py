@@ -23,14 +23,14 @@ Alpha = float | Sequence[float]
 PassCost = Callable[[int], float]  # v by γ: a pass over γ + 1 tokens, in target steps
 
 
-def divergence(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+def divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """D_LK(p, q) = Σ_x |p(x) - (p(x) + q(x)) / 2| [N], in 0 … 1 (Definition 3.2).
 
-    It is total variation, and 1 - Σ_x min(p, q) (Lemma 3.3), so that β = 1 - D_LK (Theorem
-    3.5) and α = 1 - E[D_LK] (Corollary 3.6); β itself is `metrics.overlap`. q may be pruned
-    only if it is given with zeros over the whole vocabulary of p.
+    It is total variation, and 1 - Σ_x min(p, q) (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5)
+    and α = 1 - E[D_LK] (Corollary 3.6); β itself is `alpha.overlap`. Both may be given over a
+    draft vocabulary alone, p normalised over the whole one: what p has outside it, q has not.
     """
-    return (p_NV - q_NV).abs().sum(-1) / 2
+    return ((p_NS - q_NS).abs().sum(-1) + (1 - p_NS.sum(-1)).clamp_min(0)) / 2
 
 
 def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
@@ -53,7 +53,7 @@ def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
 def expected_tokens(alpha: Alpha, gamma: int) -> float:
     """E[tokens per target pass], the bonus token included: τ as foreseen (Equation 1).
 
-    Raises as `tokens_by_gamma`. By depth over many positions at once: `metrics.expected_tokens`.
+    Raises as `tokens_by_gamma`. By depth over many positions at once: `alpha.expected_tokens`.
     """
     return tokens_by_gamma(alpha, gamma)[-1]
 

@@ -1,4 +1,4 @@
-"""Evaluation in batches: the counts of one prompt at a time, the seconds of whole batches.
+"""Evaluation: counts that agree with each other, in batches too; what is chosen by temperature.
 
 Run alone: python -m pytest tests/measure/test_evaluate.py
 """
@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 
+from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import Drafter
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.measure import evaluate as module
-from specdec.measure.evaluate import evaluate
-from specdec.report import report
+from specdec.measure.costs import Costs
+from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.results import Results
+from specdec.report import markdown
 from specdec.target.base import Target
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 TOKENIZER = make_tokenizer()
-RUN: dict[str, Any] = {"name": "run", "drafter": {"name": "medusa"}, "target": "tiny"}
-RUN |= {"data": "prompts", "training": None}
-
 PROMPTS = [[5, 9, 7, 3], [8, 4], [6, 6, 9, 10, 11], [12, 5, 4], [7]]
+GREEDY = DecodeConfig(prompts=5, max_new_tokens=12, temperatures=[0.0])
 
 
 @pytest.fixture(scope="module")
@@ -32,75 +33,142 @@ def target() -> Target:
     return target
 
 
-def medusa(target: Target) -> Drafter:
-    return random_drafter(MedusaConfig(depth=2, draft_vocab=None), target, 0.05)
+def medusa(target: Target, depth: int = 2) -> Drafter:
+    return random_drafter(MedusaConfig(depth=depth, draft_vocab=None), target, 0.05)
+
+
+def lm(target: Target, noise: float = 0.1) -> Drafter:
+    return random_drafter(LMConfig(depth=3, layers=[0, 1, 2, 3]), target, noise)
+
+
+def measured(target: Target, drafter: Drafter, cfg: DecodeConfig, **options: Any) -> Results:
+    return evaluate(Subject("run", target, drafter, "prompts"), PROMPTS, cfg, **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"batch": 2},
+        {"max_new_tokens": 3},
+        {"gamma": 1},
+        {"length": "confidence", "settings": {"threshold": 0.2}},
+    ],
+    ids=str,
+)
+def test_visited_anchors_are_what_the_decoder_counts(
+    target: Target, change: dict[str, Any]
+) -> None:
+    """The same rounds on both sides, cut ones too: equal, not close. The draft is the target with
+    noise, so that rounds accept any number of tokens."""
+    (at,) = measured(target, lm(target), replace(GREEDY, **change)).temperatures
+    visited = at.alpha.visited.greedy
+    assert [x.value for x in visited] == [x.value for x in at.reached]
+    assert {x.n for x in visited} == {at.rounds} and at.identical == 5
+    assert 0 < sum(at.accepted) < sum(at.drafted)
+    rounds = [(p.emitted, p.rounds) for p in at.prompts]
+    assert at.rounds == sum(n for _, n in rounds)
+    assert at.tau.value == sum(emitted for emitted, _ in rounds) / at.rounds
+
+
+def test_a_draft_of_fewer_positions_is_measured() -> None:
+    """The first prompt takes all 16 of them and more; of the second, of 2 tokens, 14 tokens of the
+    answer remain, 11 of which three others follow. Rounds beyond them draft nothing."""
+    short = random_target(architectures(len(TOKENIZER), 4, positions=16)["gpt2"])
+    short.tokenizer = TOKENIZER
+    drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
+    with pytest.raises(Exception, match="16 positions"):
+        evaluate(Subject("run", short, drafter, "prompts"), [PROMPTS[0] * 5], GREEDY)
+    cfg = replace(GREEDY, max_new_tokens=14)
+    (at,) = evaluate(Subject("run", short, drafter, "prompts"), [PROMPTS[1]], cfg).temperatures
+    assert [x.n for x in at.alpha.all.greedy] == [11, 11, 11]
+    assert [x.value for x in at.alpha.visited.greedy] == [x.value for x in at.reached]
+    assert at.identical == 1
 
 
 def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
     """Of 5 prompts, in batches of 2, 2 and 1; random heads draft, so that rounds differ."""
-    drafter = medusa(target)
-    results = {
-        batch: evaluate(
-            target, drafter, PROMPTS, DecodeConfig(batch=batch, prompts=5, max_new_tokens=12)
-        )
-        for batch in (1, 2)
-    }
-    for one, two in zip(*(results[b]["temperatures"] for b in (1, 2)), strict=True):
-        for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "identical"):
-            assert one[key] == two[key], key
-        assert 0 < sum(one["accepted"]) < sum(one["drafted"])
-    assert results[2]["batch"] == 2
-    assert "batch 2," in report.markdown(results[2] | RUN, {})
+    cfg = replace(GREEDY, temperatures=[0.0, 1.0])
+    results = {b: measured(target, medusa(target), replace(cfg, batch=b)) for b in (1, 2)}
+    for one, two in zip(*(results[b].temperatures for b in (1, 2)), strict=True):
+        for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "prompts", "alpha"):
+            assert getattr(one, key) == getattr(two, key), key
+        assert 0 < sum(one.accepted) < sum(one.drafted)
+    assert results[2].batch == 2 and "batch 2," in markdown.page(results[2], {})
 
 
 def test_a_lossy_rule_is_called_so(target: Target) -> None:
     """Typical acceptance at T = 0 is greedy decoding; lenience is lossy at every temperature."""
     for rule, lossy in (("typical", [False, True]), ("lenience:factor=0.1", [True, True])):
         cfg = DecodeConfig(prompts=3, max_new_tokens=8, rule=rule)
-        results = evaluate(target, medusa(target), PROMPTS, cfg)
-        at = results["temperatures"]
-        assert [not t["lossless"] for t in at] == lossy
-        assert at[0]["rule"] == (rule if lossy[0] else "greedy") and at[1]["rule"] == rule
-        text = report.markdown(results | RUN, {})
+        results = measured(target, medusa(target), cfg)
+        at = results.temperatures
+        assert [not t.lossless for t in at] == lossy
+        assert at[0].rule == (rule if lossy[0] else "greedy") and at[1].rule == rule
+        text = markdown.page(results, {})
         assert text.count("LOSSY") == sum(lossy)
         assert (f"({rule} is lossy)" in text) == lossy[0]
 
 
-def test_a_draft_of_fewer_positions_is_measured(target: Target) -> None:
-    """The first prompt takes all 16 of them and more; of the second, of 2 tokens, 14 tokens of the
-    answer remain, 11 of which three others follow."""
-    short = random_target(architectures(len(TOKENIZER), 4, positions=16)["gpt2"])
-    drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
-    cfg = DecodeConfig(prompts=2, max_new_tokens=20)
-    results = evaluate(target, drafter, [PROMPTS[0] * 5, PROMPTS[1]], cfg)
-    for at in results["temperatures"]:
-        assert [x["n"] for x in at["alpha"]["all"]["greedy"]] == [11, 11, 11]
-    assert results["temperatures"][0]["identical"] == 2
+def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
+    """What was learned stands at each temperature: acceptance at T = 1 is not the greedy one."""
+    cfg = DecodeConfig(prompts=2, max_new_tokens=9, tree="static", nodes=4, batch=2)
+    results = measured(target, lm(target), cfg)
+    greedy, sampled = results.temperatures
+    for at in (greedy, sampled):
+        assert at.learned.paths and len(at.learned.paths) == at.nodes == 4 and not at.chain
+    assert greedy.learned.acceptance_by_rank != sampled.learned.acceptance_by_rank
+    text = markdown.page(results, {})
+    for at in (greedy, sampled):
+        assert f"chosen for T = {at.temperature:g} on 3 other prompts" in text
+    assert "Theorem 3.8" not in text and greedy.identical == 2
 
 
-def test_what_the_decoder_counts_is_claimed_of_fixed_chains_only(target: Target) -> None:
-    cfg = DecodeConfig(prompts=1, max_new_tokens=8, temperatures=[0.0])
-    results = evaluate(target, medusa(target), PROMPTS, cfg) | RUN
-    for change, counted in (({}, 1), ({"tree": "dynamic"}, 0), ({"length": "confidence"}, 0)):
-        text = report.markdown(results | change, {})
-        assert text.count("at T = 0 it is what the decoder counts") == counted
-        assert text.count("whose every round drafts a chain of 2") == 1 - counted
-    lossy = replace(cfg, rule="lenience:factor=0.1")
-    text = report.markdown(evaluate(target, medusa(target), PROMPTS, lossy) | RUN, {})
-    assert "of a lossless decoder whose every round drafts" in text
-    shorter = evaluate(target, medusa(target), PROMPTS, replace(cfg, settings={"limit": 1}))
-    assert (
-        shorter["gamma"] == 1 and len(shorter["temperatures"][0]["alpha"]["visited"]["greedy"]) == 1
-    )
+def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None:
+    cfg = DecodeConfig(prompts=2, max_new_tokens=24, length="disco")
+    greedy, sampled = measured(target, lm(target), cfg).temperatures
+    assert greedy.learned.classifier and sampled.learned.classifier
+    assert greedy.learned.classifier.weight != sampled.learned.classifier.weight
 
 
-def test_a_static_tree_is_chosen_by_measuring_and_reported(target: Target) -> None:
-    cfg = DecodeConfig(prompts=2, max_new_tokens=9, temperatures=[0.0], tree="static", batch=2)
-    results = evaluate(target, medusa(target), PROMPTS, cfg) | RUN
-    paths = results["notes"]["paths"]
-    assert len(paths) == results["nodes"] and results["temperatures"][0]["identical"] == 2
-    others = f"The tree was chosen on {len(PROMPTS) - 2} other prompts: {paths}."
-    assert others in report.markdown(results, {})
+def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
+    """D_LK is 1 - α, computed apart from it; block expects at least what rejection does, and both
+    lie between one token and γ + 1; the more lenient, the more is accepted."""
+    greedy, at = measured(target, lm(target), replace(GREEDY, temperatures=[0.0, 1.0])).temperatures
+    assert greedy.foreseen is None and at.foreseen is not None
+    for d, alpha in zip(at.foreseen.divergence, at.alpha.all.sampled, strict=True):
+        assert d.value == pytest.approx(1 - alpha.value, abs=1e-5) and d.n == alpha.n
+    block, rejection = at.foreseen.block_tokens, at.foreseen.rejection_tokens
+    assert 1 < rejection.value <= block.value < 4 and block.n == rejection.n > 0
+    rising = [at.alpha.all.sampled[0].value, *(x.alpha.value for x in at.foreseen.lenience)]
+    assert rising == sorted(rising) and rising[0] < rising[-1]
+
+
+def test_a_copying_draft_that_is_the_target_is_foreseen_whole(target: Target) -> None:
+    """Of a draft that is the target, s = 1 everywhere: γ + 1 tokens by either rule, and D_LK 0."""
+    (at,) = measured(target, lm(target, 0.0), replace(GREEDY, temperatures=[1.0])).temperatures
+    assert at.foreseen is not None and at.tau.value == 4
+    assert at.foreseen.block_tokens.value == pytest.approx(4, abs=1e-4)
+    assert at.foreseen.rejection_tokens.value == pytest.approx(4, abs=1e-3)
+    assert at.foreseen.divergence[2].value == pytest.approx(0, abs=1e-5)
+
+
+def test_the_oracle_sees_long_rounds_and_uses_v(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """γ = 1 is measured, eight tokens a round are asked of the oracle. A verification that costs
+    three steps makes it slower than one that costs one."""
+
+    def bound(v: float) -> float:
+        def costs(*_: Any, **__: Any) -> Costs:
+            return Costs(*(module.Interval(x, x, x, 1) for x in (1.0, v, 0.1, 0.1, v)))
+
+        monkeypatch.setattr(module, "costs", costs)
+        (at,) = measured(target, lm(target), replace(GREEDY, gamma=1)).temperatures
+        assert at.oracle is not None and at.oracle.drafted == 8 and at.oracle.rounds > 0
+        return at.oracle.speedup
+
+    assert bound(3.0) < bound(1.0)
 
 
 def test_costs_and_seconds_are_those_of_the_batch(
@@ -110,11 +178,11 @@ def test_costs_and_seconds_are_those_of_the_batch(
     asked: list[int] = []
     measure, decode = module.costs, module.decode
 
-    def costs(*args: Any, **options: Any) -> dict[str, float]:
+    def costs(*args: Any, **options: Any) -> Costs:
         asked.append(options["batch"])
         return measure(*args, **options)
 
-    def timed(*args: Any, **options: Any) -> Any:
+    def timed(*args: Any, **options: Any) -> list[Generation]:
         made = decode(*args, **options)
         for i, g in enumerate(made):
             g.seconds = (1 + i) * (0.5 if "drafter" in options else 1.0)
@@ -123,8 +191,13 @@ def test_costs_and_seconds_are_those_of_the_batch(
     monkeypatch.setattr(module, "costs", costs)
     monkeypatch.setattr(module, "decode", timed)
     cfg = DecodeConfig(batch=2, prompts=4, max_new_tokens=9, temperatures=[0.0])
-    results = evaluate(target, medusa(target), PROMPTS, cfg)
+    (at,) = measured(target, medusa(target), cfg).temperatures
     assert asked == [2]
-    (at,) = results["temperatures"]
-    assert at["speedup"]["value"] == pytest.approx(2.0)
-    assert at["plain_tokens_per_second"]["value"] == pytest.approx(2 * 8 / 2)
+    assert at.speedup.value == pytest.approx(2.0)
+    assert at.plain_tokens_per_second.value == pytest.approx(2 * 8 / 2)
+
+
+def test_samples_show_what_the_user_said(target: Target) -> None:
+    cfg = replace(GREEDY, prompts=2)
+    (at,) = measured(target, medusa(target), cfg, words=["Why?", "How?"]).temperatures
+    assert [s.prompt for s in at.samples] == ["Why?", "How?"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from specdec.errors import UserError
+from specdec.measure.results import Results
 from specdec.runtime import packed, probes
 from specdec.runtime.probes import Answer, Choice, compare, native_dtype
 from specdec.target import loading
@@ -204,8 +205,8 @@ def test_the_default_dtype_works_from_training_to_generation(
         first = next(line for line in done.stdout.splitlines() if line.startswith("target "))
         dtypes.add("float32 on cpu (" in first)
     assert len(dtypes) == 1
-    results = json.loads((run / "evaluation-prompts" / "results.json").read_text())
+    results = Results.read(run / "evaluation-prompts")
     recorded = json.loads((run / "config.json").read_text())["target"]["dtype"]
-    assert results["dtype"] == recorded
+    assert results.machine.dtype == recorded
     if cap and platform.machine() == "x86_64":
         assert recorded == "float32" and dtypes == {True}

@@ -20,6 +20,7 @@ from torch import nn
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
+from specdec.measure.results import Results
 from specdec.target.base import Target
 from specdec.target.loading import load_target
 from tests.runs import draft, final_state, require_same_run
@@ -62,10 +63,10 @@ def test_whole_job(
 ) -> None:
     objective = tiny.job(tmp_path / "run", name, f"data.answers={answers}")
     assert math.isfinite(objective) and objective >= 1  # τ counts the bonus token
-    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
-    assert [at["temperature"] for at in results["temperatures"]] == [0.0, 1.0]
-    greedy = results["temperatures"][0]
-    assert greedy["identical"] == results["prompts"], "greedy speculation changed an answer"
+    results = Results.read(tmp_path / "run" / "report")
+    greedy, sampled = results.temperatures
+    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
+    assert greedy.identical == results.prompts, "greedy speculation changed an answer"
     (target,) = loaded
     fresh = load_target(pipeline.replace(tiny.config().target))
     for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):

@@ -24,13 +24,13 @@ from specdec.formats import export
 from specdec.target.base import Target
 from specdec.target.loading import load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
-from train.data import answers
+from train.data import answers, jsonl
 from train.data.answers import AnswersConfig, answered
 from train.data.packing import Row
 from train.data.template import Prompt
 from train.features import store as features
 from train.pipeline import alone
-from train.tracking import read
+from train.tracking import curve
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,8 @@ def test_a_folder_is_one_processes_at_a_time(tiny: Tiny, tmp_path: Path) -> None
 def test_records_with_a_damaged_line_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\x00\n[3]\n{"other": 1}\n{"step": 2}\n{"step": 3')
-    assert read(path) == [{"step": 1}, {"step": 2}]
+    assert jsonl.records(path, ("step",)) == [{"step": 1}, {"step": 2}]
+    assert curve(path) is None
 
 
 def test_dropped_prompts_are_counted_on_both_sides(

@@ -41,6 +41,7 @@ class Prompt:
 
     id: str
     ids: NDArray[np.int32]
+    words: str = ""  # what the user said last
 
 
 def encode(conversation: Conversation, tokenizer: Any, cfg: DataConfig) -> Document | str:
@@ -134,7 +135,8 @@ def _prompt(messages: Sequence[Message], id: str, tokenizer: Any) -> Prompt | st
         text = _text(messages, tokenizer, prompt=True)
     except (TemplateError, ValueError) as error:
         return _refused(error)
-    return Prompt(id, np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    return Prompt(id, ids, messages[-1].content)
 
 
 def _template(tokenizer: Any) -> str:

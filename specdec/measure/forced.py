@@ -1,0 +1,148 @@
+"""A draft along known text: acceptance, and what the theory asks of p and q, at every anchor.
+
+Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.decoding.answers import Generation
+from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
+from specdec.target.base import Target
+from specdec.theory.alpha import Acceptance, Pair
+from specdec.theory.intervals import Interval, ratio_interval
+from specdec.theory.leviathan import divergence, lenient_alpha
+from specdec.theory.verification import block_expected_tokens, rejection_expected_tokens
+
+LENIENCES = (0.8, 0.5, 0.2)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
+MOST = 1e6  # of q(x) / p(x): a text that the target would hardly write
+
+
+class Along(NamedTuple):
+    """What is measured at each anchor t of an answer and each depth [T, K]. Anchor 0 is the
+    answer's first token, which prefill emits; depths beyond the end of the text are 0."""
+
+    alpha: Acceptance
+    ratio: Tensor  # q(x) / p(x) at the text's own token x
+    divergence: Tensor  # D_LK
+    lenient: list[Tensor]  # α_l, for each of `LENIENCES`
+
+
+def beyond_acceptance(pair: Pair) -> tuple[Tensor, ...]:
+    """The columns of `Along` after acceptance, for pairs over the draft vocabulary."""
+    label = pair.label.clamp_min(0)[..., None]
+    log_ratio = (pair.log_q.gather(-1, label) - pair.log_p.gather(-1, label))[..., 0]
+    ratio = log_ratio.exp().nan_to_num(0.0, MOST).clamp_max(MOST) * (pair.label >= 0)
+    lenient = (lenient_alpha(pair.p, pair.q, factor) for factor in LENIENCES)
+    return (ratio, divergence(pair.p, pair.q), *lenient)
+
+
+@torch.no_grad()
+def along(
+    forcing: TeacherForcing, target: Target, prompt: Sequence[int], ids: Sequence[int]
+) -> Along:
+    """Teacher forcing over an answer `ids` to a prompt.
+
+    Of a text that is longer than the positions of target or draft, the beginning is read: nothing
+    is drafted beyond them either.
+    """
+    drafter, placed = forcing.drafter, target.placed(prompt)
+    room = target.room(placed)
+    room = room if drafter.positions is None else min(room, drafter.positions)
+    read = list(ids[: max(0, room - placed)])
+    count = 5 + len(LENIENCES)
+    columns = [torch.zeros(len(ids), drafter.depth, dtype=torch.float64) for _ in range(count)]
+    if len(read) > 1:
+        mask = [False] * len(prompt) + [True] * len(read)
+        batch = batch_of(target, drafter.needs, forcing.sampler, [[*prompt, *read]], [mask])
+        table = forcing(batch, measure=True, more=beyond_acceptance)
+        at_N = table.anchors.position_N.cpu() - len(prompt)
+        for column_TK, found_NK in zip(columns, (*table.alpha, *table.more), strict=True):
+            column_TK[at_N[at_N >= 0]] = found_NK.double().cpu()[at_N >= 0]
+    return Along(Acceptance(*columns[:3]), columns[3], columns[4], columns[5:])
+
+
+class Text(NamedTuple):
+    """What was measured along an answer, and which of its anchors count."""
+
+    found: Along
+    anchors: list[int]
+    drafted: list[int]  # at each of them: how many depths were drafted, at most
+
+
+def whole(found: Along, length: int, depth: int) -> Text:
+    """Every anchor of an answer of `length` tokens at which all depths are known."""
+    anchors = range(max(0, length - depth))
+    return Text(found, list(anchors), [depth] * len(anchors))
+
+
+def decoded(found: Along, made: Generation, gamma: int, greedy: bool) -> Text:
+    """The anchors at which the rounds of a decoding started, whose text `found` is of.
+
+    All of them at T = 0, where a depth past the text's end was not accepted: so the products of
+    greedy acceptance are the decoder's own counts, round by round. Else those with γ tokens of
+    text after them, since sampled acceptance past the end is not known.
+    """
+    length = len(made.ids) + len(made.overrun)
+    rounds = [(r.anchor - len(made.prompt), r.drafted) for r in made.rounds]
+    kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]
+    return Text(found, [t for t, _ in kept], [drafted for _, drafted in kept])
+
+
+def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced:
+    """α by depth over all positions, and at visited anchors, with intervals over the answers."""
+
+    def alone(variant: str) -> list[Interval]:
+        return by_depth([getattr(t.found.alpha, variant)[t.anchors] for t in every])
+
+    def in_a_row(variant: str) -> list[Interval]:
+        tables = []
+        for text in visited:
+            product_TK = getattr(text.found.alpha, variant)[text.anchors, :gamma].cumprod(-1)
+            depths_K = torch.arange(product_TK.shape[1])
+            tables.append(product_TK * (torch.tensor(text.drafted)[:, None] > depths_K))
+        return by_depth(tables)
+
+    variants = Acceptance._fields
+    return Forced(Alpha(*map(alone, variants)), Alpha(*map(in_a_row, variants)))
+
+
+def mean(columns: Sequence[Tensor]) -> Interval:
+    """The pooled mean of columns [T], one an answer."""
+    return ratio_interval([float(c.sum()) for c in columns], [len(c) for c in columns])
+
+
+def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
+    """`mean` at each depth of tables [T, K], one an answer."""
+    return [mean([table[:, k] for table in tables]) for k in range(tables[0].shape[1])]
+
+
+def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Foreseen | None:
+    """What the theory says of these texts; None where they are too short. Expected tokens are
+    those of a chain of γ, or of the trained depth where that is less, at visited anchors."""
+    if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
+        return None
+    divergences = [text.found.divergence[text.anchors] for text in every]
+    ratios = [text.found.ratio[text.anchors, :gamma] for text in visited]
+    return Foreseen(
+        by_depth(divergences),
+        [
+            Lenient(factor, mean([text.found.lenient[i][text.anchors, 0] for text in every]))
+            for i, factor in enumerate(LENIENCES)
+        ],
+        mean([rejection_expected_tokens(r) for r in ratios]),
+        mean([block_expected_tokens(r) for r in ratios]),
+    )
+
+
+def prompt_counts(every: Text, made: Generation) -> PromptCounts:
+    sampled, greedy = (
+        column[every.anchors].sum(0).tolist()
+        for column in (every.found.alpha.sampled, every.found.alpha.greedy)
+    )
+    positions = [len(every.anchors)] * len(sampled)
+    return PromptCounts(made.emitted, len(made.rounds), positions, sampled, greedy)

@@ -1,0 +1,33 @@
+"""What a figure was measured on: processor, instruction set, threads, dtype and why, torch."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from specdec.measure.results import Machine
+from specdec.runtime.probes import native_dtype
+from specdec.target.base import Target
+
+
+def machine_of(target: Target) -> Machine:
+    """The machine and the dtype that a target runs on."""
+    dtype, device = str(target.dtype).removeprefix("torch."), target.device
+    native = native_dtype(device.type)
+    reason = native.reason if native.dtype == dtype else f"asked for; {native.reason}"
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = f"{_cpu()} with {torch.backends.cpu.get_cpu_capability()}"
+    return Machine(
+        str(device), processor, torch.get_num_threads(), dtype, reason, torch.__version__
+    )
+
+
+def _cpu() -> str:
+    """The processor's name, as well as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

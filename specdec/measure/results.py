@@ -1,0 +1,281 @@
+"""What an evaluation found: dataclasses, written as JSON and read back as themselves.
+
+`evaluate` makes a `Results`; report, W&B, comparison and pipeline read it, and nothing else
+travels between them. Lists over depths have an entry for each drafted position, from 0.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.files import read_json, record, write_whole
+from specdec.measure.costs import Costs
+from specdec.measure.strategy import Learned
+from specdec.theory.intervals import Interval
+
+FILE = "results.json"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run was measured on."""
+
+    device: str = ""
+    processor: str = ""  # and what torch uses of it, such as AVX512
+    threads: int = 0
+    dtype: str = ""
+    reason: str = ""  # for that dtype
+    torch: str = ""
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        parts = [self.processor or self.device, f"{self.threads} threads", f"{self.dtype}{why}"]
+        return ", ".join(parts + [f"torch {self.torch}"] * bool(self.torch))
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """α by depth in its three variants."""
+
+    sampled: list[Interval]
+    greedy_draft: list[Interval]
+    greedy: list[Interval]
+
+    def of(self, temperature: float) -> list[Interval]:
+        """The variant that describes decoding at a temperature without drafting greedily."""
+        return self.greedy if temperature == 0 else self.sampled
+
+
+@dataclass(frozen=True)
+class Forced:
+    """α by teacher forcing: `all` over every position of the target's own text, each depth given
+    the text before it; `visited` at the anchors at which the decoder's rounds started, for all
+    depths up to that one."""
+
+    all: Alpha
+    visited: Alpha
+
+
+@dataclass(frozen=True)
+class Lenient:
+    """α_l of Leviathan et al., Appendix A.5, where q is multiplied by a `factor` l."""
+
+    factor: float
+    alpha: Interval
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What the theory needs and only p and q at every position of the text give (T > 0)."""
+
+    divergence: list[Interval]  # D_LK by depth
+    lenience: list[Lenient]  # at depth 0
+    rejection_tokens: Interval  # E[tokens a pass] of a chain by rule rejection
+    block_tokens: Interval  # the same by rule block
+
+
+@dataclass(frozen=True)
+class OracleBound:
+    """What drafting exactly as far as will be accepted would give (see `length.oracle`)."""
+
+    speedup: float
+    fixed_gamma: int  # the best fixed γ for the same rounds
+    fixed_speedup: float
+    censored: float  # share of rounds that were accepted whole, whose end is not known
+    rounds: int = 0
+    drafted: int = 0  # tokens a round, at most
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """The counts of one prompt, by which two drafts can be compared pair by pair."""
+
+    emitted: int
+    rounds: int
+    positions: list[int]  # by depth; the next two are sums over them
+    sampled: list[float]
+    greedy: list[float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str  # what the user said last
+    answer: str
+    tau: float
+
+
+@dataclass
+class AtTemperature:
+    """All figures at one temperature. Seconds are those of whole batches."""
+
+    temperature: float
+    rule: str
+    lossless: bool
+    gamma: int  # the depth of what a round drafts
+    nodes: int
+    chain: bool  # in place of a tree
+    tau: Interval
+    speedup: Interval
+    tokens_per_second: Interval
+    plain_tokens_per_second: Interval
+    rounds: int
+    drafted_per_round: Interval
+    accepted_lengths: list[int]  # rounds by the number of tokens they accepted, from 0
+    drafted: list[int]  # rounds that drafted a token at each depth
+    accepted: list[int]  # rounds that accepted it
+    repetition: Interval  # share of 4-grams that occurred earlier in the same answer
+    alpha: Forced
+    reached: list[Interval] = field(default_factory=list)  # accepted / rounds
+    conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
+    identical: int | None = None  # answers equal to plain decoding's, at T = 0
+    costs: Costs | None = None
+    learned: Learned = field(default_factory=Learned)
+    foreseen: Foreseen | None = None
+    oracle: OracleBound | None = None
+    seconds_spent: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    prompts: list[PromptCounts] = field(default_factory=list)
+
+    @property
+    def cost(self) -> Costs:
+        assert self.costs is not None  # every evaluation measures them
+        return self.costs
+
+
+@dataclass
+class ByDepth:
+    """α at each depth, over all positions, in its three variants."""
+
+    sampled: list[float]
+    greedy_draft: list[float]
+    greedy: list[float]
+
+
+@dataclass
+class HeldOut:
+    """Held-out figures by teacher forcing. `tau_*`: tokens a pass of a decoder that walks the
+    texts; `alpha_*`: α at depth 0 over all positions, of which there are `positions` by depth."""
+
+    tau_greedy: float
+    tau_sampled: float
+    alpha_sampled: float
+    alpha_greedy: float
+    by_depth: ByDepth
+    positions: list[int]
+
+
+@dataclass
+class Curve:
+    """The course of a training run, by step."""
+
+    steps: list[int]
+    loss: list[float]  # at depth 0
+    sampled: list[list[float]]  # α by step and depth
+    held_out_steps: list[int]
+    held_out_sampled: list[list[float]]
+
+
+@dataclass
+class Training:
+    """What training ended with; `held_out` belongs to the best checkpoint."""
+
+    step: int
+    steps: int
+    tokens: int
+    seconds: float
+    objective: float
+    held_out: HeldOut
+    stopped_early: bool = False
+    curve: Curve | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Results:
+    """A draft measured on some prompts."""
+
+    name: str  # of the run
+    drafter: str  # the family
+    target: str
+    data: str
+    prompts: int
+    batch: int
+    max_new_tokens: int
+    tree: str | None
+    length: str
+    compiled: bool
+    machine: Machine
+    temperatures: list[AtTemperature]
+    learned_on: str = ""
+    operations: float | None = None  # ĉ: the draft's operations a token over the target's
+    weight_bytes: int = 0  # of the target, which a pass reads
+    training: Training | None = None
+
+    def headline(self) -> dict[str, float]:
+        """The figures that runs are compared by, with one flat name each."""
+        out: dict[str, float] = {}
+        for at in self.temperatures:
+            prefix = f"T{at.temperature:g}/"
+            for name in ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second"):
+                out[prefix + name] = getattr(at, name).value
+            out |= {prefix + "c": at.cost.c.value, prefix + "v": at.cost.v.value}
+            for variant in ("sampled", "greedy_draft", "greedy"):
+                by_depth: list[Interval] = getattr(at.alpha.all, variant)
+                out |= {f"{prefix}alpha_{variant}/{k}": a.value for k, a in enumerate(by_depth)}
+        return out
+
+    def write(self, folder: Path) -> None:
+        write_whole(folder / FILE, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Results":
+        """The results in a report's folder. Fields that an earlier version did not write have
+        their defaults. Raises UserError where there are none, or the file is damaged."""
+        path = folder / FILE
+        found = read_json(path)
+        if isinstance(found, dict) and "machine" not in found:
+            try:
+                found = _completed(found)
+            except (AttributeError, TypeError):
+                raise UserError(f"{path} is damaged: evaluate the draft again") from None
+        return record(cls, found, str(path))
+
+
+def _completed(found: Any) -> Any:
+    """Results of a version before the typed ones, which wrote once a file what now stands at each
+    temperature, and some figures without their intervals."""
+
+    def number(x: Any) -> Any:
+        return {"value": x, "low": x, "high": x, "n": 0} if isinstance(x, int | float) else x
+
+    notes = found.get("notes") or {}
+    costs = found.get("costs") and {k: number(x) for k, x in found["costs"].items()}
+    once = {"gamma": found.get("gamma"), "nodes": found.get("nodes"), "costs": costs}
+    once["chain"] = found.get("tree") is None
+    once["learned"] = {"paths": notes.get("paths")}
+    temperatures = []
+    for at in found.get("temperatures", []):
+        at = once | at
+        for name in ("drafted_per_round", "repetition"):
+            at[name] = number(at.get(name))
+        at["conditional_acceptance"] = [number(x) for x in at.get("conditional_acceptance", [])]
+        at["oracle"] = at.get("oracle") and _known(OracleBound, at["oracle"])
+        temperatures.append(_known(AtTemperature, at))
+    training = found.get("training") and _known(Training, found["training"])
+    drafter = found.get("drafter")
+    return _known(Results, found) | {
+        "drafter": drafter.get("name", "") if isinstance(drafter, dict) else drafter,
+        "machine": {k: found[k] for k in ("dtype", "threads") if k in found},
+        "temperatures": temperatures,
+        "training": training,
+    }
+
+
+def _known(kind: type, value: Any) -> Any:
+    """The entries that are fields of `kind`."""
+    return {f.name: value[f.name] for f in fields(kind) if f.name in value}

