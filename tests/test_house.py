@@ -46,8 +46,6 @@ NAMES: set[tuple[str, str]] = {
     ("scripts/benches/speed.py", "ngram"),
     ("scripts/benches/speed.py", "sparse"),
     ("scripts/benches/training.py", "eagle3"),
-    ("scripts/engine.py", "eagle3"),
-    ("scripts/engine.py", "medusa"),
     ("scripts/engine.py", "ngram"),
     ("specdec/drafters/models/lm.py", "early_exit"),
     ("specdec/drafters/models/seq2seq_lm.py", "lm"),

@@ -1,36 +1,13 @@
 """Held-out figures by teacher forcing: what a run is watched by, and what its best draft is."""
 
-from dataclasses import dataclass
-
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from specdec.errors import UserError
 from specdec.forcing.teacher import answers, predicted_rounds
+from specdec.measure.results import ByDepth, HeldOut
 from train.features.store import Online
-
-
-@dataclass
-class ByDepth:
-    """α at each depth, over all positions, in its three variants."""
-
-    sampled: list[float]
-    greedy_draft: list[float]
-    greedy: list[float]
-
-
-@dataclass
-class HeldOut:
-    """`tau_*`: the tokens a pass that a decoder walking the held-out texts would emit; `alpha_*`:
-    the acceptance at depth 0 over all positions, of which there are `positions` at each depth."""
-
-    tau_greedy: float
-    tau_sampled: float
-    alpha_sampled: float
-    alpha_greedy: float
-    by_depth: ByDepth
-    positions: list[int]
 
 
 def evaluate(model: nn.Module, held_out: Online, rows: int, accelerator: Accelerator) -> HeldOut:
