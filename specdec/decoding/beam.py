@@ -41,16 +41,16 @@ NEVER = -1e9  # transformers' score of what may not be chosen
 
 
 @dataclass(eq=False)
-class Node:
+class BeamNode:
     """A token of some beam, and the beam that it follows; the root is the prompt."""
 
     token: int
-    parent: "Node | None"
+    parent: "BeamNode | None"
     slot: int | None = None  # in the scratch of the target's cache; None: not there
 
-    def line(self) -> "list[Node]":
+    def path(self) -> "list[BeamNode]":
         """The nodes from the first generated token to this one."""
-        found: list[Node] = []
+        found: list[BeamNode] = []
         node = self
         while node.parent is not None:
             found.append(node)
@@ -58,8 +58,8 @@ class Node:
         return found[::-1]
 
 
-Places = dict[Node | None, int]
-Children = dict[tuple[Node, int], Node]  # by parent and token
+Places = dict[BeamNode | None, int]
+Children = dict[tuple[BeamNode, int], BeamNode]  # by parent and token
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Hypothesis:
 class BeamRound:
     """One pass of the target over the live beams and what was drafted after them."""
 
-    start: int  # beam steps made before
+    step: int  # beam steps made before
     drafted: int  # beam steps
     accepted: int  # drafted steps that were the target's too; one more was made
     nodes: int  # drafted tokens
@@ -120,7 +120,7 @@ class Search:
 
     def __init__(
         self,
-        root: Node,
+        root: BeamNode,
         beams: int,
         limit: int,
         eos: Tensor,
@@ -132,7 +132,7 @@ class Search:
         self.live = [root] * beams  # all alike: the scores let the first alone go on
         self.score_W = torch.full((beams,), NEVER, device=eos.device)
         self.score_W[0] = 0
-        self.best: list[Node] = [root] * beams  # the best finished hypotheses so far
+        self.best: list[BeamNode] = [root] * beams  # the best finished hypotheses so far
         self.best_score_W = torch.full((beams,), NEVER, device=eos.device)
         self.finished_W = torch.zeros(beams, dtype=torch.bool, device=eos.device)
         self.length = 0  # generated tokens of every live beam
@@ -148,9 +148,9 @@ class Search:
         ends_C = torch.isin(token_C, self.eos) | (self.length + 1 >= self.limit)
         pairs = list(zip((index_C // V).tolist(), token_C.tolist(), strict=True))
 
-        def node(c: int) -> Node:
+        def node(c: int) -> BeamNode:
             parent, token = self.live[pairs[c][0]], pairs[c][1]
-            return known.setdefault((parent, token), Node(token, parent))
+            return known.setdefault((parent, token), BeamNode(token, parent))
 
         counts_C = ends_C & (torch.arange(most, device=ends_C.device) < W)
         final_C = total_C / (self.length + 1) ** self.length_penalty + ~counts_C * NEVER
@@ -183,11 +183,11 @@ class LiveTree:
         self.cache.keep([len(prompt)])
         self.log_p_NV = self._log_p(final_1TD[0, -1:])
 
-    def read(self, anchors: list[Node], drafted: list[Node]) -> None:
+    def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
         """One pass over the last tokens of the live beams, what was drafted after them (parents
         first), and before them what was forgotten. `features` and `log_p_NV` are then those of
         the anchors and the drafted nodes."""
-        lost = dict.fromkeys(n for a in anchors for n in a.line()[:-1] if n.slot is None)
+        lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
             assert node.parent is not None
@@ -205,27 +205,32 @@ class LiveTree:
         self.features = _each(features, lambda x_1ND: x_1ND[:, len(lost) :])
         self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
 
-    def settle(self, live: list[Node]) -> None:
+    def settle(self, live: list[BeamNode]) -> None:
         """Go on from these beams, whose last tokens the next pass reads. Once scratch is full of
         dead beams, commit what the live ones share and forget the rest."""
         if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
             return
-        lines = [[n for n in node.line()[:-1] if n.slot != COMMITTED] for node in live]
-        shared = [nodes[0] for nodes in zip(*lines, strict=True) if len(set(nodes)) == 1]
+        paths = [[n for n in node.path()[:-1] if n.slot != COMMITTED] for node in live]
+        shared = [nodes[0] for nodes in zip(*paths, strict=True) if len(set(nodes)) == 1]
         path_1K = torch.tensor([[n.slot for n in shared]], device=self.target.device).long()
         self.cache.keep([len(shared)], path_1K)
-        for node in itertools.chain(*lines):
+        for node in itertools.chain(*paths):
             node.slot = COMMITTED if node in shared else None
 
     def _log_p(self, final_ND: Tensor) -> Tensor:
         return self.target.logits(final_ND).float().log_softmax(-1)
 
 
-class Draft:
+class DraftBeams:
     """A drafter with one row a live beam, and its own beam search after them."""
 
     def __init__(
-        self, drafter: Drafter, root: Node, prompt: Sequence[int], features: Context, eos_E: Tensor
+        self,
+        drafter: Drafter,
+        root: BeamNode,
+        prompt: Sequence[int],
+        features: Context,
+        eos_E: Tensor,
     ) -> None:
         self.drafter, self.eos_E, self.live = drafter, eos_E, [root]
         self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
@@ -234,19 +239,19 @@ class Draft:
             if self.cache is not None:
                 drafter.begin(self.rows.context(), self.cache)
 
-    def follow(self, live: list[Node], steps: int, features: Context, place: Places) -> None:
+    def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
         """Give every live beam its row: that of the beam which it continues by `steps` tokens,
         with the features of the pass, in which `place` finds the nodes."""
         row: Places = {node: b for b, node in enumerate(self.live)}
-        lines = [node.line()[-steps:] for node in live]
-        before = [line[0].parent for line in lines]
+        paths = [node.path()[-steps:] for node in live]
+        before = [path[0].parent for path in paths]
         if (origin := [row[node] for node in before]) != list(range(len(self.live))):
             self.rows.select(origin)
             if self.cache is not None:
                 self.cache.select(origin)
-        seen = [[place[n] for n in (a, *line[:-1])] for a, line in zip(before, lines, strict=True)]
+        seen = [[place[n] for n in (a, *path[:-1])] for a, path in zip(before, paths, strict=True)]
         self.rows.extend(
-            [[n.token for n in line] for line in lines],
+            [[n.token for n in path] for path in paths],
             _each(features, lambda x_1ND: x_1ND.expand(len(live), -1, -1)),
             [steps] * len(live),
             torch.tensor(seen, device=self.eos_E.device),
@@ -277,16 +282,16 @@ class Draft:
             log_q_BFS = logits_BFS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
             total = (score_BF[..., None] + log_q_BFS).nan_to_num(-torch.inf, neginf=-torch.inf)
             best_U, index_U = total.flatten().topk(min(width, total.numel()))
-            found: list[list[tuple[Node, int, float]]] = [[] for _ in front]
+            found: list[list[tuple[BeamNode, int, float]]] = [[] for _ in front]
             for score, index in zip(best_U.tolist(), index_U.tolist(), strict=True):
                 if score > -math.inf:
                     b, f = divmod(index // S, len(front[0]))
                     parent, token = front[b][f][0], ids[index % S]
-                    node = known.setdefault((parent, token), Node(token, parent))
+                    node = known.setdefault((parent, token), BeamNode(token, parent))
                     found[b].append((node, first + f, score))
             if not any(found):
                 return d
-            surplus, F = (Node(0, None), first, -math.inf), max(map(len, found))
+            surplus, F = (BeamNode(0, None), first, -math.inf), max(map(len, found))
             front = [nodes + [surplus] * (F - len(nodes)) for nodes in found]
         return depth
 
@@ -324,10 +329,10 @@ def beam_search(
     early_stopping = True if beams == 1 else early_stopping
     started = time.perf_counter()
 
-    root = Node(prompt[-1], None, COMMITTED)
+    root = BeamNode(prompt[-1], None, COMMITTED)
     search = Search(root, beams, max_new_tokens, eos_E, length_penalty, early_stopping)
     tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
-    draft = Draft(drafter, root, prompt, tree.features, eos_E) if drafter else None
+    draft = DraftBeams(drafter, root, prompt, tree.features, eos_E) if drafter else None
     tree.features = _each(tree.features, lambda x_1TD: x_1TD[:, -1:])
     place: Places = {root: 0}  # where the nodes are in the target's last pass
     known: Children = {}
@@ -347,19 +352,19 @@ def beam_search(
 
         tree.settle(search.live)
         anchors = list(dict.fromkeys(search.live))
-        tree.read(anchors, drafted)
+        tree.score(anchors, drafted)
         place = {node: i for i, node in enumerate([*anchors, *drafted])}
 
-        steps, start = 0, search.length
+        steps, step = 0, search.length
         while not search.done and all(node in place for node in search.live):
             search.step(tree.log_p_NV[[place[node] for node in search.live]], known)
             steps += 1
-        rounds.append(BeamRound(start, depth, steps - 1, len(drafted)))
+        rounds.append(BeamRound(step, depth, steps - 1, len(drafted)))
 
     return BeamResult(
         prompt=list(prompt),
         hypotheses=[
-            Hypothesis([n.token for n in node.line()], score)
+            Hypothesis([n.token for n in node.path()], score)
             for node, score in zip(search.best, search.best_score_W.tolist(), strict=True)
         ],
         rounds=rounds,

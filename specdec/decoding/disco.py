@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec.decoding.policy import Whole, check_limit, check_threshold, from_json
+from specdec.decoding.policy import Length, check_limit, check_threshold, from_json
 from specdec.errors import UserError, require
 
 FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
 
-class Reader:
-    """What the stop classifier reads of each drafted token [B, F], in the order of `FEATURES`.
+class TokenFeatures:
+    """What the stop classifier knows of each drafted token [B, F], in the order of `FEATURES`.
 
     Of q at this depth: log q(token), entropy in nats, first less second probability; the depth;
     and Σ log q of the chain's tokens. log q is kept above log 1e-9.
@@ -127,7 +127,7 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
     )
 
 
-class Recorder(Whole):
+class Recorder(Length):
     """Drafts a fixed length and keeps what `fit` needs: decode with it before `Disco`.
 
     A drafted token is a record if all before it were accepted: what became of the others says
@@ -139,7 +139,7 @@ class Recorder(Whole):
     def __init__(self, limit: int) -> None:
         check_limit(limit)
         self.limit = limit
-        self.read = Reader()
+        self.features = TokenFeatures()
         self._round: list[Tensor] = []
         self._features: list[Tensor] = []
         self._accepted: list[bool] = []
@@ -149,7 +149,7 @@ class Recorder(Whole):
         return self.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
-        self._round.append(self.read(depth, q_BS, token_B))
+        self._round.append(self.features(depth, q_BS, token_B))
         return super().stop(depth, q_BS, token_B)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class DiscoConfig:
         check_threshold(self.threshold)
 
 
-class Disco(Whole):
+class Disco(Length):
     """Stops where a classifier thinks that the token just drafted will not be accepted (DISCO,
     Mamou et al. 2024). Raises UserError where there is no classifier, or it cannot be read."""
 
@@ -194,11 +194,11 @@ class Disco(Whole):
                 "length.path is not given: disco needs a fitted stop classifier (JSON)",
             )
             classifier = StopClassifier.load(Path(config.path))
-        self.config, self.classifier, self.read = config, classifier, Reader()
+        self.config, self.classifier, self.features = config, classifier, TokenFeatures()
 
     def gamma(self, batch: int) -> int:
         return self.config.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
-        features_BF = self.read(depth, q_BS, token_B)
+        features_BF = self.features(depth, q_BS, token_B)
         return self.classifier.probability(features_BF) < self.config.threshold

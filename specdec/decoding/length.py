@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specdec.decoding.disco import Disco
-from specdec.decoding.policy import Length, Whole, check_limit, check_threshold, from_json
+from specdec.decoding.policy import Length, check_limit, check_threshold, from_json
 from specdec.errors import UserError, nearest, require, typed
 from specdec.theory.leviathan import (
     PassCost,
@@ -39,7 +39,7 @@ class FixedConfig:
         check_limit(self.limit)
 
 
-class Fixed(Whole):
+class Fixed(Length):
     """γ tokens in every round (Leviathan et al. 2023, Algorithm 1)."""
 
     Config = FixedConfig
@@ -113,7 +113,7 @@ class AcceptanceByDepth:
         return found
 
 
-class Adaptive(Whole, ABC):
+class Adaptive(Length, ABC):
     """The γ of the highest rate that acceptance so far promises, and rarely one more.
 
     Explores by counting rounds, never by chance: the same rounds give the same lengths. It
@@ -260,7 +260,7 @@ class ConfidenceConfig:
         check_threshold(self.threshold)
 
 
-class Confidence(Whole):
+class Confidence(Length):
     """Stops after a token that the draft itself thinks unlikely; that token is still verified."""
 
     Config = ConfidenceConfig

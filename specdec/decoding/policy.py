@@ -1,11 +1,11 @@
-"""What a draft-length policy is: `Length`, what the decoder calls, and what policies share.
+"""What a draft-length policy is, and what the policies share.
 
-The decoder asks `gamma` before a round, `stop` after each drafted token, and tells `observe`
-what came of it. Which lengths are lossless: the length must be a *stopping time* of the draft.
-Whether a chain ends after its i-th token may depend on past rounds and on what was drafted up
-to and including that token, and the token stays in the chain. A length that looks at a token
-and then leaves it out, or that looks past it, changes what is committed, whatever it looks at:
-q or p. Under that rule both `rejection` and `block` give p exactly (see
+The decoder calls `gamma` before a round, `stop` after each drafted token, and `observe` with what
+became of the round. A policy is lossless where the length is a *stopping time* of the draft:
+whether a chain ends after its i-th token may depend on past rounds and on what was drafted up to
+and including that token, and the token stays in the chain. A policy that looks at a token and
+then leaves it out, or that looks past it, changes what is committed, whether it looks at q or at
+p. With a stopping time both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py).
 
 The policies are in length.py, the one that learns when to stop in disco.py.
@@ -14,10 +14,11 @@ Letters: B rows of the batch, S draft vocabulary.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,45 +28,34 @@ from specdec.errors import UserError, require
 T = TypeVar("T")
 
 
-class Length(Protocol):
-    """What the decoder calls, and nothing else.
+class Length(ABC):
+    """How many tokens a round drafts. Rows keep their order through a round.
 
-    `reads_q`: `stop` reads q, so that the decoder computes it also where it drafts greedily, at
-    temperature 1; where it does not, `stop` is never asked. Rows keep their order through a
-    round; of a row that has stopped, what comes in is arbitrary and what goes out unused.
+    `reads_q` says that `stop` reads q: the decoder then computes q even where it drafts greedily,
+    at temperature 1. Where it is false, `stop` is never called.
     """
 
-    reads_q: bool
+    reads_q: bool = False
 
+    @abstractmethod
     def gamma(self, batch: int) -> int:
         """The most tokens to draft in the coming round of `batch` rows; 0 is a plain step."""
-        ...
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
-        """Rows that draft no further [B] bool, after `token_B`, an index into S, was drawn at
-        `depth` from q. The token stays in the chain. Asked after the last one, too: what is
-        learned from rounds of one token needs its answer."""
-        ...
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """After a round: tokens drafted and accepted, one entry a row."""
-        ...
-
-
-class Whole:
-    """A length that is settled before the round: it never stops within one."""
-
-    reads_q = False
-
-    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
+        """Which rows draft no further [B] bool, after `token_B`, indices into S, were drawn at
+        `depth` from q. The token stays in the chain. Called after the last token, too, since a
+        policy that learns from rounds of one token needs to see it. For a row that has stopped
+        the inputs are arbitrary and the answer is ignored."""
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass
+        """Take what became of a round: tokens drafted and accepted, one entry for each row."""
+        return
 
 
 def from_json(kind: type[T], path: Path, what: str, remedy: str) -> T:
-    """A dataclass from its JSON file; each fault is a UserError that names the file."""
+    """Read a dataclass from its JSON file. Raises UserError, with the file's name, for whatever is
+    wrong with it; `what` it should hold and the `remedy` are part of the message."""
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     try:
         found = json.loads(path.read_text())
@@ -84,7 +74,7 @@ def from_json(kind: type[T], path: Path, what: str, remedy: str) -> T:
 
 
 def check_limit(limit: int) -> None:
-    require(limit >= 0, f"length.limit={limit}: give 0 or more tokens to draft")
+    require(0 <= limit <= 128, f"length.limit={limit}: give 0 to 128 tokens to draft")
 
 
 def check_threshold(threshold: float) -> None:

@@ -3,46 +3,70 @@
 from collections.abc import Sequence
 from typing import Any
 
-AGO = 64  # tokens that are decoded again with those that follow them
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a part of a character
+BYTES = 4  # of a character at most, each of them perhaps a token
+SHOWN = 8  # tokens already shown that are decoded again, where none of them completes a character
 
 
 class Stream:
     """Turns committed tokens into the text that they complete: a character that is split over
-    several tokens comes with the last of them."""
+    several tokens comes with the last of them.
+
+    A token's text may depend on what stands before it, as a space does. So each token is decoded
+    together with those of the piece of text shown last, and with nothing before them: what a
+    round costs does not grow with the answer. The pieces join to the decoded whole, unless a
+    tokenizer goes back on text that was complete (byte tokens that are no characters, in
+    SentencePiece vocabularies).
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.ids: list[int] = []
         self._tokenizer = tokenizer
-        self._start = 0  # the token that what is decoded begins at: not all, each time
-        self._shown = 0  # characters from there
+        self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self._pieces: list[str] = []
+        self._ids: list[int] = []  # tokens shown last, and after them those still waiting
+        self._count = 0  # how many of them were shown
+        self._shown = ""  # what those decode to
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that is complete with these tokens and was not given before."""
-        self.ids += ids
-        text = self._decoded(self._start)
-        new = self._from(text.rstrip(BROKEN))
-        if len(self.ids) - self._start > 2 * AGO and not text.endswith(BROKEN):
-            self._start = len(self.ids) - AGO
-            self._shown = len(self._decoded(self._start))
-        return new
+        return "".join([self._added(token) for token in ids])
 
     def rest(self) -> str:
-        """At the end of the answer, what was held back."""
-        return self._from(self._decoded(self._start))
+        """At the end of the answer, the text that was held back."""
+        piece = self._decoded(self._ids)[len(self._shown) :]
+        self._show(len(self._ids), piece)
+        return piece
 
     def text(self) -> str:
-        """All of it, without special tokens."""
-        return self._decoded(0)
+        """All that was given so far, without special tokens."""
+        return "".join(self._pieces)
 
-    def _decoded(self, start: int) -> str:
+    def _added(self, token: int) -> str:
+        if token in self._special:
+            return ""
+        self._ids.append(token)
+        text, count = self._decoded(self._ids), len(self._ids)
+        if text.endswith(BROKEN):
+            if count - self._count < BYTES:
+                return ""
+            count = self._count + 1  # what it begins would be complete by now: it is broken
+            text = self._decoded(self._ids[:count])
+        piece = text[len(self._shown) :]
+        self._show(count, piece)
+        return piece
+
+    def _show(self, count: int, piece: str) -> None:
+        """The first `count` tokens have been shown, the last of them as this piece."""
+        broken = count < len(self._ids)
+        first = max(0, count - SHOWN) if broken else self._count
+        self._pieces.append(piece)
+        self._ids, self._count = self._ids[first:], count - first
+        self._shown = self._decoded(self._ids[: self._count])
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
-            self.ids[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-
-    def _from(self, text: str) -> str:
-        new, self._shown = text[self._shown :], max(self._shown, len(text))
-        return new
 
 
 class Stops:

@@ -265,12 +265,12 @@ def test_every_family_drafts_and_its_rows_follow_the_beams(
 def test_rows_hold_the_features_of_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a draft that accepts, though it only says that it reads them."""
     target, seen = make_target("qwen3"), []
-    drafter, grow = near(target), beam.Draft.grow
+    drafter, grow = near(target), beam.DraftBeams.grow
     drafter.needs = Needs(layers=(1, 3), final_hidden=True)
 
-    def spied(draft: beam.Draft, *args: Any) -> int:
+    def spied(draft: beam.DraftBeams, *args: Any) -> int:
         ctx = draft.rows.context()
-        texts = [PROMPT + [n.token for n in node.line()] for node in draft.live]
+        texts = [PROMPT + [n.token for n in node.path()] for node in draft.live]
         assert [ids[:n] for ids, n in zip(ctx.ids_BT.tolist(), ctx.counts(), strict=True)] == texts
         whole = target.features(torch.tensor(texts), drafter.needs)[0]
         for field in ("layers_BTF", "final_BTD"):
@@ -282,7 +282,7 @@ def test_rows_hold_the_features_of_their_texts(monkeypatch: pytest.MonkeyPatch) 
         assert not {token for _, token in args[-1]} & set(EOS)  # after which nothing would follow
         return depth
 
-    monkeypatch.setattr(beam.Draft, "grow", spied)
+    monkeypatch.setattr(beam.DraftBeams, "grow", spied)
     result = beam_search(
         target, PROMPT, beams=3, max_new_tokens=24, drafter=drafter, gamma=3, eos=EOS
     )
@@ -307,7 +307,7 @@ def test_statistics_add_up() -> None:
     assert result.tau == sum(r.accepted + 1 for r in rounds) / len(rounds)
     made = 1  # by prefill
     for r in rounds:
-        assert r.start == made
+        assert r.step == made
         assert 0 <= r.accepted <= r.drafted <= gamma and r.drafted <= r.nodes <= U * r.drafted
         made += r.accepted + 1
     assert made == 30
@@ -322,17 +322,17 @@ def test_dead_beams_leave_the_cache(
     """Scratch never holds much more than `SCRATCH` slots or twice the live beams, and reading
     again what was forgotten (in gemma2's beams, which part early: nearly all) at most doubles
     what is read."""
-    target, held, read, slots = make_target(kind), [0], beam.LiveTree.read, 0
+    target, held, score, slots = make_target(kind), [0], beam.LiveTree.score, 0
 
-    def spied(tree: beam.LiveTree, *args: list[beam.Node]) -> None:
+    def spied(tree: beam.LiveTree, *args: list[beam.BeamNode]) -> None:
         nonlocal slots
         before = tree.cache.scratch
         assert before <= max(scratch, 2 * tree.reread)
-        read(tree, *args)
+        score(tree, *args)
         slots += tree.cache.scratch - before
         held.append(tree.cache.lengths[0])
 
-    monkeypatch.setattr(beam.LiveTree, "read", spied)
+    monkeypatch.setattr(beam.LiveTree, "score", spied)
     monkeypatch.setattr(beam, "SCRATCH", scratch)
     result = beam_search(target, PROMPT, beams=5, max_new_tokens=60, eos=())
     assert 5 * result.passes <= slots <= 2 * 5 * result.passes

@@ -14,7 +14,7 @@ from specdec.context import Needs, Proposal
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import capacity, decode, fitting_rule, generate
 from specdec.decoding.length import length
-from specdec.decoding.policy import Whole
+from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import RULES, named, rule_name
 from specdec.decoding.speculative import speculative_generate
@@ -153,7 +153,7 @@ def test_processors_see_tokens_where_a_row_has_none(
         assert (alone.ids, alone.rounds) == (g.ids, g.rounds)
 
 
-class Pausing(Whole):
+class Pausing(Length):
     """Two plain rounds, then three drafted tokens."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> N
     drafter = make_drafter("eagle3", target, noise=0.05)
     seen: list[float] = []
 
-    class Watching(Whole):
+    class Watching(Length):
         reads_q = True
 
         def gamma(self, batch: int) -> int:

@@ -19,9 +19,9 @@ from specdec.decoding.disco import (
     FEATURES,
     Disco,
     DiscoConfig,
-    Reader,
     Recorder,
     StopClassifier,
+    TokenFeatures,
     fit,
 )
 from specdec.decoding.length import length
@@ -30,7 +30,7 @@ from tests.lengths import likely, rows, stops
 
 
 def test_features_by_hand() -> None:
-    read = Reader()
+    read = TokenFeatures()
     first = read(0, rows([0.5, 0.25, 0.25], [0, 1, 0]), torch.tensor([1, 0]))
     names = dict(zip(FEATURES, first[0].tolist()))
     assert names == pytest.approx(

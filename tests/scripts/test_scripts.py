@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from specdec.decoding.decode import decode
-from specdec.decoding.stream import Stream
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Dynamic, Shape
@@ -25,44 +20,6 @@ from tests.tiny import REPOSITORY, architectures, process, random_target
 @pytest.fixture(autouse=True)
 def scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, as byte-level BPE has for what its merges do not cover."""
-    vocab = {c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(BPE(vocab, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def test_a_character_comes_with_the_token_that_completes_it() -> None:
-    """é takes 2 bytes, 🙂 4: "aé🙂b" is 8 tokens."""
-    tokenizer = byte_tokenizer()
-    ids = tokenizer.encode("aé🙂b")
-    stream = Stream(tokenizer)
-    assert [stream.add([i]) for i in ids] == ["a", "", "é", "", "", "", "🙂", "b"]
-    assert stream.rest() == "" and stream.text() == "aé🙂b"
-    for cut in range(len(ids) + 1):  # however rounds cut it
-        stream = Stream(tokenizer)
-        assert stream.add(ids[:cut]) + stream.add(ids[cut:]) == "aé🙂b"
-    stream = Stream(tokenizer)
-    assert stream.add(ids[:2]) == "a" and stream.rest() == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_a_long_answer_is_not_decoded_anew_for_each_token() -> None:
-    tokenizer, lengths = byte_tokenizer(), []
-    decode_all = tokenizer.decode
-
-    def counted(ids, **options):
-        lengths.append(len(ids))
-        return decode_all(ids, **options)
-
-    tokenizer.decode = counted  # type: ignore[method-assign]
-    text = "aé🙂b " * 200
-    stream = Stream(tokenizer)
-    assert "".join(stream.add([i]) for i in tokenizer.encode(text)) + stream.rest() == text
-    assert max(lengths) < 150
 
 
 def test_homogeneity_of_two_samples() -> None:
