@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    gather_object,
+    set_seed,
+)
 from rich.console import Console
 from rich.progress import Progress
 
@@ -67,13 +74,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     """
     folder = Path(folder or Path("runs") / cfg.name)
     cfg, reason = _with_dtype(cfg, folder)
-    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
-    AcceleratorState._reset_state()  # an earlier run in this process may have another precision
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=_precision(cfg),
-        kwargs_handlers=[patient],
-    )
+    accelerator = _accelerator(cfg)
     main = accelerator.is_main_process
     console.quiet = not main
     if len(dtypes := set(gather_object([cfg.target.dtype]))) > 1:
@@ -98,6 +99,34 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                 return _run(cfg, reason, folder, accelerator, tracker, progress)
         finally:
             tracker.close()
+
+
+def _accelerator(cfg: Config) -> Accelerator:
+    """The processes as `accelerate launch` started them, plain or sharded.
+
+    accelerate 1.15 shards on accelerators only: asked for FSDP on CPU processes it replicates the
+    model without a word. Its FSDP2 runs there as well once its state says so, which no public
+    option does. Every process starts from the same weights: they need not be sent around.
+    """
+    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
+    sharding = None
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        require(
+            os.environ.get("FSDP_VERSION") == "2",
+            "drafters are sharded by FSDP2: give --fsdp_version 2 to accelerate launch",
+        )
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    AcceleratorState._reset_state()  # an earlier run in this process may have another precision
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=_precision(cfg),
+        kwargs_handlers=[patient],
+        fsdp_plugin=sharding,
+    )
+    if sharding and accelerator.distributed_type is DistributedType.MULTI_CPU:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = sharding
+    return accelerator
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""FSDP2: a sharded drafter has the loss, the gradients and the weights of a whole one.
+"""More than one process: the commands of the README as they are, sharded ones too.
 
 Run alone: python -m pytest tests/train/test_sharded.py
-The sharding is torch's own `fully_shard`, which accelerate applies with --fsdp_version 2; on
-CPU processes accelerate itself falls back to DDP, so that it is applied here by hand.
+
+FSDP2 is torch's `fully_shard`, which `accelerate launch --use_fsdp --fsdp_version 2` applies.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -19,13 +20,77 @@ from torch.distributed.fsdp import fully_shard
 from specdec.forcing.teacher import TeacherForcing, batch_of
 from specdec.sampling.sampler import Sampler
 from tests.drafters.test_contract import make_drafter, make_target, text
+from tests.runs import draft
+from tests.tiny import Tiny, losses, process
 from train import checkpoint
 
+pytestmark = pytest.mark.slow
+LAUNCH = ["-m", "accelerate.commands.launch"]
+SHARDED = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"]
+# `train.py` that notes how many numbers of the trained parameters each process holds
+WATCHED = """
+import json, os, runpy, sys
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
-@pytest.mark.slow
+prepare = Accelerator.prepare
+
+def prepared(*args, **options):
+    made = prepare(*args, **options)
+    trained = [p for p in made[0].parameters() if p.requires_grad]
+    ours = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in trained)
+    with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "w") as file:
+        json.dump([ours, sum(p.numel() for p in trained)], file)
+    return made
+
+Accelerator.prepare = prepared
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa"])
+@pytest.mark.parametrize("flags", [["--multi_gpu", "--num_processes", "2"], SHARDED], ids=" ".join)
+def test_accelerate_launch_trains_as_one_process_does(
+    tiny: Tiny, tmp_path: Path, drafter: str, flags: list[str]
+) -> None:
+    """Two processes of one micro-batch are one process of two: the losses of all 12 steps and the
+    draft's weights agree to rounding. Sharded, each process holds half of the numbers; else all."""
+    if not (whole := tiny.root / f"one-{drafter}").exists():
+        tiny.job(whole, drafter, "loop.accumulate=2")
+    watched = tmp_path / "watched.py"
+    watched.write_text(WATCHED)
+    command = tiny.command(tmp_path / "run", drafter, "loop.accumulate=1")
+    (tmp_path / "notes").mkdir()
+    done = process([*LAUNCH, *flags, str(watched), *command], NOTES=str(tmp_path / "notes"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    noted = [json.loads(path.read_text()) for path in (tmp_path / "notes").iterdir()]
+    assert len(noted) == 2
+    ours, (total, _) = zip(*noted, strict=True)
+    if flags is SHARDED:
+        assert sum(ours) == total and max(ours) < 0.6 * total
+    else:
+        assert ours == (total, total)
+    found, expected = losses(tmp_path / "run"), losses(whole)
+    assert [step for step, _ in found] == [step for step, _ in expected] == list(range(1, 13))
+    for (_, a), (_, b) in zip(found, expected, strict=True):
+        # sums of some hundred float32 terms in another order
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    weights = draft(whole)
+    for name, tensor in draft(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-4)
+
+
+def test_fsdp_of_the_first_version_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    command = tiny.command(tmp_path / "run", "medusa")
+    done = process([*LAUNCH, "--use_fsdp", "--num_processes", "2", *command])
+    assert done.returncode != 0
+    assert "error: drafters are sharded by FSDP2: give --fsdp_version 2" in done.stderr
+
+
 def test_two_sharded_processes_equal_the_whole() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "tests.test_sharded"]
+    command += ["--nproc_per_node", "2", "-m", "tests.train.test_sharded"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]  # the launcher's own words come last
