@@ -9,13 +9,15 @@ are named and shaped as vLLM and SGLang load them.
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs
+from specdec.context import Context, Moment, Needs
+from specdec.drafters.base import AnchorsConfig, text_after
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
@@ -26,11 +28,15 @@ from specdec.drafters.recurrent.recurrence import (
 from specdec.errors import require
 from specdec.target.parts import Parts
 
+UPDATE = 0.25  # of a feature, that the layer adds to it before training
+
 
 @dataclass
 class EagleConfig:
     """EAGLE-1. `unroll` trained depths, null for all `depth` of them; 1 is the paper's recipe,
-    which reads the target's features alone.
+    which reads the target's features alone. `noise` is the width of the uniform noise on the
+    features that training reads, in a text of 512 tokens (the paper's is 0.2, and so is narrower in
+    longer ones); 0 leaves it out.
 
     `start=target` copies the target's last layer around a pass-through of the feature; `random`
     is the paper's start.
@@ -39,14 +45,17 @@ class EagleConfig:
     name: str = "eagle"
     depth: int = 3
     unroll: int | None = None
+    noise: float = 0.0
     start: str = "target"
     intermediate_size: int | None = None  # None: the target's
+    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
         require(
             self.unroll is None or 1 <= self.unroll <= self.depth,
             f"drafter.unroll={self.unroll}: give 1 to drafter.depth={self.depth}, or null",
         )
+        require(0 <= self.noise < math.inf, f"drafter.noise={self.noise}: give 0 or more")
 
 
 class Eagle(Recurrent):
@@ -67,16 +76,23 @@ class Eagle(Recurrent):
         return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
 
     def start(self, target: Parts) -> None:
+        """Random, or the target's own last layer around a pass-through of the feature, where that
+        layer has the parts of a Llama's."""
         start_at_random(self)
         if self.config.start == "random":
             return
         D = self.llama.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, D:] = torch.eye(D)
-        theirs = target.layer(-1)
-        for name, weight in self.layer.named_parameters():
-            if (source := theirs.get(name)) is not None and source.shape == weight.shape:
-                weight.copy_(source)
+        ours, theirs = dict(self.layer.named_parameters()), target.layer(-1)
+        before, after = theirs.get("input_layernorm.weight"), getattr(target.norm, "weight", None)
+        if before is None or after is None:
+            return
+        if any(name not in theirs or theirs[name].shape != x.shape for name, x in ours.items()):
+            return
+        for name, x in ours.items():
+            x.copy_(theirs[name])
+        adapt(self.layer, before.to(self.fc.weight), after.to(self.fc.weight))
 
     def attach(self, target: Parts) -> None:
         super().attach(target)
@@ -101,6 +117,54 @@ class Eagle(Recurrent):
         pair = self.fc(torch.cat([embedding, feature], -1))
         return pair, pair
 
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """The unrolled layer at `train_depth` depths, over features with noise."""
+        drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
+        return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAk)
+
+    def noisy(self, ctx: Context, moment: Moment) -> Context:
+        """The context with uniform noise of width `noise`·512/n on the features of each document of
+        n tokens. What the objective compares with is not touched."""
+        if not self.config.noise:
+            return ctx
+        assert ctx.final_BTD is not None
+        assert ctx.position_BT is not None and ctx.document_BT is not None
+        which_BT, real_BT = (ctx.position_BT == 0).cumsum(1) - 1, (ctx.document_BT >= 0).long()
+        count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
+        width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
+        final_BTD = ctx.final_BTD
+        draws = [
+            torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
+            for generator in moment.generators(final_BTD.device)
+        ]
+        noise_BTD = (torch.stack(draws) - 0.5) * width_BT1
+        return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
+
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         assert self._head is not None
         return self._head(hidden.to(self._head_dtype))
+
+
+def adapt(layer: Layer, before_D: Tensor, after_D: Tensor) -> None:
+    """Turn a layer of the target, which reads and writes the residual stream, into one over states
+    after the final norm, whose weight is `after_D`.
+
+    What reads the state divides it by that weight, and takes over `before_D`, the weight of the
+    norm before the layer's attention; what writes multiplies by it. How large the stream was cannot
+    be seen from the state, so that what the layer adds is scaled to `UPDATE` of a random state.
+    """
+    size_D = after_D.abs().clamp_min(0.1 * float(after_D.abs().mean()))  # where it is near 0
+    divisor_D = torch.where(after_D < 0, -size_D, size_D)
+    drawn_ND = torch.randn(256, len(after_D), generator=torch.Generator().manual_seed(0))
+    state_ND = drawn_ND.to(after_D) * after_D
+    length = state_ND.square().mean().sqrt()
+    attention, norm = layer.self_attn, layer.post_attention_layernorm
+    for reads in (attention.q_proj, attention.k_proj, attention.v_proj):
+        reads.weight.mul_(before_D / divisor_D)
+    norm.weight.mul_(length / divisor_D)
+    values_NHE = attention.v_proj(state_ND).unflatten(-1, (attention.kv_heads, -1))
+    heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
+    added_ND = attention.o_proj(heads_NHE.flatten(1)), layer.mlp(norm(state_ND))
+    added = (torch.cat(added_ND, 1) * after_D.repeat(2)).square().sum(1).mean().sqrt()
+    for writes in (attention.o_proj, layer.mlp.down_proj):
+        writes.weight.mul_(UPDATE * length * len(after_D) ** 0.5 / added * after_D[:, None])

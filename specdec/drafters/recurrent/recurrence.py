@@ -55,9 +55,12 @@ class Layer(nn.Module):
 
 
 class Recurrent(Drafter):
-    """A family gives its `layer`, what it reads of the target, and how a pair enters the layer."""
+    """A family gives its `layer`, what it reads of the target, and how a pair enters the layer. All
+    pairs of a text are keys, but queries and all that follows them are made at anchors alone, so
+    that training on a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
+    one_head = True
     fc: nn.Linear
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
@@ -88,6 +91,9 @@ class Recurrent(Drafter):
 
     def attach(self, target: Parts) -> None:
         self._embedding = (target.embedding,)
+
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        return self.config.anchors.draw(valid_TK, generator)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self._embedding[0](ids).to(self.fc.weight.dtype)
