@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from specdec.errors import UserError
 from specdec.forcing.teacher import answers, predicted_rounds
 from specdec.measure.results import ByDepth, HeldOut
-from train.features.store import Online
+from train.features.source import Source
 
 
-def evaluate(model: nn.Module, held_out: Online, rows: int, accelerator: Accelerator) -> HeldOut:
+def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Accelerator) -> HeldOut:
     """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time.
 
     Rows are spread over the processes; sums are reduced before they are divided. Raises UserError

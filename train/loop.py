@@ -20,10 +20,10 @@ from specdec.context import Moment
 from specdec.errors import UserError, nearest, require, require_between
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
-from specdec.target.base import Target
+from specdec.target.parts import Parts
 from train import checkpoint, optim
 from train.checkpoint import Best, State
-from train.features.store import Online
+from train.features.source import Source
 from train.held_out import HeldOut, evaluate
 from train.optim import OptimConfig
 from train.tracking import Tracker
@@ -111,9 +111,9 @@ def train(
     optim_cfg: OptimConfig,
     accelerator: Accelerator,
     forcing: TeacherForcing,
-    target: Target,
-    data: Callable[[int], Online],
-    held_out: Online,
+    target: Parts,
+    data: Callable[[int], Source],
+    held_out: Source,
     folder: Path,
     tracker: Tracker,
     progress: Progress,
@@ -215,12 +215,12 @@ def train(
 class Step:
     """Which rows of a source one step reads, and how many steps the run has as planned now."""
 
-    source: Online
+    source: Source
     rows: list[int]
     steps: int
 
 
-def _plan(cfg: LoopConfig, data: Callable[[int], Online], portion: int) -> Iterator[Step]:
+def _plan(cfg: LoopConfig, data: Callable[[int], Source], portion: int) -> Iterator[Step]:
     """Every step of a run, of `portion` rows each: whole epochs, or as many steps as `max_tokens`
     pays for. Each epoch is a new permutation; what does not fill a step is left out."""
     step = 0

@@ -40,14 +40,16 @@ from specdec.progress import bars
 from specdec.report import report
 from specdec.runtime.probes import native_dtype
 from specdec.target.base import Target
-from specdec.target.loading import load_target, opening, resolved
+from specdec.target.loading import TargetOnDemand, opening, resolved
+from specdec.target.parts import Parts
 from train.config import Config, with_objective
 from train.data.answers import answered
 from train.data.packing import pack
 from train.data.sources import require_readable
 from train.data.split import split_documents, split_prompts
 from train.data.template import Document, Prompt, prompt_of
-from train.features.store import Disk, Online
+from train.features.source import Online, Source
+from train.features.store import Disk, Kind, Store, megabytes
 from train.loop import Diverged, Outcome, train
 from train.tracking import Tracker, curve
 
@@ -152,17 +154,19 @@ def _run(
 ) -> float:
     main = accelerator.is_main_process
     with accelerator.main_process_first():  # a GGUF target is made dense once
-        target = load_target(replace(cfg.target, device=_device(cfg, accelerator)))
-    before = target.fingerprint()
+        target = TargetOnDemand(replace(cfg.target, device=_device(cfg, accelerator)))
+        fingerprint = target.parts.fingerprint()
     kind = family(cfg.drafter.name)
-    console.print(opening(target, cfg.target, reason))
+    if kind.reads_body:
+        target.whole()
+    console.print(opening(target.parts, cfg.target, reason))
     texts = _texts(cfg, target, accelerator, progress)
-    drafter = _drafter(cfg, target, texts.train)
-    _require_positions(target, drafter, [*texts.train, *texts.held_out])
+    drafter = _drafter(cfg, target.parts, texts.train)
+    _require_positions(target.parts, drafter, [*texts.train, *texts.held_out])
     require_fitting(cfg.decode, drafter)
     measured = texts.prompts[: cfg.decode.prompts]
-    require_room(target, [p.ids.tolist() for p in measured], cfg.decode.max_new_tokens)
-    of = {"target": before, "training data": _digest(texts.train)}
+    require_room(target.parts, [p.ids.tolist() for p in measured], cfg.decode.max_new_tokens)
+    of = {"target": fingerprint, "training data": _digest(texts.train)}
     of["held-out data"] = _digest(texts.held_out)
     _require_same_texts(folder, of)
     if main:  # the folder is this run's from here on; a mistake before leaves it free
@@ -173,17 +177,15 @@ def _run(
     if kind.trainable:
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         console.print(f"drafter {cfg.drafter.name}: {trained / 1e6:.1f} M trained parameters")
-        forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective)
-        data, held_out = (
-            _features(cfg, target, drafter, documents, side, accelerator, progress)
-            for side, documents in (("train", texts.train), ("held-out", texts.held_out))
-        )
+        data, held_out = _sources(cfg, target, drafter, texts, accelerator, progress)
+        forcing = TeacherForcing(drafter, target.parts, cfg.sampler, cfg.objective)
+        before = target.parts.checksum()
         outcome = train(
             cfg.loop,
             cfg.optim,
             accelerator,
             forcing,
-            target,
+            target.parts,
             lambda _: data,
             held_out,
             folder,
@@ -195,26 +197,31 @@ def _run(
             f"{outcome.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "
             f"{outcome.held_out.tau_greedy:.3f}"
         )
+        if target.parts.checksum() != before:
+            raise RuntimeError("training changed the target's weights: a bug, please report it")
     elif main:
-        drafts.save(folder / "best", drafter, target)
-    if target.fingerprint() != before:
-        raise RuntimeError("the target's weights changed during training: a bug, please report it")
+        drafts.save(folder / "best", drafter, target.parts)
     accelerator.wait_for_everyone()
     objective = outcome.objective if outcome else None
     if main:
-        results = _finish(cfg, folder, target, texts, outcome, tracker, progress)
+        results = _finish(cfg, folder, target.whole(), texts, outcome, tracker, progress)
         if objective is None:
             objective = results.temperatures[0].tau.value
     accelerator.wait_for_everyone()
     return float(objective if objective is not None else DIVERGED)
 
 
-def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Progress) -> Texts:
+def _texts(
+    cfg: Config, target: TargetOnDemand, accelerator: Accelerator, progress: Progress
+) -> Texts:
     """Conversations as documents: with the data's answers, or with the target's own."""
+    tokenizer = target.parts.tokenizer
     if cfg.data.answers == "data":
-        texts = split_documents(cfg.data, target.tokenizer)
+        texts = split_documents(cfg.data, target.parts.tokenizer)
         tally = texts.tally
-        found = [prompt_of(c, target.tokenizer, cfg.data.max_prompt) for c in texts.conversations]
+        found = [
+            prompt_of(c, target.parts.tokenizer, cfg.data.max_prompt) for c in texts.conversations
+        ]
         made = Texts(
             texts.train,
             texts.held_out,
@@ -226,7 +233,7 @@ def _texts(cfg: Config, target: Target, accelerator: Accelerator, progress: Prog
             require(bool(made.prompts), f"{cfg.data.path}: no held-out prompt to decode: {said}")
             console.print(f"held out, but not decoded: {said}")
     else:
-        split = split_prompts(cfg.data, target.tokenizer)
+        split = split_prompts(cfg.data, tokenizer)
         tally = split.tally
         _require_both(split.train, split.held_out)  # before hours of answering
         longest = max(len(p.ids) for p in [*split.train, *split.held_out])
@@ -258,7 +265,7 @@ def _require_both(train: Sequence[Any], held_out: Sequence[Any]) -> None:
             raise UserError(f"no {name} conversation: give more data or change data.held_out")
 
 
-def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Drafter:
+def _drafter(cfg: Config, target: Parts, documents: Sequence[Document]) -> Drafter:
     """A fresh drafter; a pruned draft vocabulary is what the assistant says most often."""
     torch.manual_seed(cfg.loop.seed)
     kind = family(cfg.drafter.name)
@@ -273,7 +280,7 @@ def _drafter(cfg: Config, target: Target, documents: Sequence[Document]) -> Draf
     return drafter
 
 
-def _require_positions(target: Target, drafter: Drafter, documents: Sequence[Document]) -> None:
+def _require_positions(target: Parts, drafter: Drafter, documents: Sequence[Document]) -> None:
     longest = max(target.placed(d.ids.tolist()) for d in documents)
     rooms = {"target": target.positions, "drafter": drafter.positions}
     for name, room in rooms.items():
@@ -284,30 +291,38 @@ def _require_positions(target: Target, drafter: Drafter, documents: Sequence[Doc
             )
 
 
-def _features(
+def _sources(
     cfg: Config,
-    target: Target,
+    target: TargetOnDemand,
     drafter: Drafter,
-    documents: Sequence[Document],
-    side: str,
+    texts: Texts,
     accelerator: Accelerator,
     progress: Progress,
-) -> Online:
-    rows = pack(documents, cfg.data.max_length)
+) -> tuple[Source, Source]:
+    """Where training and held-out rows come from. With features on disk, the target's layers are
+    in memory only while it reads what is missing there."""
+    sides = [pack(side, cfg.data.max_length) for side in (texts.train, texts.held_out)]
+    needs, sampler = drafter.needs, cfg.sampler
     if cfg.features.cache == "online":
-        return Online(target, drafter.needs, cfg.sampler, rows)
-    where = cfg.features
-    if where.path is not None:
-        where = replace(where, path=str(Path(where.path) / side))
-    store = Disk(target, drafter.needs, cfg.sampler, rows, where)
-    missing = store.missing()
+        online = [Online(target.whole(), needs, sampler, rows) for rows in sides]
+        return online[0], online[1]
+    kind = Kind.of(target.parts, needs, sampler)
+    store = Store(cfg.features, kind)
+    missing = store.missing([row for rows in sides for row in rows])
     if missing:
-        console.print(f"feature cache {store.folder}: {store.bytes(missing) / 1e6:,.0f} MB to come")
+        size = megabytes(kind.bytes(sum(len(row.ids) for row in missing)))
+        console.print(f"feature cache {store.folder}: {size} to come")
     world, rank = accelerator.num_processes, accelerator.process_index
-    accelerator.wait_for_everyone()  # all have seen the same shards missing
-    store.fill(progress, missing[rank::world])
+    accelerator.wait_for_everyone()  # all have seen the same rows missing
+    if mine := missing[rank::world]:
+        store.fill(Online(target.whole(), needs, sampler, mine), progress)
     accelerator.wait_for_everyone()
-    return store
+    store.refresh()
+    if not drafter.reads_body:
+        target.release()
+        drafter.attach(target.parts)
+    device = target.parts.device
+    return Disk(store, needs, sides[0], device), Disk(store, needs, sides[1], device)
 
 
 def _finish(

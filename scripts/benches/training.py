@@ -26,7 +26,8 @@ from train import optim
 from train.data.conversations import DataConfig
 from train.data.packing import pack
 from train.data.split import split_documents
-from train.features.store import Disk, FeaturesConfig
+from train.features.source import Online
+from train.features.store import Disk, FeaturesConfig, Kind, Store
 
 WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
 
@@ -89,15 +90,16 @@ def throughput() -> None:
     drafter = family("eagle3").build(drafter_cfg, target, vocab).float()
     forcing = TeacherForcing(drafter, target, sampler)
     with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:
-        store = Disk(target, drafter.needs, sampler, rows, FeaturesConfig(root=root))
-        store.fill(progress, store.missing())
+        store = Store(FeaturesConfig(root=root), Kind.of(target, drafter.needs, sampler))
+        store.fill(Online(target, drafter.needs, sampler, rows), progress)
+        source = Disk(store, drafter.needs, rows, target.device)
         figures = {}
         for size in (1, 2, 4):
             optimizer = optim.build(forcing, optim.OptimConfig())
             seconds = []
             for step in range(24 // size):
                 start = time.perf_counter()
-                batch = store.batch(range(step * size, (step + 1) * size))
+                batch = source.batch(range(step * size, (step + 1) * size))
                 with torch.autocast("cpu", torch.bfloat16):
                     total, seen = forcing(batch)
                 (total / seen[0, 0]).backward()

@@ -29,6 +29,7 @@ from specdec.sampling.choose import Choose, Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 @torch.inference_mode()
@@ -271,7 +272,7 @@ def fitting_rule(
 
 
 def require_room(
-    target: Target,
+    target: Parts,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     drafter: Drafter | None = None,

@@ -25,6 +25,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
+from specdec.target.parts import Parts
 from specdec.theory.alpha import Acceptance, acceptance, expected_tokens, visits
 
 Columns = Callable[[Piece], tuple[Tensor, ...]]
@@ -49,7 +50,7 @@ class Table(NamedTuple):
     more: tuple[Tensor, ...] = ()  # further columns [N, K] that were asked for
 
 
-def summarise(target: Target, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
+def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
     """`Sampler.summarise` of the target's logits, a chunk of positions at a time; [B, T] each."""
     parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
     return Summary(*(torch.cat(p).view(final_BTD.shape[:2]) for p in zip(*parts, strict=True)))
@@ -87,7 +88,7 @@ class TeacherForcing(nn.Module):
     def __init__(
         self,
         drafter: Drafter,
-        target: Target,
+        target: Parts,
         sampler: Sampler,
         objective: ObjectiveConfig | None = None,
         reference: Drafter | None = None,

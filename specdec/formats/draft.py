@@ -26,6 +26,7 @@ from specdec.files import read_record, record, replaced
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
 from specdec.target.encoder_decoder import Seq2SeqTarget
+from specdec.target.parts import Parts
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
@@ -71,7 +72,7 @@ class _File:
 def save(
     folder: Path | str,
     drafter: Drafter,
-    target: Target,
+    target: Parts,
     weights: Mapping[str, Tensor] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:

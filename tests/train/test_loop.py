@@ -8,19 +8,21 @@ import itertools
 import json
 import math
 import re
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
+from specdec.forcing.teacher import Batch
 from specdec.measure.results import Results
+from specdec.target import loading
 from specdec.target.base import Target
 from specdec.target.loading import load_target
 from tests.runs import draft, final_state, require_same_run
@@ -49,7 +51,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
         found.append(load(cfg))
         return found[-1]
 
-    monkeypatch.setattr(pipeline, "load_target", keep)
+    monkeypatch.setattr(loading, "load_target", keep)
     return found
 
 
@@ -67,10 +69,10 @@ def test_whole_job(
     greedy, sampled = results.temperatures
     assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
     assert greedy.identical == results.prompts, "greedy speculation changed an answer"
-    (target,) = loaded
-    fresh = load_target(pipeline.replace(tiny.config().target))
-    for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs), "the target was trained"
+    fresh = load_target(tiny.config().target)
+    for target in loaded:
+        for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs), "the target was trained"
     if name in TRAINABLE:
         curve = [record["loss"] for _, record in losses(tmp_path / "run")]
         assert all(math.isfinite(x) for line in curve for x in line)
@@ -106,6 +108,36 @@ def test_a_second_run_reads_the_cache_and_equals_the_first(
     require_same_run(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "lm"])
+def test_training_from_a_cache_loads_no_layer_of_the_target(
+    tiny: Tiny,
+    tmp_path: Path,
+    training_alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+) -> None:
+    """A second run, for which answers and features are there: the target is loaded whole once, to
+    be measured, after the last step. It equals the first, which had to load it to answer."""
+    more = ["data.answers=target", f"features.root={tmp_path / 'features'}"]
+    more += [f"answers.root={tmp_path / 'answers'}", f"target.cache={tmp_path / 'targets'}"]
+    tiny.job(tmp_path / "a", drafter, *more)
+    events: list[str] = []
+    whole, step = loading.load_target, torch.optim.AdamW.step
+
+    def load(cfg: Any) -> Target:
+        events.append("whole")
+        return whole(cfg)
+
+    monkeypatch.setattr(loading, "load_target", load)
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *a: (events.append("step"), step(self, *a))[1]
+    )
+    tiny.job(tmp_path / "b", drafter, *more)
+    steps = len(losses(tmp_path / "b"))
+    assert events == ["step"] * steps + ["whole"] and steps > 5
+    require_same_run(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_feature_cache_at_a_path_of_ones_own(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
@@ -118,7 +150,8 @@ def test_a_feature_cache_at_a_path_of_ones_own(
 def test_the_target_stays_as_it_is_when_the_draft_trains_embeddings_cut_from_it(
     tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
 ) -> None:
-    tiny.job(tmp_path / "run", "lm", "drafter.train_embeddings=true", "optim.lr=0.05")
+    more = ["drafter.train_embeddings=true", "optim.lr=0.05", "features.cache=online"]
+    tiny.job(tmp_path / "run", "lm", *more)
     (target,) = loaded
     fresh = load_target(tiny.config().target)
     for name, weight in fresh.model.state_dict().items():
@@ -146,17 +179,17 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     root = tmp_path / "features"
     more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]
     tiny.job(tmp_path / "whole", "medusa", *more)
-    count, bad = 0, 0
-    for path in root.rglob("rows-*.safetensors"):
-        tensors = load_file(path)
-        rows = {int(n.split(".")[0]) for n in tensors}
-        if len(rows) > count:
-            count, shard = len(rows), path
-    order = list(_plan(LoopConfig(), lambda _: rows_of(count), 2))
+    order = list(_plan(LoopConfig(), lambda _: rows_of(12), 2))
     bad, step = order[4].rows[1], 5  # the second row of the fifth step
-    tensors = load_file(shard)
-    tensors[f"{bad}.final"][:] = math.nan
-    save_file(tensors, shard)
+    batch = pipeline.Disk.batch
+
+    def spoiled(source: pipeline.Disk, indices: Sequence[int]) -> Batch:
+        found = batch(source, indices)
+        if len(source.rows) == 12 and bad in indices:  # the training side's
+            found.final_BTD[list(indices).index(bad)] = math.nan
+        return found
+
+    monkeypatch.setattr(pipeline.Disk, "batch", spoiled)
     updates: list[int] = []
     adamw = torch.optim.AdamW.step
     monkeypatch.setattr(
@@ -178,7 +211,7 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     with pytest.raises(Diverged):  # again: it stops in the same place and touches nothing
         tiny.job(run, "medusa", *more)
     assert snapshot(run) == before
-    shutil.rmtree(root)  # the cause is gone: the run goes on to the same end
+    monkeypatch.setattr(pipeline.Disk, "batch", batch)  # the cause is gone: it goes on to its end
     tiny.job(run, "medusa", *more)
     require_same_run(run, tmp_path / "whole")
 
@@ -210,7 +243,12 @@ def test_patience_ends_a_run_that_does_not_get_better(
 ) -> None:
     """With lr = 0 every evaluation is as good as the first, never better: evaluation 1 sets the
     best, `patience` more follow, and that is the end."""
-    more = ["optim.lr=0", "loop.eval_every=2", f"loop.patience={patience}", "loop.save_every=100"]
+    more = [
+        "optim.lr=1e-30",
+        "loop.eval_every=2",
+        f"loop.patience={patience}",
+        "loop.save_every=100",
+    ]
     tiny.job(tmp_path / "run", "medusa", *more)
     evaluated = [r["step"] for r in records(tmp_path / "run") if "held_out" in r]
     assert evaluated == [2 * (i + 1) for i in range(1 + patience)]
@@ -245,7 +283,7 @@ def test_best_is_the_best_by_the_objective(
 
 
 def test_the_held_out_figures_are_those_of_the_best_draft(
-    tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
+    tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """Read back from disk and measured anew, by another path: one row at a time, online."""
     from specdec.forcing.teacher import TeacherForcing, batch_of
@@ -253,7 +291,7 @@ def test_the_held_out_figures_are_those_of_the_best_draft(
     from train.data.split import split_documents
 
     tiny.job(tmp_path / "run", "medusa", "optim.lr=0.05", "loop.eval_every=1")
-    (target,) = loaded
+    target = load_target(tiny.config().target)
     drafter = checkpoint.load(tmp_path / "run" / "best", target)
     cfg = tiny.config("medusa")
     split = split_documents(cfg.data, target.tokenizer)

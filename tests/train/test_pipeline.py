@@ -7,11 +7,13 @@ import errno
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from safetensors import SafetensorError
@@ -22,13 +24,14 @@ from specdec.errors import UserError, of_files
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.target.base import Target
-from specdec.target.loading import load_target
+from specdec.target.loading import TargetOnDemand, load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train.data import answers, jsonl
 from train.data.answers import AnswersConfig, answered
 from train.data.packing import Row
 from train.data.template import Prompt
 from train.features import store as features
+from train.features.source import Online
 from train.pipeline import alone
 from train.tracking import curve
 
@@ -188,52 +191,94 @@ def test_a_disk_that_fails_is_told_in_one_line() -> None:
 # --- caches --------------------------------------------------------------------------------------
 
 
-def store_of(tiny: Tiny, target: Target, root: Path) -> features.Disk:
-    """A cache of 5 rows in shards of 2."""
-    ids = [[1 + i, 2, 3, 4] for i in range(5)]
-    whole, zero = np.ones(4, np.bool_), np.zeros(4, np.int32)
-    rows = [Row(np.array(x, np.int32), whole, zero, np.arange(4, dtype=np.int32)) for x in ids]
+def filled(tiny: Tiny, target: Target, root: Path) -> tuple[features.Store, Online]:
+    """An empty store, and a source of 5 rows of 2 documents."""
+    twos, ones = np.array([0, 0, 0, 0, 1, 1, 1], np.int32), np.ones(7, np.bool_)
+    ids = [np.array([1 + i, 2, 3, 4, 5, 6 + i, 7], np.int32) for i in range(5)]
+    position = np.array([0, 1, 2, 3, 0, 1, 2], np.int32)
+    rows = [Row(x, ones, twos, position) for x in ids]
     cfg = tiny.config("eagle3")
-    drafter = DRAFTERS["eagle3"].build(cfg.drafter, target)
-    where = features.FeaturesConfig(root=str(root))
-    return features.Disk(target, drafter.needs, cfg.sampler, rows, where)
+    needs = DRAFTERS["eagle3"].build(cfg.drafter, target).needs
+    kind = features.Kind.of(target, needs, cfg.sampler)
+    store = features.Store(features.FeaturesConfig(root=str(root)), kind)
+    return store, Online(target, needs, cfg.sampler, rows)
 
 
 def test_a_shard_that_is_cut_short_is_made_again(
     tiny: Tiny, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "SHARD", 2)
-    store = store_of(tiny, target, tmp_path)
+    store, source = filled(tiny, target, tmp_path)
     with progress.bars(Console(quiet=True), False) as bar:
-        store.fill(bar, store.missing())
-        assert store.missing() == []
-        whole = [x.read_bytes() for x in sorted(store.folder.glob("rows-*"))]
-        for keep in (0, 4, len(whole[1]) // 2):
-            (store.folder / "rows-00001.safetensors").write_bytes(whole[1][:keep])
-            assert store.missing() == [1]
-        store.fill(bar, [1])
-    assert [x.read_bytes() for x in sorted(store.folder.glob("rows-*"))] == whole
+        store.fill(source, bar)
+        assert store.missing(source.rows) == []
+        files = sorted(store.folder.glob("*.safetensors"))
+        whole = [x.read_bytes() for x in files]
+        assert len(files) == 3
+        shard = next(f for f, x in zip(files, whole, strict=True) if len(x) == max(map(len, whole)))
+        for keep in (0, 4, shard.stat().st_size // 2):
+            shard.write_bytes(shard.read_bytes()[:keep])
+            store.refresh()
+            left = store.missing(source.rows)
+            assert [len(r.ids) for r in left] == [7, 7], "both rows of that file, whole"
+            store.fill(Online(source.target, source.needs, source.sampler, left), bar)
+            assert [x.read_bytes() for x in files] == whole
+
+
+def test_a_document_is_read_again_in_other_rows(
+    tiny: Tiny, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More data, packed otherwise, through no more open files than allowed: only what is new is
+    read by the target, and batches equal those read online."""
+    monkeypatch.setattr(features, "SHARD", 1)
+    monkeypatch.setattr(features, "OPEN", 2)
+    store, source = filled(tiny, target, tmp_path)
+    few = Online(target, source.needs, source.sampler, source.rows[:4])
+    with progress.bars(Console(quiet=True), False) as bar:
+        store.fill(few, bar)
+        others = [
+            Row(*(np.concatenate([a[4:], b[:4], c]) for a, b, c in zip(*map(astuple, rows))))
+            for rows in ([*source.rows[:2], source.rows[4]], source.rows[2:])
+        ]
+        left = store.missing(others)
+        assert [r.ids.tolist() for r in left] == [source.rows[4].ids.tolist()] * 2
+        store.fill(Online(target, source.needs, source.sampler, left[:1]), bar)
+    disk = features.Disk(store, source.needs, others, target.device)
+    for indices in ([0], [1], [0, 1]):
+        ours = disk.batch(indices)
+        theirs = Online(target, source.needs, source.sampler, others).batch(indices)
+        assert len(store._handles) <= 2
+        for name in ("ids_BT", "position_BT", "document_BT"):
+            assert torch.equal(getattr(ours.ctx, name), getattr(theirs.ctx, name))
+        assert torch.equal(ours.mask_BT, theirs.mask_BT)
+        pairs = [
+            (ours.final_BTD, theirs.final_BTD),
+            (ours.ctx.layers_BTF, theirs.ctx.layers_BTF),
+            *zip(ours.summary, theirs.summary, strict=True),
+        ]
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_is_missing_needs_room(
     tiny: Tiny, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "SHARD", 2)
-    store = store_of(tiny, target, tmp_path)
+    store, source = filled(tiny, target, tmp_path)
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(store.bytes([2]) + 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(store.kind.bytes(7)))
+    one = Online(target, source.needs, source.sampler, source.rows[:1])
     with progress.bars(Console(quiet=True), False) as bar:
-        with pytest.raises(UserError, match="MB more"):
-            store.fill(bar, [0, 1, 2])
-        store.fill(bar, [2])
-    assert store.missing() == [0, 1]
+        with pytest.raises(UserError, match=r"needs [\d.]+ MB more, and .* is 0\.1 MB short"):
+            store.fill(source, bar)
+        store.fill(one, bar)
+    assert len(store.missing(source.rows)) == 4
 
 
 def test_answers_are_kept_by_the_prompt_they_answer(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also sampled, of ids that look alike, one by one or together, and after damage."""
-    asked: list[int] = []
+    target, asked = TargetOnDemand(tiny.config().target), list[int]()
 
     def counting(target: Target, prompts: Any, **options: Any) -> Any:
         asked.append(len(prompts))

@@ -27,7 +27,7 @@ from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import write_whole
-from specdec.target.loading import load_target
+from specdec.target.loading import TargetOnDemand
 from tests.runs import draft, require_same_run
 from tests.tiny import (
     DRAFTER_OVERRIDES,
@@ -41,6 +41,7 @@ from tests.tiny import (
 from train import pipeline
 from train.data.packing import Row
 from train.features import store as features
+from train.features.source import Source
 from train.loop import OBJECTIVES
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
@@ -78,7 +79,7 @@ def nth(owner, name, n, after):
     setattr(owner, name, counted)
 
 OWNERS = {"log": (Tracker, "log"), "checkpoint": (checkpoint, "save"), "best": (drafts, "save"),
-          "rewind": (Tracker, "rewind"), "features": (pipeline.Disk, "fill"),
+          "rewind": (Tracker, "rewind"), "features": (pipeline.Store, "fill"),
           "rename": (os, "rename"), "json": (json, "dumps"),
           "half": (checkpoint, "save_file"), "half_best": (drafts, "save_file"),
           "lr": (optim, "learning_rate")}
@@ -258,41 +259,42 @@ def test_two_processes_on_a_cpu_know_of_each_other(tiny: Tiny, tmp_path: Path) -
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 7))
 
 
-def test_no_shard_of_features_is_left_out_when_a_process_is_slow_to_look(
+def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both share out the same list: the slow one must not see what the other made meanwhile."""
     monkeypatch.setattr(features, "SHARD", 1)
     cfg = tiny.config("medusa", f"features.root={tmp_path}")
-    target = load_target(cfg.target)
-    drafter = pipeline._drafter(cfg, target, [])
+    target = TargetOnDemand(cfg.target)
+    drafter = pipeline._drafter(cfg, target.whole(), [])
     whole, zero = np.ones(3, np.bool_), np.zeros(3, np.int32)
     position = np.arange(3, dtype=np.int32)
     rows = [Row(np.array([1, n, 2], np.int32), whole, zero, position) for n in range(3, 9)]
-    look, together, ahead = features.Disk.missing, threading.Barrier(2), threading.Event()
+    look, together, ahead = features.Store.missing, threading.Barrier(2), threading.Event()
 
-    def missing(store: features.Disk) -> list[int]:
+    def missing(store: features.Store, rows: list[Row]) -> list[Row]:
         if threading.current_thread() is not threading.main_thread():
             ahead.wait(10)
-        return look(store)
+        return look(store, rows)
 
     def wait() -> None:
         ahead.set()  # the main thread waits for the other, or has filled its share
         together.wait(10)
 
-    def share(rank: int) -> features.Online:
+    def share(rank: int) -> Source:
         everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
-            return pipeline._features(cfg, target, drafter, [], "train", everyone, bar)
+            return pipeline._sources(cfg, target, drafter, texts, everyone, bar)[0]
 
+    texts = pipeline.Texts([], [], [], 0)
     monkeypatch.setattr(pipeline, "pack", lambda *_: rows)
-    monkeypatch.setattr(features.Disk, "missing", missing)
+    monkeypatch.setattr(features.Store, "missing", missing)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(share, 1)
-        store = share(0)
+        disk = share(0)
         other.result()
-    assert isinstance(store, features.Disk)
-    assert look(store) == []
+    assert isinstance(disk, features.Disk)
+    assert look(disk.store, rows) == []
 
 
 def test_a_file_is_read_whole_while_another_process_writes_it(tmp_path: Path) -> None:

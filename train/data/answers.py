@@ -16,7 +16,8 @@ from specdec.decoding.decode import decode
 from specdec.errors import require, require_between
 from specdec.files import make_folder
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
+from specdec.target.loading import TargetOnDemand
+from specdec.target.parts import Parts
 from train.data.jsonl import records
 from train.data.template import Document, Prompt
 
@@ -42,7 +43,7 @@ class AnswersConfig:
 
 
 def answered(
-    target: Target,
+    target: TargetOnDemand,
     prompts: Sequence[Prompt],
     cfg: AnswersConfig,
     accelerator: Accelerator,
@@ -55,7 +56,7 @@ def answered(
     prompts. Each prompt has a seed of its own, so that its answer depends neither on the batch, nor
     on interruptions, nor on the number of processes that share the work.
     """
-    folder = make_folder(Path(cfg.root) / _key(target, cfg))
+    folder = make_folder(Path(cfg.root) / _key(target.parts, cfg))
     names = [_name(p.ids) for p in prompts]
     known = _read(folder)
     accelerator.wait_for_everyone()
@@ -78,7 +79,7 @@ def answered(
     path = folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
     for batch in batches:
         answers = decode(
-            target,
+            target.whole(),
             [todo[name] for name in batch],
             max_new_tokens=cfg.max_new_tokens,
             sampler=sampler,
@@ -99,7 +100,7 @@ def _document(prompt: Prompt, answer: NDArray[np.int32]) -> Document:
     return Document(prompt.id, ids, np.arange(len(ids)) >= len(prompt.ids))
 
 
-def _key(target: Target, cfg: AnswersConfig) -> str:
+def _key(target: Parts, cfg: AnswersConfig) -> str:
     """One folder for each target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
     for name in ("batch", "root"):  # neither of them changes an answer

@@ -89,6 +89,7 @@ class Windows(Memories):
 
 class Lookahead(Copying):
     Config = LookaheadConfig
+    reads_body = True
     _target: tuple[Target]
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
