@@ -47,9 +47,6 @@ NAMES: set[tuple[str, str]] = {
     ("scripts/benches/speed.py", "sparse"),
     ("scripts/benches/training.py", "eagle3"),
     ("scripts/engine.py", "ngram"),
-    ("specdec/drafters/models/lm.py", "early_exit"),
-    ("specdec/drafters/models/seq2seq_lm.py", "lm"),
-    ("specdec/drafters/models/sparse.py", "early_exit"),
     ("specdec/errors.py", "eagle3"),
 }
 

@@ -176,7 +176,7 @@ def _run(
     outcome: Outcome | None = None
     if kind.trainable:
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-        console.print(f"drafter {cfg.drafter.name}: {trained / 1e6:.1f} M trained parameters")
+        console.print(f"drafter {cfg.drafter.name}: {trained:,} trained parameters")
         data, held_out = _sources(cfg, target, drafter, texts, accelerator, progress)
         forcing = TeacherForcing(drafter, target.parts, cfg.sampler, cfg.objective)
         before = target.parts.checksum()

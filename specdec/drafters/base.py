@@ -8,7 +8,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -116,10 +116,19 @@ class Drafter(nn.Module, ABC):
         drafter.attach(target)
         with torch.no_grad():
             drafter.start(target)
+        drafter.begin_training()
         return drafter
 
     def start(self, target: Parts) -> None:
         """Set the weights that training starts from."""
+
+    def begin_training(self) -> None:
+        """Add what only training needs (adapters); called once, on fresh weights or on those of a
+        draft that is trained further."""
+
+    def finished(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a draft on disk holds of a state dict: all but what `begin_training` added."""
+        return dict(weights)
 
     def fit(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
@@ -263,9 +272,34 @@ class Recomputed:
 
 def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
     """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
-    steps = torch.arange(1, count + 1, device=ids_BT.device)
-    index = (anchors_BA[..., None] + steps).clamp_max(ids_BT.shape[1] - 1)
-    return ids_BT.gather(1, index.flatten(1)).view(index.shape)
+    return windows(ids_BT[..., None], anchors_BA + 1, count)[..., 0]
+
+
+def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
+    """`count` entries [B, A, count, D] from each index on (clamped at the text's end)."""
+    steps = torch.arange(count, device=x_BTD.device)
+    index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
+    return entries(x_BTD, index.flatten(1)).view(*index.shape, -1)
+
+
+def states(
+    read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    ctx: Context,
+    anchors_BA: Tensor,
+    drafted_BAk: Tensor | None,
+    depth: int,
+) -> Tensor:
+    """`Drafter.hidden` of a model that reads tokens alone, so that depth k at anchor a is depth 0
+    at a + k. `read` gives its hidden states [B, T, D] for ids, positions and documents [B, T]."""
+    if drafted_BAk is None:
+        return windows(read(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
+    found = []
+    for b, anchors in enumerate(anchors_BA.tolist()):
+        for i, a in enumerate(anchors):
+            first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
+            ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
+            found.append(read(ids, None, None)[0, a - first :])
+    return torch.stack(found).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
 
 
 def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:
@@ -273,6 +307,14 @@ def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:
     longest = max(map(len, found))
     padded = [ids + [-1] * (longest - len(ids)) for ids in found]
     return Proposal(torch.tensor(padded, dtype=torch.long, device=ctx.ids_BT.device))
+
+
+def one_hot(hidden: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., V] of the ids [..., 1]: 0 there, -inf elsewhere, and throughout for -1."""
+    token = hidden.long()
+    logits = hidden.new_full((*token.shape[:-1], vocab_size), -torch.inf)
+    value = torch.zeros_like(hidden).masked_fill(token < 0, -torch.inf)
+    return logits.scatter(-1, token.clamp_min(0), value)
 
 
 def unread(cache: SlotCache, counts: list[int]) -> list[int]:

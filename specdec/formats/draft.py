@@ -82,8 +82,9 @@ def save(
     `notes` are kept in the card as they are. Raises UserError for a weight that is not finite.
     """
     folder = Path(folder)
-    state = drafter.state_dict() if weights is None else weights
-    kept = untied(drafter.state_dict())
+    state = drafter.finished(drafter.state_dict() if weights is None else weights)
+    with torch.device("meta"):  # what is on disk has the names that `load` will look for
+        kept = untied(type(drafter)(drafter.config, drafter.sizes).state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
     require_finite(tensors, f"{folder}: not written")
     card = _File(

@@ -24,6 +24,7 @@ from specdec.drafters.copying.ngram import NgramConfig, Text
 from specdec.drafters.copying.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
 from specdec.drafters.models.early_exit import EarlyExitConfig, shallow
 from specdec.drafters.models.sparse import SparseConfig, attention, voted
+from specdec.drafters.models.views import with_weights
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, batch_of
 from specdec.formats import draft as checkpoint
@@ -480,7 +481,8 @@ def test_attention_read_again_is_the_models_own(any_target: Target) -> None:
     (ctx,) = decoding(any_target, [ids, text(9, 20)], [[19, 15]])
     assert ctx.cache is not None
     usual = any_target.config._attn_implementation
-    found = attention(any_target, ctx.cache, 0, ids[10:14], 10)
+    view = with_weights(any_target)
+    found = attention(view, view.layers, ctx.cache, 0, ids[10:14], 10)
     assert any_target.config._attn_implementation == usual
     any_target.model.set_attn_implementation("eager")
     whole = any_target.model(torch.tensor([ids]), output_attentions=True).attentions

@@ -364,7 +364,7 @@ def test_mistakes_are_told_in_one_line() -> None:
     with pytest.raises(UserError, match="same tokenizer"):
         config = Seq2SeqLMConfig(source="random", overrides={"vocab_size": 7})
         Seq2SeqLM.build(config, target)
-    with pytest.raises(UserError, match=r"overrides\.layers is no key"):
+    with pytest.raises(UserError, match=r"overrides\.layers is not a key"):
         Seq2SeqLM.build(Seq2SeqLMConfig(source="random", overrides={"layers": 7}), target)
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter, Sizes, copied_chains
+from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Shape, Stop
 from specdec.target.parts import Parts
@@ -123,14 +123,6 @@ def walked(
                 said[t] = ask(memory)
         found.append([said[a] for a in anchors])
     return found
-
-
-def one_hot(hidden: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] of the ids [..., 1]: 0 there, -inf elsewhere, and throughout for -1."""
-    token = hidden.long()
-    logits = hidden.new_full((*token.shape[:-1], vocab_size), -torch.inf)
-    value = torch.zeros_like(hidden).masked_fill(token < 0, -torch.inf)
-    return logits.scatter(-1, token.clamp_min(0), value)
 
 
 def merged(paths: Sequence[Sequence[int]], depth: int, nodes: int) -> list[TreeNode]:

@@ -10,16 +10,16 @@ layers agree little with the last; E near L agrees more and saves less.
 Letters: B batch, T time, A anchors, W nodes grown at once, K depth, D width, S vocabulary.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes
-from specdec.errors import UserError, require
+from specdec.drafters.base import Drafter, states
+from specdec.drafters.models.views import ViewSizes, decoder_layers, shallow
+from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
 from specdec.target.base import Target
@@ -35,48 +35,31 @@ class EarlyExitConfig:
     layers: int | None = None
 
 
-@dataclass(kw_only=True)
-class OwnLayers(Sizes):
-    """`layers`: how many of the target's own layers draft."""
-
-    layers: int
-
-
 class EarlyExit(Drafter):
     Config = EarlyExitConfig
-    Sizes = OwnLayers
+    Sizes = ViewSizes
     trainable = False
     reads_body = True
     _parts: tuple[Any, Target]  # the shallow model, and whose it is: never saved
 
     @classmethod
-    def plan(cls, config: EarlyExitConfig, target: Parts) -> OwnLayers:
+    def plan(cls, config: EarlyExitConfig, target: Parts) -> ViewSizes:
         L = decoder_layers(target, config.name)
         E = (L + 1) // 2 if config.layers is None else config.layers
         if not 1 <= E <= L:
             raise UserError(f"drafter.layers={E}: give 1 to {L}, the layers of this target")
-        return OwnLayers(target_vocab=target.vocab_size, layers=E)
+        return ViewSizes(target_vocab=target.vocab_size, layers=E)
 
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)
         self._parts = (shallow(target, self.sizes.layers), target)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        return states(self._whole, ctx, anchors_BA, drafted_BAk, self.depth)
+
+    def _whole(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         model = self._parts[0]
-        if drafted_BAk is None:
-            out_BTD = model(
-                input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False
-            ).last_hidden_state
-            steps = torch.arange(self.depth, device=anchors_BA.device)
-            index = (anchors_BA[..., None] + steps).clamp_max(ctx.ids_BT.shape[1] - 1)
-            rows = out_BTD.gather(1, index.flatten(1)[..., None].expand(-1, -1, out_BTD.shape[-1]))
-            return rows.view(*index.shape, -1)
-        found = []
-        for b, anchors in enumerate(anchors_BA.tolist()):
-            for i, a in enumerate(anchors):
-                ids = torch.cat([ctx.ids_BT[b, : a + 1], drafted_BAk[b, i]])[None]
-                found.append(model(input_ids=ids, use_cache=False).last_hidden_state[0, a:])
-        return torch.stack(found).view(*anchors_BA.shape, -1, found[0].shape[-1])
+        return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self._parts[1].logits(hidden)
@@ -108,30 +91,3 @@ class Shared:
 
     def marginals(self, depth: int) -> Tensor | None:
         return None
-
-
-def decoder_layers(target: Parts, name: str) -> int:
-    """How many layers a decoder-only target has; UserError for one with an encoder."""
-    whole = getattr(target.model.config, "is_encoder_decoder", False)
-    require(not whole, f"drafter={name} drafts with a decoder-only target, this one has an encoder")
-    return int(target.config.num_hidden_layers)
-
-
-def shallow(target: Target, layers: int) -> Any:
-    """The target's base model with its first layers only. Every module but the list of layers is
-    the target's own: no weight is copied, and the target is as it was."""
-    base = target.model.base_model
-    path = next(name for name, m in base.named_modules() if m is target.layers).split(".")
-    top = outer = _twin(base)
-    for name in path[:-1]:
-        inner = _twin(outer.get_submodule(name))
-        outer._modules[name], outer = inner, inner
-    outer._modules[path[-1]] = nn.ModuleList(list(target.layers)[:layers])
-    return top
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """The same module, with a dict of submodules of its own."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin

@@ -9,16 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes, entries, pieces, unread
-from specdec.drafters.models.early_exit import decoder_layers
+from specdec.drafters.base import entries, pieces, states, unread
+from specdec.drafters.models.pretrained import (
+    LMSizes,
+    LoraOptions,
+    Pretrained,
+    described,
+    fresh,
+    overridden,
+)
+from specdec.drafters.models.views import decoder_layers
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, model_inputs, new_cache, size
 from specdec.runtime.compiled import Short
 from specdec.sampling.trees import Growth
-from specdec.target.attention import group
 from specdec.target.parts import Parts, config_of_layers, head_scaling
 
 
@@ -30,6 +37,7 @@ class LMConfig:
     target; "random" is the target's architecture with `overrides` of its config and fresh
     weights; anything else is a hub name or a folder. `train_embeddings=false` leaves the
     embedding and the LM head as they start: most of a small model's weights and of its cost.
+    `lora.rank` above 0 trains adapters alone, of which nothing is left in the finished draft.
     """
 
     name: str = "lm"
@@ -38,29 +46,18 @@ class LMConfig:
     layers: list[int] | None = None
     overrides: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     train_embeddings: bool = False
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
 
-@dataclass(kw_only=True)
-class LMSizes(Sizes):
-    """`model`: the config of the draft LM, as transformers writes it."""
-
-    model: dict[str, Any]
-
-
-class LM(Drafter):
+class LM(Pretrained):
     Config = LMConfig
-    Sizes = LMSizes
+    Auto = AutoModelForCausalLM
 
     def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
-        self.model = fresh(AutoModelForCausalLM, sizes.model, config.train_embeddings)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
         self.short = Short(self, self.read)
         self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
-
-    @property
-    def train_depth(self) -> int:
-        return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
     @classmethod
     def plan(cls, config: LMConfig, target: Parts) -> LMSizes:
@@ -68,22 +65,17 @@ class LM(Drafter):
         if config.source in ("target", "random"):
             model = target.config.to_dict()
             if config.source == "random":
-                if unknown := sorted(set(config.overrides) - set(model)):
-                    raise UserError(f"drafter.overrides.{unknown[0]} is no key of the target")
-                model |= config.overrides
+                model = overridden(config, model)
                 kept = list(range(model["num_hidden_layers"]))
             else:
                 kept = _cut(config, target)
                 model["num_hidden_layers"] = len(kept)
             model |= config_of_layers(model, kept)
         else:
-            try:
-                model = AutoConfig.from_pretrained(config.source).to_dict()
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"drafter.source={config.source!r} could not be loaded: give target, random, "
-                    "a hub name or a folder with a Hugging Face causal LM"
-                ) from error
+            model = described(
+                config.source,
+                "target, random, a hub name or a folder with a Hugging Face causal LM",
+            )
         if model["vocab_size"] != target.vocab_size:
             raise UserError(
                 f"drafter.source={config.source!r} has a vocabulary of {model['vocab_size']}, the "
@@ -101,12 +93,8 @@ class LM(Drafter):
         return LMSizes(target_vocab=target.vocab_size, model=model)
 
     def start(self, target: Parts) -> None:
-        if self.config.source == "random":
-            return
         if self.config.source != "target":
-            trained = AutoModelForCausalLM.from_pretrained(self.config.source, dtype="float32")
-            self.model.load_state_dict(trained.state_dict())
-            return
+            return super().start(target)
         kept = _cut(self.config, target)
         try:
             self.model.load_state_dict(target.cut(kept))
@@ -118,25 +106,11 @@ class LM(Drafter):
             ) from error
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        if drafted_BAk is None:
-            out_BTD = self.model.base_model(
-                input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False
-            ).last_hidden_state
-            steps = torch.arange(self.depth, device=anchors_BA.device)
-            index = (anchors_BA[..., None] + steps).clamp_max(ctx.ids_BT.shape[1] - 1)
-            rows = out_BTD.gather(1, index.flatten(1)[..., None].expand(-1, -1, out_BTD.shape[-1]))
-            return rows.view(*index.shape, -1)
-        rows = [
-            torch.stack([self._after(ctx.ids_BT[b, : a + 1], drafted_BAk[b, i]) for i, a in line])
-            for b, line in enumerate(enumerate(x) for x in anchors_BA.tolist())
-        ]
-        return torch.stack(rows)
+        return states(self._whole, ctx, anchors_BA, drafted_BAk, self.depth)
 
-    def _after(self, ids_T: Tensor, drafted_k: Tensor) -> Tensor:
-        """Hidden states [k + 1, D] at the last of `ids_T` and at each drafted token."""
-        ids = torch.cat([ids_T, drafted_k])[None]
-        out = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return out[0, len(ids_T) - 1 :]
+    def _whole(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
+        model = self.model.base_model
+        return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self._scale(self.model.get_output_embeddings()(hidden))
@@ -183,16 +157,6 @@ class Cached:
         )
         assert logits is not None
         return logits
-
-
-def fresh(family: Any, shape: dict[str, Any], train_embeddings: bool) -> Any:
-    """A model of one of transformers' auto classes with fresh weights, from its config."""
-    model = family.from_config(AutoConfig.for_model(**shape)).float()
-    group(model)
-    if not train_embeddings:
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            module.requires_grad_(False)
-    return model
 
 
 def _cut(config: LMConfig, target: Parts) -> list[int]:

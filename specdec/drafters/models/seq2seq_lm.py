@@ -7,14 +7,19 @@ Letters: B batch, T time, A anchors, K depth, D width, S draft vocabulary.
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, last_of, pieces, unread
-from specdec.drafters.models.lm import LMSizes, fresh
-from specdec.errors import UserError
+from specdec.drafters.base import last_of, pieces, states, unread
+from specdec.drafters.models.pretrained import (
+    LMSizes,
+    LoraOptions,
+    Pretrained,
+    described,
+    overridden,
+)
+from specdec.errors import UserError, require
 from specdec.sampling.trees import Growth
 from specdec.target.encoder_decoder import Seq2SeqTarget
 from specdec.target.parts import Parts
@@ -27,7 +32,8 @@ class Seq2SeqLMConfig:
 
     `source`: a hub name or a folder, or "random": the target's architecture with `overrides` of
     its config and fresh weights. `train_embeddings=false` leaves the embedding and the LM head
-    as they start.
+    as they start. `lora.rank` above 0 trains adapters alone, of which nothing is left in the
+    finished draft.
     """
 
     name: str = "seq2seq_lm"
@@ -37,19 +43,12 @@ class Seq2SeqLMConfig:
         default_factory=lambda: {"num_layers": 2, "num_decoder_layers": 2}
     )
     train_embeddings: bool = False
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
 
-class Seq2SeqLM(Drafter):
+class Seq2SeqLM(Pretrained):
     Config = Seq2SeqLMConfig
-    Sizes = LMSizes
-
-    def __init__(self, config: Seq2SeqLMConfig, sizes: LMSizes) -> None:
-        super().__init__(config, sizes)
-        self.model = fresh(AutoModelForSeq2SeqLM, sizes.model, config.train_embeddings)
-
-    @property
-    def train_depth(self) -> int:
-        return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
+    Auto = AutoModelForSeq2SeqLM
 
     @classmethod
     def plan(cls, config: Seq2SeqLMConfig, target: Parts) -> LMSizes:
@@ -59,23 +58,15 @@ class Seq2SeqLM(Drafter):
                 "target such as T5"
             )
         if config.source == "random":
-            model = target.model.config.to_dict()
-            if unknown := sorted(set(config.overrides) - set(model)):
-                raise UserError(f"drafter.overrides.{unknown[0]} is no key of the target")
-            model |= config.overrides
+            model = overridden(config, target.model.config.to_dict())
         else:
-            try:
-                found = AutoConfig.from_pretrained(config.source)
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"drafter.source={config.source!r} could not be loaded: give random, a hub "
-                    "name or a folder with a Hugging Face encoder-decoder LM"
-                ) from error
-            if not found.is_encoder_decoder:
-                raise UserError(
-                    f"drafter.source={config.source!r} is no encoder-decoder LM, as the target is"
-                )
-            model = found.to_dict()
+            model = described(
+                config.source, "random, a hub name or a folder with a Hugging Face encoder-decoder"
+            )
+            require(
+                bool(model.get("is_encoder_decoder")),
+                f"drafter.source={config.source!r} is not an encoder-decoder, as the target is",
+            )
         for key, theirs in (
             ("vocab_size", target.vocab_size),
             ("decoder_start_token_id", target.seq2seq.start),
@@ -90,30 +81,13 @@ class Seq2SeqLM(Drafter):
     def attach(self, target: Parts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)
 
-    def start(self, target: Parts) -> None:
-        if self.config.source != "random":
-            trained = AutoModelForSeq2SeqLM.from_pretrained(self.config.source, dtype="float32")
-            self.model.load_state_dict(trained.state_dict())
-
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """As `LM.hidden`; 0 at anchors among the encoder's tokens."""
-        if drafted_BAk is None:
-            out, spread = self.seq2seq.run(
-                ctx.ids_BT, position_BT=ctx.position_BT, document_BT=ctx.document_BT
-            )
-            out_BTD = spread(out)
-            steps = torch.arange(self.depth, device=anchors_BA.device)
-            index = (anchors_BA[..., None] + steps).clamp_max(ctx.ids_BT.shape[1] - 1)
-            rows = out_BTD.gather(1, index.flatten(1)[..., None].expand(-1, -1, out_BTD.shape[-1]))
-            return rows.view(*index.shape, -1)
-        rows_BAkD = []
-        for b, anchors in enumerate(anchors_BA.tolist()):
-            for i, a in enumerate(anchors):
-                first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
-                ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
-                out, spread = self.seq2seq.run(ids)
-                rows_BAkD.append(spread(out)[0, a - first :])
-        return torch.stack(rows_BAkD).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+        return states(self._whole, ctx, anchors_BA, drafted_BAk, self.depth)
+
+    def _whole(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
+        out, spread = self.seq2seq.run(ids, position_BT=position, document_BT=document)
+        return spread(out)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden)

@@ -19,8 +19,7 @@ length of the whole text. Letters: B batch, T tokens of a pass, A anchors, K dep
 slots, H KV heads, Q query heads, w the window, C positions that are kept, E head width.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, text_after
-from specdec.drafters.models.early_exit import OwnLayers, decoder_layers
+from specdec.drafters.models.views import ViewSizes, decoder_layers, with_weights
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import Place, SlotCache, model_inputs, size
 from specdec.sampling.trees import Growth
@@ -73,12 +72,13 @@ class Kept:
 
 class Sparse(Drafter):
     Config = SparseConfig
-    Sizes = OwnLayers
+    Sizes = ViewSizes
     trainable = False
     reads_body = True
     _target: tuple[Target]
+    _votes: tuple[Any, nn.ModuleList] | None  # a view of the target, and its layers
 
-    def __init__(self, config: SparseConfig, sizes: OwnLayers) -> None:
+    def __init__(self, config: SparseConfig, sizes: ViewSizes) -> None:
         super().__init__(config, sizes)
         if config.method not in METHODS:
             raise UserError(f"drafter.method={config.method!r}{nearest(config.method, METHODS)}")
@@ -92,13 +92,18 @@ class Sparse(Drafter):
         )
 
     @classmethod
-    def plan(cls, config: SparseConfig, target: Parts) -> OwnLayers:
+    def plan(cls, config: SparseConfig, target: Parts) -> ViewSizes:
         layers = decoder_layers(target, config.name)
-        return OwnLayers(target_vocab=target.vocab_size, layers=layers)
+        return ViewSizes(target_vocab=target.vocab_size, layers=layers)
 
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)
         self._target = (target,)
+        self._votes = None
+        if self.config.method == "snapkv":
+            view = with_weights(target)
+            path = next(n for n, m in target.model.base_model.named_modules() if m is target.layers)
+            self._votes = (view, view.get_submodule(path))
 
     def new_cache(self) -> Kept:
         return Kept(self.sizes.layers)
@@ -217,7 +222,7 @@ class Sparse(Drafter):
         latest_HC = torch.arange(before - budget, before, device=device).expand(H, -1)
         with_sink_HC = latest_HC.clone()
         with_sink_HC[:, :sink] = torch.arange(sink, device=device)
-        votes = attention(target, full, b, last, before) if self.config.method == "snapkv" else []
+        votes = [] if self._votes is None else attention(*self._votes, full, b, last, before)
         chosen = []
         for n in range(len(full.slot_layers)):
             if _slides(target.config, n):
@@ -282,44 +287,30 @@ def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int
 
 
 def attention(
-    target: Target, full: SlotCache, b: int, last: Sequence[int], before: int
+    model: Any, layers: nn.ModuleList, full: SlotCache, b: int, last: Sequence[int], before: int
 ) -> list[Tensor]:
-    """For each layer the attention weights [Q, w, P] that the tokens `last`, which stand from
-    `before` on, pay to the slots of row b of the target's cache."""
+    """For each of a model's layers the attention weights [Q, w, P] that the tokens `last`, which
+    stand from `before` on, pay to the slots of row b of the target's cache."""
     cache = _rows(full, b, [full.lengths[b]])
-    ids_1w = torch.tensor([list(last)], device=target.device)
+    ids_1w = torch.tensor([list(last)], device=model.device)
     cache.place(*size(ids_1w))  # they are read again behind the text, where nobody sees them
-    position_1w = torch.arange(before, before + len(last), device=target.device)[None]
-    slot_1P = torch.arange(cache.shown, device=target.device)[None]
+    position_1w = torch.arange(before, before + len(last), device=model.device)[None]
+    slot_1P = torch.arange(cache.shown, device=model.device)[None]
     place = Place(position_1w, slot_1P[:, None] <= position_1w[..., None], slot_1P)
     seen: dict[int, Tensor] = {}
     handles = []
-    for n, layer in enumerate(target.layers):
+    for n, layer in enumerate(layers):
         module = next(m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx"))
         handles.append(
             module.register_forward_hook(lambda _m, _i, out, n=n: seen.__setitem__(n, out[1][0]))
         )
     try:
-        with _eager(target.config):
-            inputs = model_inputs(target.config, place, target.dtype)
-            target.model.base_model(
-                input_ids=ids_1w, past_key_values=cache, use_cache=True, **inputs
-            )
+        inputs = model_inputs(model.config.get_text_config(), place, model.dtype)
+        model(input_ids=ids_1w, past_key_values=cache, use_cache=True, **inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return [seen[n] for n in range(len(target.layers))]
-
-
-@contextmanager
-def _eager(config: Any) -> Iterator[None]:
-    """The one attention of transformers that tells its weights."""
-    usual = config._attn_implementation
-    config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
+    return [seen[n] for n in range(len(layers))]
 
 
 def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:

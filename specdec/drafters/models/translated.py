@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import Drafter, Sizes, copied_chains, last_of
+from specdec.drafters.base import Drafter, Sizes, copied_chains, last_of, one_hot
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -141,10 +141,7 @@ class Translated(Drafter):
         """Draft logits over the intersection; slem: 0 at the drafted token, -inf elsewhere."""
         if self.vocab_S is not None:
             return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
-        token = hidden.long()
-        logits = hidden.new_full((*token.shape[:-1], self.target_vocab), -torch.inf)
-        value = torch.zeros_like(hidden).masked_fill(token == NOTHING, -torch.inf)
-        return logits.scatter(-1, token.clamp_min(0), value)
+        return one_hot(hidden, self.target_vocab)
 
     def new_cache(self) -> "TranslatedCache":
         return TranslatedCache(self.lm.new_cache())
