@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from specdec.target.gguf import find_package_file
 from train.data.conversations import (
     Conversation,
@@ -96,6 +96,7 @@ def _records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
         if not files:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} file in this folder")
     elif path.exists():
+        require(path.is_file(), f"{path}: is not a regular file")
         files = [path]
     elif _names_a_file(cfg.path):
         raise UserError(f"{path}: no such file or folder")
@@ -201,8 +202,8 @@ def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
                     else:
                         reason = "record cut off by the end of the file" if begun else "broken"
                 else:
-                    if end == len(text) and not ended:
-                        more()  # a number might go on
+                    if isinstance(record, int | float) and len(text) - end < 3 and not ended:
+                        more()  # the number might go on, as 2 does in 2e+5
                         continue
                     yield f"{path.stem}:{n}", record
                     n, at, wanted = n + 1, end, ","
@@ -245,6 +246,7 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
 
 def _prompt_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Where each record stands, and the record: a line of text, or what its JSON says."""
+    require(path.is_file() or not path.exists(), f"{path}: is not a regular file")
     try:
         if path.stat().st_size > LARGEST:
             raise UserError(f"{path}: more than {LARGEST >> 20} MB, too large for prompts")
@@ -254,7 +256,8 @@ def _prompt_records(path: Path) -> Iterator[tuple[str, Any]]:
     if "\0" in text:
         raise UserError(f"{path}: cannot be read as UTF-8 text (it holds null bytes)")
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if path.suffix == ".json" or text.lstrip().startswith(("[{", '["')):
+    bracket = text.lstrip().startswith("[")
+    if path.suffix == ".json" or (bracket and path.suffix == ".jsonl"):
         whole = _parsed(text, path, "the whole file", strict=False)
         whole = [whole] if isinstance(whole, dict) else whole
         if isinstance(whole, list):
