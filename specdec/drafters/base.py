@@ -79,6 +79,8 @@ class Drafter(nn.Module, ABC):
     depth: int  # depths that are trained and measured, and the γ drafted by default
     parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
     max_depth: int | None = None  # parallel heads cannot draft more than they have
+    in_transformers: ClassVar[str | None] = None  # the same in its `generate`; see bench speed
+    long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs made for them, which bench measures
     copies: bool = False  # drafts tokens that it finds, with no q and no ranks
     positions: int | None = None  # texts longer than this are not drafted for; None: any
     scratch: int = 0  # slots of the target's cache that drafting needs beside those of its nodes

@@ -160,7 +160,10 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
         (["scripts/bench", "lossless", "x", "--dtype", "float16"], "--dtype"),
         (["scripts/bench", "trees", "x", "y"], "y"),
         (["scripts/bench", "theory", "x", "--gamma", "0"], "--gamma 0"),
-        (["scripts/export", "x", "--to", "y", "--with-target", "tests"], "tests holds something"),
+        (
+            ["scripts/export", "x", "--to", "y", "--with-target", "tests"],
+            "tests exists",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )

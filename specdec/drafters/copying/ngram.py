@@ -52,6 +52,7 @@ class Text:
 
 class Ngram(Copying):
     Config = NgramConfig
+    in_transformers = "prompt lookup"
 
     def __init__(self, config: NgramConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)

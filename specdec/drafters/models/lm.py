@@ -52,6 +52,7 @@ class LMConfig:
 class LM(Pretrained):
     Config = LMConfig
     Auto = AutoModelForCausalLM
+    in_transformers = "assistant"
 
     def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)

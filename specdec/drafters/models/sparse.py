@@ -75,6 +75,7 @@ class Sparse(Drafter):
     Sizes = ViewSizes
     trainable = False
     reads_body = True
+    long_prompts = {method: SparseConfig(method=method) for method in METHODS}
     _target: tuple[Target]
     _votes: tuple[Any, nn.ModuleList] | None  # a view of the target, and its layers
 
