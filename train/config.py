@@ -30,6 +30,7 @@ from train.data.conversations import DataConfig
 from train.features.store import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
+from train.plan import BudgetConfig
 from train.tracking import TrackConfig
 
 
@@ -48,6 +49,7 @@ class Config:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     export: str | None = "hf"  # layout written at the end of a run; null: none

@@ -5,14 +5,16 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -20,6 +22,7 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    broadcast_object_list,
     gather_object,
     set_seed,
 )
@@ -30,7 +33,7 @@ from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError, require
-from specdec.files import make_folder, record, write_whole
+from specdec.files import make_folder, read_record, record, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -42,6 +45,7 @@ from specdec.runtime.probes import native_dtype
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, opening, resolved
 from specdec.target.parts import Parts
+from train import optim
 from train.config import Config, with_objective
 from train.data.answers import answered
 from train.data.packing import pack
@@ -51,6 +55,7 @@ from train.data.template import Document, Prompt, prompt_of
 from train.features.source import Online, Source
 from train.features.store import Disk, Kind, Store, megabytes
 from train.loop import Diverged, Outcome, train
+from train.plan import POOR, Plan, Work, fitted, measured
 from train.tracking import Tracker, curve
 
 console = Console(highlight=False, soft_wrap=True)
@@ -152,7 +157,7 @@ def _run(
     tracker: Tracker,
     progress: Progress,
 ) -> float:
-    main = accelerator.is_main_process
+    started, main = time.monotonic(), accelerator.is_main_process
     with accelerator.main_process_first():  # a GGUF target is made dense once
         target = TargetOnDemand(replace(cfg.target, device=_device(cfg, accelerator)))
         fingerprint = target.parts.fingerprint()
@@ -160,7 +165,7 @@ def _run(
     if kind.reads_body:
         target.whole()
     console.print(opening(target.parts, cfg.target, reason))
-    texts = _texts(cfg, target, accelerator, progress)
+    texts = _texts(cfg, folder, target, accelerator, progress, started)
     drafter = _drafter(cfg, target.parts, texts.train)
     _require_positions(target.parts, drafter, [*texts.train, *texts.held_out])
     require_fitting(cfg.decode, drafter)
@@ -212,18 +217,26 @@ def _run(
 
 
 def _texts(
-    cfg: Config, target: TargetOnDemand, accelerator: Accelerator, progress: Progress
+    cfg: Config,
+    folder: Path,
+    target: TargetOnDemand,
+    accelerator: Accelerator,
+    progress: Progress,
+    started: float,
 ) -> Texts:
-    """Conversations as documents: with the data's answers, or with the target's own."""
+    """Conversations as documents: with the data's answers, or with the target's own; as many as
+    fit the budget of a run that began at `started`."""
+
+    def fitting(train: Sequence[Document | Prompt], held_out: Sequence[Document | Prompt]) -> int:
+        return _fitting(cfg, folder, target, train, held_out, accelerator, started)
+
     tokenizer = target.parts.tokenizer
     if cfg.data.answers == "data":
-        texts = split_documents(cfg.data, target.parts.tokenizer)
+        texts = split_documents(cfg.data, tokenizer)
         tally = texts.tally
-        found = [
-            prompt_of(c, target.parts.tokenizer, cfg.data.max_prompt) for c in texts.conversations
-        ]
+        found = [prompt_of(c, tokenizer, cfg.data.max_prompt) for c in texts.conversations]
         made = Texts(
-            texts.train,
+            texts.train[: fitting(texts.train, texts.held_out)],
             texts.held_out,
             [p for p in found if not isinstance(p, str)],
             tally.read,
@@ -243,8 +256,9 @@ def _texts(
                 f"{cfg.answers.max_new_tokens} do not fit data.max_length={cfg.data.max_length}: "
                 "raise the last, or lower data.max_prompt or answers.max_new_tokens"
             )
+        asked = split.train[: fitting(split.train, split.held_out)]
         made = Texts(
-            answered(target, split.train, cfg.answers, accelerator, progress),
+            answered(target, asked, cfg.answers, accelerator, progress),
             answered(target, split.held_out, cfg.answers, accelerator, progress),
             split.held_out,
             tally.read,
@@ -257,6 +271,87 @@ def _texts(
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
     return made
+
+
+def _fitting(
+    cfg: Config,
+    folder: Path,
+    target: TargetOnDemand,
+    train: Sequence[Document | Prompt],
+    held_out: Sequence[Document | Prompt],
+    accelerator: Accelerator,
+    started: float,
+) -> int:
+    """How many training conversations fit `cfg.budget`, printed with the time that each stage
+    should take. A resumed run keeps the number in its plan.json."""
+    path = folder / "plan.json"
+    if path.exists():
+        kept = read_record(Plan, path)
+        console.print(f"{path}: {kept.conversations:,} training conversations, as planned before")
+        return kept.conversations
+    if cfg.budget.minutes is None or not train or not held_out:
+        return len(train)
+    console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for some seconds")
+    theirs = cfg.data.answers == "target"
+    batch = cfg.answers.batch if theirs else cfg.loop.rows
+    body = target.whole()
+    rehearsed = _rehearsal(cfg, body, train, accelerator)
+    speeds = measured(body, [t.ids.tolist() for t in train], batch, rehearsed)
+    evaluated = min(cfg.decode.prompts, len(held_out)) * cfg.decode.max_new_tokens
+    work = Work(
+        epochs=cfg.loop.epochs if family(cfg.drafter.name).trainable else 0,
+        new=cfg.answers.max_new_tokens if theirs else 0,
+        decoded=2 * evaluated * len(cfg.decode.temperatures) * cfg.decode.repeats,
+        watched=1 / (cfg.loop.eval_every * cfg.loop.rows * cfg.data.max_length)
+        if cfg.loop.eval_every
+        else 0.0,
+    )
+    left = 60 * cfg.budget.minutes - cfg.budget.spent - (time.monotonic() - started)
+    lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
+    plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
+    plan = broadcast_object_list([plan])[0]  # every process keeps to the first one's
+    console.print(str(plan))
+    if plan.conversations < POOR:
+        console.print(
+            f"that is fewer than {POOR} conversations: the figures will be poor; give a larger "
+            "budget.minutes for better ones"
+        )
+    if accelerator.is_main_process:
+        write_whole(path, json.dumps(dataclasses.asdict(plan), indent=1))
+    return plan.conversations
+
+
+def _rehearsal(
+    cfg: Config,
+    target: Target,
+    texts: Sequence[Document | Prompt],
+    accelerator: Accelerator,
+) -> Callable[[], int]:
+    """A training step on texts as long as those to come, of a draft that is thrown away."""
+    if not family(cfg.drafter.name).trainable:
+        return lambda: 1
+    documents = []
+    for text in texts[: 8 * cfg.loop.rows]:
+        if isinstance(text, Prompt):  # whose answer is not written yet: the prompt stands for it
+            ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
+            text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
+        documents.append(text)
+    drafter = _drafter(cfg, target, documents)
+    rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
+    batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective)
+    optimizer = optim.build(forcing, cfg.optim)
+
+    def step() -> int:
+        anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in rows]
+        with accelerator.autocast():
+            loss, _ = forcing(batch, anchors)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(len(r.ids) for r in rows)
+
+    return step
 
 
 def _require_both(train: Sequence[Any], held_out: Sequence[Any]) -> None:

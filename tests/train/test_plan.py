@@ -1,0 +1,116 @@
+"""How much of the data fits a budget of minutes.
+
+Run alone: python -m pytest tests/train/test_plan.py
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from specdec.errors import UserError
+from specdec.files import read_record
+from tests.tiny import Tiny, architectures, random_target
+from train.plan import AFTER, FORWARD, SAID, BudgetConfig, Plan, Speeds, Work, fitted, measured
+
+SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
+WORK = Work(epochs=3, new=100, decoded=200, watched=0.001)
+FIXED = 200 * 0.05 + AFTER  # of the final evaluation, whatever is trained on
+
+
+def by_hand(n: int, tokens: int = 40, held: int = 5) -> float:
+    """Seconds of a run over n conversations of `tokens` tokens, answered by the target."""
+    texts = n + held
+    answering = texts * 100 * 0.01 + texts * tokens * 0.001
+    whole = tokens + 100 * SAID
+    reading = texts * whole * 0.001
+    evaluations = 1 + 0.001 * 3 * n * whole
+    training = 3 * n * whole * 0.002 + evaluations * held * whole * 0.002 * FORWARD
+    return answering + reading + training + FIXED
+
+
+def plan(seconds: float | None, floor: int = 1, work: Work = WORK, available: int = 500) -> Plan:
+    return fitted(seconds, floor, SPEEDS, work, [40] * available, [40] * 5)
+
+
+def test_seconds_by_hand() -> None:
+    assert plan(None).conversations == 500
+    assert plan(None).seconds == pytest.approx(by_hand(500))
+
+
+@pytest.mark.parametrize("n", [1, 77, 499])
+def test_the_largest_number_that_fits(n: int) -> None:
+    just = by_hand(n) + 1e-6
+    assert plan(just).conversations == n
+    assert plan(by_hand(n + 1) - 1e-6).conversations == n
+
+
+def test_the_floor_is_used_however_slow_the_machine() -> None:
+    assert plan(0.0, floor=120).conversations == 120
+    assert plan(0.0, floor=120, available=50).conversations == 50, "no more than there are"
+    assert plan(by_hand(200) + 1e-6, floor=120).conversations == 200
+
+
+def test_longer_conversations_fill_a_budget_sooner() -> None:
+    lengths = [10] * 100 + [400] * 100
+    short_first = fitted(60, 1, SPEEDS, WORK, lengths, [40] * 5)
+    long_first = fitted(60, 1, SPEEDS, WORK, lengths[::-1], [40] * 5)
+    assert short_first.conversations > long_first.conversations > 1
+
+
+def test_data_that_has_answers_is_only_read() -> None:
+    theirs = plan(None, work=dataclasses.replace(WORK, new=0))
+    assert theirs.answering == 0
+    assert theirs.reading == pytest.approx(505 * 40 * 0.001)
+
+
+def test_what_the_plan_says() -> None:
+    said = str(plan(by_hand(77) + 1e-6))
+    assert "77 of 500 training conversations" in said
+    assert "writes 100 tokens/s" in said and "trains on 500 tokens/s" in said
+
+
+def test_speeds_are_measured_on_the_work_at_hand() -> None:
+    target, steps = random_target(architectures(64, layers=2)["llama"]), []
+
+    def step() -> int:
+        steps.append(1)
+        return 10
+
+    speeds = measured(target, [[3, 4, 5], [6, 7]], 2, step)
+    assert len(steps) > 2, "one step warms up, others are timed"
+    assert all(seconds > 0 for seconds in dataclasses.astuple(speeds))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("minutes", 0), ("minutes", -1), ("floor", 0), ("spent", -1)]
+)
+def test_budgets_that_cannot_be(field: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"budget.{field}"):
+        BudgetConfig(**{field: value})
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: str
+) -> None:
+    folder, small = tmp_path / "run", ["budget.floor=5", f"data.answers={answers}"]
+    tiny.job(folder, "eagle3", "budget.minutes=0.001", *small)
+    said = capsys.readouterr().out
+    assert "plan: 5 of " in said and "the figures will be poor" in said
+    assert "train: 5 documents" in said
+    plan = read_record(Plan, folder / "plan.json")
+    assert plan.conversations == 5
+    assert (plan.answering > 0) == (answers == "target")
+    metrics = (folder / "metrics.jsonl").read_text()
+    tiny.job(folder, "eagle3", "budget.minutes=60", *small)
+    assert "5 training conversations, as planned before" in capsys.readouterr().out
+    assert (folder / "metrics.jsonl").read_text() == metrics, "a finished run was trained again"
+
+
+def test_without_a_budget_nothing_is_timed(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.job(tmp_path / "run", "ngram")
+    assert "plan" not in capsys.readouterr().out
+    assert not (tmp_path / "run" / "plan.json").exists()
