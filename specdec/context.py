@@ -6,13 +6,10 @@ nodes, M = N + 1 places of a block, C children, K nodes of a path, X scouts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from specdec.runtime.cache import SlotCache
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Context:
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …
     lengths: list[int] | None = None
     texts: list[list[int]] | None = None  # the tokens of each row, where a caller has them
-    cache: "SlotCache | None" = None  # the target's own, for drafters that are part of it
+    cache: Any = None  # the target's own `SlotCache`, for drafters that are part of the target
 
     def counts(self) -> list[int]:
         """How many tokens each row has."""

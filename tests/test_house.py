@@ -39,7 +39,7 @@ OF_THE_FIELD = {"copy", "eagle", "lm", "lookahead", "ngram", "sparse", "suffix",
 PLACES = ("specdec/drafters/__init__.py", "specdec/formats/", "train/config.py")
 
 CIRCLES: set[frozenset[str]] = set()
-UPWARDS = {("specdec/context.py", "specdec/runtime/cache.py")}
+UPWARDS: set[tuple[str, str]] = set()
 NAMES: set[tuple[str, str]] = {
     ("specdec/errors.py", "eagle3"),
 }

@@ -17,13 +17,14 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from specdec.decoding.config import MOST, DecodeConfig
+from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest, require, require_between, typed
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import DEEPEST
 from specdec.target.loading import TargetConfig
 from train.data.answers import AnswersConfig
 from train.data.conversations import DataConfig
@@ -115,7 +116,7 @@ def resolve(cfg: DictConfig) -> Config:
 
 def _require_drafter(drafter: Any) -> None:
     """What can be told of a drafter's settings without a target."""
-    require_between("drafter.depth", drafter.depth, 1, MOST)
+    require_between("drafter.depth", drafter.depth, 1, DEEPEST)
     layers = getattr(drafter, "layers", None)
     if isinstance(layers, list):
         require(

@@ -152,11 +152,14 @@ class Answers:
         return self.limit if len(ids) >= self.limit else None
 
 
-def rounds_of(proposal: Proposal, verdict: Verdict, texts: list[list[int]]) -> list[Round]:
-    """What became of each row's draft."""
-    paths = verdict.path_BK.tolist()
+def outcome(
+    proposal: Proposal, verdict: Verdict, texts: list[list[int]]
+) -> tuple[list[Round], list[list[int]]]:
+    """What became of each row's draft, and the tokens that the row gains: the drafted ones that
+    were kept, and the target's own."""
+    paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
     parents = None if proposal.parents_BN is None else proposal.parents_BN.tolist()
-    found = []
+    rounds, new = [], []
     for b, ids in enumerate(proposal.tokens_BN.tolist()):
         nodes = sum(t >= 0 for t in ids)
         path = tuple(i for i in paths[b] if i >= 0)
@@ -168,5 +171,7 @@ def rounds_of(proposal: Proposal, verdict: Verdict, texts: list[list[int]]) -> l
                 depths[i] = 1 + depths[parent] if token >= 0 else 0
                 went_on = went_on or (token >= 0 and parent == last)
             depth = max(depths.values())
-        found.append(Round(len(texts[b]) - 1, depth, len(path), nodes, len(path) + went_on, path))
-    return found
+        tested = len(path) + went_on
+        rounds.append(Round(len(texts[b]) - 1, depth, len(path), nodes, tested, path))
+        new.append([*(ids[i] for i in path), following[b]])
+    return rounds, new

@@ -13,10 +13,9 @@ from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
 from specdec.errors import nearest, require, require_between, typed
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain, Static
+from specdec.sampling.trees import DEEPEST, Chain, Static
 
 TREES = ("static", "dynamic", "best_first")
-MOST = 128  # tokens in a row: a pass over more would take far longer than it could gain
 MEASURED = {"optimal": "c", "goodput": "table", "disco": "path"}  # settings that can be measured
 
 
@@ -62,8 +61,8 @@ class DecodeConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, f"decode.{name}={value}: give 1 or more")
         require(
-            self.gamma is None or 1 <= self.gamma <= MOST,
-            f"decode.gamma={self.gamma}: give 1 to {MOST}, or null for the trained depth",
+            self.gamma is None or 1 <= self.gamma <= DEEPEST,
+            f"decode.gamma={self.gamma}: give 1 to {DEEPEST}, or null for the trained depth",
         )
         require(
             self.tree is None or self.tree in TREES,

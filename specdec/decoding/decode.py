@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Needs, Proposal
-from specdec.decoding.answers import Answers, Generation, OnTokens, Round, rounds_of
+from specdec.decoding.answers import Answers, Generation, OnTokens, Round, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Rule, Verdict, greedy, named
@@ -133,10 +133,8 @@ def decode(
         answers.clock.end("judge")
 
         # What was kept is committed: to the cache, to the texts and to the answers.
-        rounds = rounds_of(proposal, verdict, rows.texts)
-        kept_BM = proposal.kept_places(verdict.path_BK)
-        counts = [1 + r.accepted for r in rounds]
-        new = committed(proposal, rounds, verdict.next_B)
+        rounds, new = outcome(proposal, verdict, rows.texts)
+        counts, kept_BM = [len(ids) for ids in new], proposal.kept_places(verdict.path_BK)
         cache.keep(counts, kept_BM)
         rows.extend(new, features, counts, kept_BM)
         draft.observe(rounds)
@@ -185,9 +183,8 @@ class Draft:
     def proposal(self, rows: Rows, cache: SlotCache) -> Proposal:
         """What this round drafts: nothing where there is no drafter, where the policy says so, and
         where the positions of target or draft are used up."""
-        nothing = Proposal(rows.anchors()[:, :0])
         if self.drafter is None or self.shape is None:
-            return nothing
+            return Proposal(rows.anchors()[:, :0])
         positions = self.target.room(min(cache.lengths))
         taken = max(cache.lengths) + 1  # the anchor's, too
         room = min(positions, self.drafter.positions or positions) - taken
@@ -196,7 +193,7 @@ class Draft:
             gamma = shape.depth if self.length is None else self.length.gamma(len(rows.texts))
             shape = replace(shape, depth=min(gamma, room, shape.depth))
         if not 1 <= shape.depth <= room:
-            return nothing
+            return Proposal(rows.anchors()[:, :0])
         if self.length is not None and self.length.reads_q:
             stop = self.length.stop
         return self.drafter.draft(rows.context(cache), shape, self.choose, self.cache, stop)
@@ -241,12 +238,6 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
     paths = [pad(v.path_BK, (0, widest - v.path_BK.shape[1]), value=-1) for v in verdicts]
     accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
     return Verdict(accepted_B, next_B, torch.cat(paths))
-
-
-def committed(proposal: Proposal, rounds: list[Round], next_B: Tensor) -> list[list[int]]:
-    """The tokens that each row gains: the drafted ones that were kept, and the target's own."""
-    found = zip(proposal.tokens_BN.tolist(), rounds, next_B.tolist(), strict=True)
-    return [[*(ids[i] for i in r.path), following] for ids, r, following in found]
 
 
 def fitting_rule(

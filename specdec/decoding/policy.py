@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError, require
+from specdec.sampling.trees import DEEPEST
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def from_json(kind: type[T], path: Path, what: str, remedy: str) -> T:
 
 
 def check_limit(limit: int) -> None:
-    require(0 <= limit <= 128, f"length.limit={limit}: give 0 to 128 tokens to draft")
+    require(0 <= limit <= DEEPEST, f"length.limit={limit}: give 0 to {DEEPEST} tokens to draft")
 
 
 def check_threshold(threshold: float) -> None:

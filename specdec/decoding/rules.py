@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec.context import Proposal
 from specdec.errors import UserError, nearest
@@ -365,9 +366,7 @@ def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None
         return kept_BN.long().cumprod(-1).sum(-1)
     above_BN = proposal.above_BN
     depth_BM = above_BN.new_zeros(len(above_BN), above_BN.shape[1] + 1)
-    score_BN = torch.zeros_like(kept_BN, dtype=torch.float32) if score_BN is None else score_BN
-    zero_B1 = score_BN.new_zeros(len(above_BN), 1)
-    total_BM = torch.cat([zero_B1, score_BN], -1)
+    total_BM = None if score_BN is None else pad(score_BN, (1, 0))
     for _ in range(kept_BN.shape[1]):  # each turn reaches one depth further
         parent_BN = depth_BM.gather(1, above_BN)
         reached_BN = kept_BN & ((parent_BN > 0) | (above_BN == 0))
@@ -375,7 +374,10 @@ def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None
         if torch.equal(further_BM, depth_BM):
             break
         depth_BM = further_BM
-        total_BM = torch.cat([zero_B1, total_BM.gather(1, above_BN) + score_BN], -1)
+        if total_BM is not None and score_BN is not None:
+            total_BM = pad(total_BM.gather(1, above_BN) + score_BN, (1, 0))
+    if total_BM is None:
+        return depth_BM.argmax(-1)
     deepest_BM = depth_BM == depth_BM.amax(-1, keepdim=True)
     return total_BM.masked_fill(~deepest_BM, -torch.inf).argmax(-1)
 

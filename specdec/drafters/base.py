@@ -19,10 +19,8 @@ from specdec.context import Context, Moment, Needs, Proposal
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
-from specdec.sampling.trees import Growth, Shape, Stop
+from specdec.sampling.trees import DEEPEST, Growth, Shape, Stop
 from specdec.target.parts import Parts
-
-DEEPEST = 128  # tokens drafted ahead: far beyond what any draft gains by
 
 
 @dataclass

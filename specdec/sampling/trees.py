@@ -1,8 +1,9 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
-A shape drives a drafter's `Growth` and says which tokens are proposed. Which tree a sampled
-rule may judge depends on how siblings were drawn: a static tree's by any rule, a tree whose
-nodes were picked by their likelihood only as fixed children (see `specdec.verify`).
+A shape drives a drafter's `Growth` and says which tokens are proposed. Which rule may judge a
+sampled tree depends on how its siblings were drawn: those of a static tree can be drawn as any
+rule wants them, while nodes that were picked by their likelihood are fixed children (see
+`specdec.decoding.rules`).
 
 Letters: B batch, N nodes, W nodes grown at once, C children, S draft vocabulary.
 """
@@ -18,6 +19,9 @@ from torch import Tensor
 from specdec.context import Proposal
 from specdec.errors import UserError, require
 from specdec.sampling.choose import Choose
+
+DEEPEST = 128  # tokens in a row, or children of a node: a draft far longer could not gain
+LARGEST = 1024  # nodes of a tree: one pass reads them all
 
 Stop = Callable[[int, Tensor, Tensor], Tensor]  # (depth, q [B, S], index [B]) -> [B] bool
 
@@ -52,7 +56,7 @@ class Shape(Protocol):
 
     @property
     def grown(self) -> int:
-        """Nodes that a drafter grows to find them, at most."""
+        """The most nodes that a drafter grows in order to find them."""
         ...
 
     @property
@@ -69,6 +73,9 @@ class Chain:
 
     depth: int
     fixed: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.depth <= DEEPEST, f"a chain of {self.depth} tokens: give {DEEPEST} at most")
 
     @property
     def nodes(self) -> int:
@@ -143,6 +150,11 @@ class Static:
                 f"tree: the path {list(path)} has no sibling before it: add {list(before)}",
             )
         require(len(index) == len(self.paths) > 0, "tree: give at least one path, each once")
+        require(
+            len(index) <= LARGEST and len(ordered[-1]) <= DEEPEST,
+            f"tree: {len(index)} paths of up to {len(ordered[-1])} tokens: at most {LARGEST}, of "
+            f"at most {DEEPEST} tokens",
+        )
         self._order = ordered
         self._parents = [index.get(path[:-1], -1) for path in ordered]
         self._levels = [
@@ -216,7 +228,7 @@ class Dynamic:
     fixed: bool = True
 
     def __post_init__(self) -> None:
-        _require_positive(self, "depth", "nodes", "top_k")
+        _require_size(self, depth=DEEPEST, nodes=LARGEST, top_k=DEEPEST)
 
     @property
     def grown(self) -> int:
@@ -274,7 +286,7 @@ class BestFirst:
     grown: int = 0  # heads do not read each other's tokens
 
     def __post_init__(self) -> None:
-        _require_positive(self, "depth", "nodes")
+        _require_size(self, depth=DEEPEST, nodes=LARGEST)
 
     def draft(self, growth: Growth, choose: Choose, stop: Stop | None = None) -> Proposal:
         marginals_BKS = growth.marginals(self.depth)
@@ -300,8 +312,9 @@ class BestFirst:
 
 
 def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
-    """The paths of ranks with the largest sums of log-scores by depth and rank, best first by
-    depth, each with its parent; scores must fall with the rank, and be at most 0."""
+    """The `nodes` paths of ranks with the largest sums of `scores_DR`, the log-scores by depth and
+    rank, ordered by depth. Scores must be at most 0 and fall with the rank, so that each path's
+    parent and earlier siblings are among them."""
     heap: list[tuple[float, tuple[int, ...]]] = [(-scores_DR[0][0], (0,))]
     found: list[tuple[int, ...]] = []
     while heap and len(found) < nodes:
@@ -317,7 +330,8 @@ def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[i
 
 
 def pruned(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int) -> Proposal:
-    """The proposal of the `nodes` nodes with the largest scores; a parent's exceeds its child's."""
+    """The proposal of the `nodes` nodes with the largest scores, where a parent's score always
+    exceeds its children's."""
     kept_BN = scores_BN.topk(min(nodes, scores_BN.shape[1]), -1).indices.sort(-1).values
     number_BN = torch.full_like(tokens_BN, -1)
     new = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand_as(kept_BN)
@@ -327,7 +341,7 @@ def pruned(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int)
     return Proposal(tokens_BN.gather(1, kept_BN), None, parents)
 
 
-def _require_positive(shape: Any, *names: str) -> None:
-    for name in names:
+def _require_size(shape: Any, **most: int) -> None:
+    for name, limit in most.items():
         value = getattr(shape, name)
-        require(value >= 1, f"tree: {name}={value}: give 1 or more")
+        require(1 <= value <= limit, f"tree: {name}={value}: give 1 to {limit}")
