@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/scripts/test_scripts.py
 """
 
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from specdec.decoding.decode import decode
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
+from specdec.measure.results import PromptCounts
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
+from tests.measure.test_results import results
 from tests.tiny import REPOSITORY, architectures, process, random_target
 
 
@@ -194,3 +197,42 @@ def test_an_engine_is_spoken_to_line_by_line(
         for _ in range(2):  # it has ended, or ends while it is written to
             with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
                 served.answer([1, 2], 2)
+
+
+def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs are stood in for by results whose acceptance is known: starting from the target adds
+    .2 of 10 positions a prompt, nla .1, the second rate .05 for random starts alone."""
+    from benches import recipe
+
+    commands: list[list[str]] = []
+
+    def trained(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        given = dict(x.split("=", 1) for x in command[2:])
+        share = 0.3 + 0.2 * (given["drafter.start"] == "target")
+        share += 0.1 * (given["objective"] == "nla")
+        share += 0.05 * (given["drafter.start"] == "random") * (given["optim.lr"] == "2e-3")
+        made = results()
+        for at in made.temperatures:
+            at.prompts = [PromptCounts(12, 10, [10], [10 * share], [0.0]) for _ in range(4)]
+        folder = tmp_path / "runs" / given["name"] / "report"
+        folder.mkdir(parents=True)
+        made.write(folder)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe.subprocess, "run", trained)
+    monkeypatch.setattr(recipe.console, "_width", 200)
+    for _ in range(2):
+        recipe.recipe(Path("arms"), 3, ["1e-3", "2e-3"], ["data.limit=9"])
+    assert len(commands) == 4 * 2 * 3 and all("data.limit=9" in c for c in commands)
+    said = capsys.readouterr().out
+    rows = [[x.strip() for x in line.split("│")[1:-1]] for line in said.splitlines()]
+    best = {(r[0], r[1]): (r[2], r[3], r[7]) for r in rows if len(r) == 8 and "best" in r[2]}
+    assert best["target", "nla"] == ("1e-3 (best)", "0.600", "0.250")
+    assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
+    parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
+    assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35
+    assert parts["kl → nla", "start target"] == "0.100" and parts["both", ""] == "0.250"
