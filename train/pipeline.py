@@ -181,7 +181,10 @@ def _run(
     outcome: Outcome | None = None
     if kind.trainable:
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-        console.print(f"drafter {cfg.drafter.name}: {trained:,} trained parameters")
+        console.print(
+            f"drafter {cfg.drafter.name}: {trained:,} trained parameters\n"
+            f"objective: {cfg.objective}"
+        )
         data, held_out = _sources(cfg, target, drafter, texts, accelerator, progress)
         forcing = TeacherForcing(drafter, target.parts, cfg.sampler, cfg.objective)
         before = target.parts.checksum()

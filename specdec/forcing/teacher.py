@@ -178,9 +178,9 @@ class TeacherForcing(nn.Module):
             loss_NK = sum(self.objective.terms[name] * loss for name, loss in losses.items())
             assert isinstance(loss_NK, Tensor)
             total = (loss_NK * chosen.weight_NK[rows] * decay_K).sum()
-            valid = piece.valid.float()
-            columns = [torch.ones_like(valid), loss_NK.detach(), *acceptance(piece)]
-            return total, torch.stack([(column * valid).sum(0) for column in columns], -1)
+            columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(piece)]
+            counted_CNK = torch.stack(columns) * piece.valid
+            return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
 
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         return chunked(part, hidden_NKD, parameters, self.objective.chunk)

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,6 +235,47 @@ def test_divergence_of_the_command_is_one_line_and_code_2(tiny: Tiny, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
+# Another objective, other anchors, older runs
+
+
+def cut_back(run: Path) -> None:
+    """Leave a finished run of 12 steps as it was at step 8."""
+    shutil.rmtree(run / "checkpoints" / "step-0000012")
+
+
+@pytest.mark.parametrize("objective", ["expected_length", "eagle"])
+def test_drawn_anchors_and_a_changing_objective_resume_exactly(
+    tiny: Tiny, tmp_path: Path, training_alone: None, objective: str
+) -> None:
+    """4 anchors a row, of some 24, drawn anew at every step; terms over depths and features."""
+    more = ["drafter.anchors.per_row=4", f"objective={objective}"]
+    tiny.job(tmp_path / "whole", "eagle3", *more)
+    curve = [record["loss"] for _, record in losses(tmp_path / "whole")]
+    assert len(curve) == 12 and all(math.isfinite(x) for line in curve for x in line)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    cut_back(tmp_path / "run")
+    tiny.job(tmp_path / "run", "eagle3", *more)
+    require_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_from_before_objectives_is_continued(
+    tiny: Tiny, tmp_path: Path, training_alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config.json has a `loss`, and no anchors; with another objective it is another run."""
+    more = ["objective=jsd", "objective.constants.jsd.beta=0.1", "objective.depth_decay=0.9"]
+    tiny.job(tmp_path / "whole", "eagle3", *more)
+    run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    cut_back(run)
+    config = json.loads((run / "config.json").read_text())
+    del config["objective"], config["drafter"]["anchors"]
+    config["loss"] = dict(name="jsd", depth_decay=0.9, beta=0.1, eta=3.0, chunk=256)
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"objective\.terms={'jsd': 1\.0}, not {'nla': 1\.0}"):
+        tiny.job(run, "eagle3")
+    tiny.job(run, "eagle3", *more)
+    require_same_run(run, tmp_path / "whole")
+
+
 # When to stop, and what is best
 
 
@@ -241,14 +283,10 @@ def test_divergence_of_the_command_is_one_line_and_code_2(tiny: Tiny, tmp_path: 
 def test_patience_ends_a_run_that_does_not_get_better(
     tiny: Tiny, tmp_path: Path, training_alone: None, patience: int
 ) -> None:
-    """With lr = 0 every evaluation is as good as the first, never better: evaluation 1 sets the
-    best, `patience` more follow, and that is the end."""
-    more = [
-        "optim.lr=1e-30",
-        "loop.eval_every=2",
-        f"loop.patience={patience}",
-        "loop.save_every=100",
-    ]
+    """The learning rate moves no float32, so that every evaluation is as good as the first and
+    never better: evaluation 1 sets the best, `patience` more follow, and that is the end."""
+    more = [f"loop.patience={patience}", "loop.eval_every=2", "loop.save_every=100"]
+    more += ["optim.lr=1e-30"]
     tiny.job(tmp_path / "run", "medusa", *more)
     evaluated = [r["step"] for r in records(tmp_path / "run") if "held_out" in r]
     assert evaluated == [2 * (i + 1) for i in range(1 + patience)]

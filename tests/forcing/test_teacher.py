@@ -1,0 +1,229 @@
+"""Teacher forcing: which anchors a draft is trained at, and the loss and gradient over them.
+
+Run alone: python -m pytest tests/forcing/test_teacher.py
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.context import Context, Moment
+from specdec.drafters import DRAFTERS
+from specdec.drafters.base import AnchorsConfig, Drafter
+from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.forcing.teacher import Batch, TeacherForcing, batch_of
+from specdec.objectives.objective import ObjectiveConfig
+from specdec.sampling.sampler import Sampler
+from specdec.target.base import Target
+from tests.drafters.test_contract import CONFIGS, make_drafter, make_target, text
+
+TRAINABLE = [n for n in CONFIGS if DRAFTERS[n].trainable and n not in ("seq2seq_lm",)]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+def batch_with(target: Target, drafter: Drafter, counted: int, length: int = 20) -> Batch:
+    """A text whose last tokens count, which makes as many anchors."""
+    ids = text(0, length)[0].tolist()
+    mask = [False] * (length - counted) + [True] * counted
+    return batch_of(target, drafter.needs, Sampler(1.0), [ids], [mask])
+
+
+def gradient(
+    forcing: TeacherForcing, batch: Batch, anchors: Sequence[Anchors] | None = None
+) -> list[Tensor]:
+    """Of the loss divided by the anchors' total, for every trained parameter."""
+    forcing.zero_grad()
+    total = sum(a.total for a in anchors) if anchors else float(batch.mask_BT.sum())
+    loss, _ = forcing(batch, anchors)
+    (loss / total).backward()
+    return [p.grad.clone() for p in forcing.drafter.parameters() if p.grad is not None]
+
+
+def row(batch: Batch) -> tuple[Tensor, ...]:
+    assert batch.ctx.document_BT is not None and batch.ctx.position_BT is not None
+    return batch.mask_BT, batch.ctx.document_BT, batch.ctx.position_BT
+
+
+# Which anchors
+
+
+def test_anchors_by_hand() -> None:
+    """Two documents, of 5 and 3 tokens, and padding. Tokens 2, 3, 4 count, and 6, 7: anchors are
+    1, 2, 3 of the first and of the second 6 alone, since 5 is its first token. Depth 1 is valid
+    where the token after the next counts too."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0]]).bool()
+    document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1]])
+    position = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0]])
+    found = anchors_of(mask, document, position, 2)
+    assert found.position_N.tolist() == [1, 2, 3, 6]
+    assert found.valid_NK.tolist() == [[1, 1], [1, 1], [1, 0], [1, 0]]
+    assert found.weight_NK.tolist() == [[1, 1], [1, 1], [1, 0], [1, 0]]
+    assert found.total == 4
+    shared = anchors_of(mask, document, position, 2, per="sequence")
+    third = pytest.approx(1 / 3)
+    assert shared.weight_NK.tolist() == [[third, third], [third, third], [third, 0], [1, 0]]
+    assert shared.total == pytest.approx(2)  # documents
+    both = together([found, shared])
+    assert both.row_N.tolist() == [0] * 4 + [1] * 4 and both.total == pytest.approx(6)
+
+
+def test_drawn_anchors_stand_for_all() -> None:
+    valid = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 0]]).bool()
+    weight = AnchorsConfig(2).draw(valid, torch.Generator().manual_seed(0))
+    assert (weight > 0).any(-1).sum() == 2
+    assert set(weight[:, 0].tolist()) == {0.0, 2.0}  # 4 of them, 2 drawn
+    assert torch.equal(weight[:, 1] > 0, (weight[:, 0] > 0) & valid[:, 1])
+    for few in (4, 5, None):
+        assert torch.equal(AnchorsConfig(few).draw(valid, torch.Generator()), valid.float())
+
+
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_the_gradient_at_drawn_anchors_is_unbiased(target: Target, per: str) -> None:
+    """6 anchors, 2 of them drawn: the mean over all 15 pairs, each as likely, is the gradient over
+    all 6. Seeds are tried until every pair has come up."""
+    drafter = make_drafter("eagle3", target)
+    drafter.config.anchors.per_row = 2
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(per=per))
+    batch = batch_with(target, drafter, 6)
+    arrays = [x[0].numpy() for x in row(batch)]
+    drawn = {}
+    for seed in range(300):
+        found = forcing.anchors(*arrays, seed)
+        again = forcing.anchors(*arrays, seed)
+        assert torch.equal(found.position_N, again.position_N)
+        assert found.total == pytest.approx(6 if per == "token" else 1)
+        drawn[tuple(found.position_N.tolist())] = found
+    assert len(drawn) == 15
+    each = [gradient(forcing, batch, [found]) for found in drawn.values()]
+    drafter.config.anchors.per_row = None
+    whole = gradient(forcing, batch, [forcing.anchors(*arrays, 0)])
+    assert len(whole) > 5
+    for wanted, *parts in zip(whole, *each, strict=True):
+        assert any((part - wanted).abs().max() > 0.1 * wanted.abs().max() for part in parts)
+        # float32: 15 sums of two anchors against one of six
+        torch.testing.assert_close(
+            torch.stack(parts).mean(0), wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4
+        )
+
+
+def test_per_sequence_every_text_weighs_the_same(target: Target) -> None:
+    """Texts of 3 and 12 counted tokens: per sequence the mean of their own means, per token the
+    mean over 15."""
+    drafter = make_drafter("eagle3", target)
+    ids = [text(seed, 20)[0].tolist() for seed in (0, 1)]
+    masks = [[False] * (20 - n) + [True] * n for n in (3, 12)]
+    batches = [
+        batch_of(target, drafter.needs, Sampler(1.0), [i], [m])
+        for i, m in zip(ids, masks, strict=True)
+    ]
+    both = batch_of(target, drafter.needs, Sampler(1.0), ids, masks)
+    both.ctx.document_BT = torch.tensor([[0] * 20, [1] * 20])
+    token = TeacherForcing(drafter, target, Sampler(1.0))
+    sequence = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(per="sequence"))
+    with torch.no_grad():
+        short, long = (float(token(batch)[0]) for batch in batches)
+        assert float(token(both)[0]) == pytest.approx(short + long, rel=1e-5)
+        assert float(sequence(both)[0]) == pytest.approx(short / 3 + long / 12, rel=1e-5)
+
+
+# The forward pass of training, and what an objective sees
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_every_trained_parameter_has_its_gradient(target: Target, name: str) -> None:
+    """In one chunk or in many: the same gradient, and none is left out."""
+    found = []
+    for chunk in (1000, 3):
+        forcing = TeacherForcing(
+            make_drafter(name, target), target, Sampler(1.0), ObjectiveConfig(chunk=chunk)
+        )
+        batch = batch_with(target, forcing.drafter, 10)
+        trained = [p for p in forcing.drafter.parameters() if p.requires_grad]
+        found.append(gradient(forcing, batch))
+        assert len(found[-1]) == len(trained)
+        assert all(g.abs().max() > 0 for g in found[-1])
+    for whole, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-3)
+
+
+def test_a_family_may_train_in_a_way_of_its_own(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`training_hidden` is what the loss reads, with the moment of the run; α does not."""
+    drafter = make_drafter("eagle3", target)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    batch = batch_with(target, drafter, 6)
+    plain, _ = forcing(batch)
+    measured = forcing(batch, measure=True).alpha.sampled
+    seen: list[Moment] = []
+
+    def noisy(ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        seen.append(moment)
+        hidden = drafter.hidden(ctx, anchors_BA, None)
+        noise = [
+            torch.rand(hidden.shape[1:], generator=g) for g in moment.generators(hidden.device)
+        ]
+        return hidden + torch.stack(noise)
+
+    monkeypatch.setattr(drafter, "training_hidden", noisy)
+    moment = Moment(0.25, [7])
+    first, again = (forcing(batch, moment=moment)[0] for _ in range(2))
+    assert seen == [moment, moment]
+    assert torch.equal(first, again) and not torch.equal(first, plain)
+    assert not torch.equal(forcing(batch, moment=Moment(0.25, [8]))[0], first)
+    assert torch.equal(forcing(batch, measure=True).alpha.sampled, measured)
+
+
+def test_a_piece_holds_what_an_objective_may_read(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """p of depth k at anchor a is the target's own at a + k, from the features that are there."""
+    drafter = make_drafter("medusa", target)
+    monkeypatch.setattr(type(drafter), "confidence", lambda self, hidden: hidden.mean(-1))
+    reference = make_drafter("medusa", target, noise=0.1)
+    cfg = ObjectiveConfig(chunk=2)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg, reference)
+    batch = batch_with(target, drafter, 6)
+    pieces = []
+    losses = cfg.losses
+    monkeypatch.setattr(cfg, "losses", lambda piece: (pieces.append(piece), losses(piece))[1])
+    forcing(batch, moment=Moment(0.5, [0]))
+    assert [len(piece.log_p) for piece in pieces] == [2, 2, 2] and pieces[0].progress == 0.5
+    log_p_TV = Sampler(1.0).log_probs(target.logits(batch.final_BTD[0]))
+    assert drafter.vocab_S is not None
+    first = 20 - 6 - 1  # the first anchor: the token before the first that counts
+    for n, piece in enumerate(pieces):
+        for i in range(2):
+            for k in range(drafter.depth):
+                at = first + 2 * n + i + k
+                if not piece.valid[i, k]:
+                    assert at >= 19
+                    continue
+                torch.testing.assert_close(piece.log_p[i, k], log_p_TV[at, drafter.vocab_S])
+                assert torch.equal(piece.features[i, k], batch.final_BTD[0, at])
+        confidence, other = piece.confidence, piece.reference_log_q
+        assert confidence is not None and other is not None
+        torch.testing.assert_close(confidence, piece.hidden.mean(-1))
+        assert other.shape == piece.log_q.shape and not other.requires_grad
+        assert (other - piece.log_q).abs().max() > 0.01
+    named = dict(forcing.named_parameters())
+    assert len(named) == len(list(drafter.parameters()))  # the reference is none of them
+
+
+def test_terms_add_up(target: Target) -> None:
+    drafter = make_drafter("eagle3", target)
+    batch = batch_with(target, drafter, 6)
+
+    def loss(**terms: float) -> float:
+        forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(terms))
+        return float(forcing(batch)[0].detach())
+
+    whole = loss(nla=1.0, smooth_l1=0.1)
+    assert whole == pytest.approx(loss(nla=1.0) + 0.1 * loss(smooth_l1=1.0), rel=1e-6)
