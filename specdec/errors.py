@@ -63,8 +63,8 @@ def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:
-    """What a disk that is full, or a place that cannot be written, is told as. Raises the error
-    itself where it is another."""
+    """The message for a full disk or a place that cannot be written. Any other error is raised
+    again as it is."""
     code = error.errno if isinstance(error, OSError) else None
     if found := re.search(r"\(os error (\d+)\)", str(error)):
         code = int(found[1])

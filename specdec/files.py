@@ -15,7 +15,7 @@ from specdec.errors import UserError, nearest, require
 
 T = TypeVar("T")
 LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
-DEEPEST = 64  # levels of lists and objects within one another
+MOST_NESTED = 64  # levels of lists and objects within one another
 
 
 def make_folder(folder: Path) -> Path:
@@ -63,14 +63,18 @@ def replaced(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_record(kind: type[T], path: Path) -> T:
-    """The dataclass that a JSON file holds. Raises UserError as `read_json` and `record` do."""
-    return record(kind, read_json(path), str(path))
+def read_record(kind: type[T], path: Path, remedy: str = "") -> T:
+    """The dataclass that a JSON file holds. Raises UserError as `read_json` and `record` do, with
+    the `remedy` at the end of the message."""
+    try:
+        return record(kind, read_json(path), str(path))
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}" if remedy else str(error)) from error
 
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises UserError for a file that is missing, cannot be read, is
-    too large, or is not JSON that nests at most `DEEPEST` levels deep."""
+    too large, or is not JSON that nests at most `MOST_NESTED` levels deep."""
     try:
         require(path.is_file(), f"{path} does not exist, or is not a file")
         size = path.stat().st_size
@@ -81,9 +85,9 @@ def read_json(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or cannot be read: {error}") from error
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MOST_NESTED):
         level = [x for part in level if isinstance(part, dict | list) for x in _within(part)]
-    require(not level, f"{path} is damaged: it nests more than {DEEPEST} brackets")
+    require(not level, f"{path} is damaged: it nests more than {MOST_NESTED} brackets")
     return value
 
 
@@ -102,7 +106,11 @@ def record(kind: type[T], value: Any, where: str) -> T:
     for name, f in known.items():
         required = f.default is MISSING and f.default_factory is MISSING
         require(name in value or not required, f"{where}: the key {name!r} is missing")
-    return kind(**{key: _as(hints[key], x, f"{where}: {key}") for key, x in value.items()})
+    checked = {key: _as(hints[key], x, f"{where}: {key}") for key, x in value.items()}
+    try:
+        return kind(**checked)
+    except UserError as error:  # what the dataclass itself requires
+        raise UserError(f"{where}: {error}") from error
 
 
 def _as(kind: Any, value: Any, where: str) -> Any:

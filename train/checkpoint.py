@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from specdec.errors import UserError
-from specdec.files import replaced
+from specdec.files import read_json, replaced
 from specdec.formats.draft import require_same, untied
 from train.held_out import ByDepth, HeldOut
 
@@ -109,9 +109,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> St
     newest = found[-1]
     try:
         tensors = load_file(newest / TENSORS)
-        written = json.loads((newest / STATE).read_text())
+        written = read_json(newest / STATE)
         state = State.read(written)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{newest} cannot be read ({error}): delete that folder to go on from the one before"
         ) from error

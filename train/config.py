@@ -1,7 +1,6 @@
 """The typed configuration: the whole of it in one dataclass, checked before anything runs."""
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from omegaconf.errors import (
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, nearest, require, require_between, typed
+from specdec.files import read_json
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig
@@ -145,14 +145,15 @@ def data_of_run(folder: Path) -> DataConfig:
     Raises UserError where the folder holds no run.
     """
     try:
-        described = json.loads((folder / "config.json").read_text())
+        described = read_json(folder / "config.json")
         data = typed(DataConfig, described["data"], "data")
         if (read := described.get("records")) is not None:
             data = dataclasses.replace(data, limit=None, records=read)
         return data
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (UserError, AttributeError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} has no config.json of a run: its held-out side is unknown; give --prompts"
+            f"{folder} has no config.json of a run, so that its held-out side is unknown "
+            f"({error}): give --prompts"
         ) from error
 
 

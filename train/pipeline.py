@@ -33,7 +33,7 @@ from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError, require
-from specdec.files import make_folder, read_record, record, write_whole
+from specdec.files import make_folder, read_json, read_record, record, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -492,8 +492,8 @@ def _config_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return with_objective(dict(json.loads(path.read_text())))
-    except (ValueError, TypeError) as error:
+        return with_objective(dict(read_json(path)))
+    except (UserError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
 
 

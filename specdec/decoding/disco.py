@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec.decoding.policy import Length, check_limit, check_threshold, from_json
+from specdec.decoding.policy import Length, check_limit, check_threshold
 from specdec.errors import UserError, require
+from specdec.files import read_record
 
 FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
@@ -65,12 +66,11 @@ class StopClassifier:
         for name in ("weight", "mean", "scale"):
             values = getattr(self, name)
             require(
-                isinstance(values, list) and len(values) == len(FEATURES),
+                len(values) == len(FEATURES),
                 f"stop classifier: {name} must be {len(FEATURES)} numbers",
             )
         for value in [*self.weight, self.bias, *self.mean, *self.scale]:
-            finite = isinstance(value, int | float) and math.isfinite(value)
-            require(finite, f"stop classifier: {value!r} is not a finite number")
+            require(math.isfinite(value), f"stop classifier: {value!r} is not a finite number")
         require(min(self.scale) > 0, "stop classifier: a scale is not above 0")
 
     def probability(self, features_NF: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class StopClassifier:
     @classmethod
     def load(cls, path: Path) -> "StopClassifier":
         """Raises UserError where the file is missing, damaged or not such a classifier."""
-        return from_json(cls, path, "stop classifier", "fit one and save it there")
+        return read_record(cls, path, "fit a stop classifier and save it there")
 
 
 def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClassifier:

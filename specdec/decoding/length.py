@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specdec.decoding.disco import Disco
-from specdec.decoding.policy import Length, check_limit, check_threshold, from_json
+from specdec.decoding.policy import Length, check_limit, check_threshold
 from specdec.errors import UserError, nearest, require, typed
+from specdec.files import read_record
 from specdec.theory.leviathan import (
     PassCost,
     interpolate,
@@ -196,7 +197,7 @@ class CostTable:
         for row in self.seconds:
             for cell in row:
                 require(
-                    isinstance(cell, int | float) and math.isfinite(cell) and cell > 0,
+                    math.isfinite(cell) and cell > 0,
                     f"cost table: seconds hold {cell!r}; give finite times above 0",
                 )
 
@@ -211,7 +212,7 @@ class CostTable:
     @classmethod
     def load(cls, path: Path) -> "CostTable":
         """Raises UserError where the file is missing, damaged or not such a table."""
-        return from_json(cls, path, "cost table", "measure one and save it there")
+        return read_record(cls, path, "measure a cost table and save it there")
 
 
 @dataclass

@@ -13,17 +13,14 @@ The policies are in length.py, the one that learns when to stop in disco.py.
 Letters: B rows of the batch, S draft vocabulary.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from specdec.errors import UserError, require
+from specdec.errors import require
 from specdec.sampling.trees import DEEPEST
 
 T = TypeVar("T")
@@ -52,26 +49,6 @@ class Length(ABC):
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Take what became of a round: tokens drafted and accepted, one entry for each row."""
         return
-
-
-def from_json(kind: type[T], path: Path, what: str, remedy: str) -> T:
-    """Read a dataclass from its JSON file. Raises UserError, with the file's name, for whatever is
-    wrong with it; `what` it should hold and the `remedy` are part of the message."""
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict) or sorted(found) != sorted(names):
-            raise TypeError
-        return kind(**found)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no {what} there; {remedy}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: the {what} cannot be read ({error}); {remedy}") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}; {remedy}") from None
-    except TypeError:
-        held = ", ".join(names)
-        raise UserError(f"{path}: not a {what}, which holds {held}; {remedy}") from None
 
 
 def check_limit(limit: int) -> None:

@@ -148,17 +148,17 @@ def test_disco_from_records_to_disk_and_back(tmp_path: Path) -> None:
     ("damage", "words"),
     [
         (lambda text: text[: len(text) // 2], "cannot be read"),
-        (lambda text: "[]", "not a stop classifier"),
+        (lambda text: "[]", "expected an object, found a list of 0; fit a stop classifier"),
         (lambda text: "", "cannot be read"),
         (lambda text: "\0\ud800".encode("utf-8", "surrogatepass"), "cannot be read"),
         (lambda text: edited(text, weight=[1.0]), "weight must be 5 numbers"),
-        (lambda text: edited(text, weight="abcde"), "weight must be 5 numbers"),
+        (lambda text: edited(text, weight="abcde"), "weight: expected a list, found 'abcde'"),
         (lambda text: edited(text, bias=math.nan), "nan is not a finite number"),
-        (lambda text: edited(text, mean=[None] * 5), "None is not a finite number"),
+        (lambda text: edited(text, mean=[None] * 5), "expected a number, found null"),
         (lambda text: edited(text, scale=[0.0] * 5), "a scale is not above 0"),
         (lambda text: edited(text, features=["a"] * 5), "its features"),
-        (lambda text: edited(text, other=1), "not a stop classifier"),
-        (lambda text: edited(text, drop="bias"), "not a stop classifier"),
+        (lambda text: edited(text, other=1), "unknown key 'other'"),
+        (lambda text: edited(text, drop="bias"), "the key 'bias' is missing"),
     ],
 )
 def test_a_damaged_classifier_is_told(

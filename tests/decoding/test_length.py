@@ -75,9 +75,17 @@ def test_lengths_by_name() -> None:
         ("optimal", {"c": 0.1, "weight": 0.0}, "length.weight=0.0"),
         ("optimal", {"c": 0.1, "explore_every": -1}, "length.explore_every=-1"),
         ("goodput", {}, "length.table is not given"),
-        ("goodput", {"table": "/nowhere/table.json"}, "no cost table there"),
+        (
+            "goodput",
+            {"table": "/nowhere/table.json"},
+            "does not exist, or is not a file; measure a cost table",
+        ),
         ("disco", {}, "length.path is not given"),
-        ("disco", {"path": "/nowhere/stop.json"}, "no stop classifier there"),
+        (
+            "disco",
+            {"path": "/nowhere/stop.json"},
+            "does not exist, or is not a file; fit a stop classifier",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(name: str, settings: dict, words: str) -> None:
@@ -273,13 +281,13 @@ def test_a_cost_table_on_disk(tmp_path: Path) -> None:
     LINEAR.save(path)
     assert CostTable.load(path) == LINEAR
     assert length("goodput", {"table": str(path), "alpha": [0.7]}).gamma(1) == 4
-    for text, words in [("{", "cannot be read"), ('{"batches": 3}', "not a cost table")]:
+    for text, words in [("{", "cannot be read"), ('{"batches": []}', "'gammas' is missing")]:
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             CostTable.load(path)
     for broken in ({"batches": 3}, {"seconds": [1, 2]}, {"gammas": [None, 8]}):
         path.write_text(json.dumps(LINEAR.__dict__ | broken))
-        with pytest.raises(UserError, match="not a cost table"):
+        with pytest.raises(UserError, match=r"expected a .*; measure a cost table"):
             CostTable.load(path)
 
 

@@ -530,7 +530,7 @@ def test_a_card_with_a_part_of_a_wrong_type(
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"family": "eagle4"}, "did you mean 'eagle3'"),
+        ({"family": "medus"}, "did you mean 'medusa'"),
         ({"config": {"name": "medusa", "dept": 2}}, "dept"),
     ],
 )

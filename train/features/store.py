@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec.context import Context, Needs
 from specdec.errors import UserError, nearest, require
-from specdec.files import make_folder, write_whole
+from specdec.files import make_folder, read_json, write_whole
 from specdec.forcing.teacher import Batch
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.parts import Parts
@@ -199,8 +199,8 @@ class Store:
         if not path.exists():
             return
         try:
-            theirs = dict(json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
+            theirs = dict(read_json(path))
+        except (UserError, ValueError, TypeError) as error:
             raise UserError(
                 f"the feature cache's {path} is damaged ({error}): delete that folder"
             ) from error
