@@ -23,7 +23,7 @@ from specdec.runtime.probes import compare
 GRAPHS = 64  # that one pass is compiled to at most
 SHORT = 16  # tokens a row; a draft's longer pass, as a prefill is, runs as it stands
 TOLD = 5.0  # seconds; a graph that took longer to build is told of
-TIMINGS = 5  # of a graph and of the pass as it stands, in turn
+TIMINGS = 7  # of a graph and of the pass as it stands, in turn
 # how far a graph's results may lie from those of the pass, relative to the norm: it rounds less
 # often to the weights' dtype
 LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
