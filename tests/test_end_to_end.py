@@ -55,18 +55,16 @@ TRAINING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runs() -> Path:
-    """Each drafter trained for a minute through `python train.py`; kept for the next session.
-
-    The folder is under the repository's ignored runs/, so that a second run of the tests
-    continues from what is there; `train.py` refuses one of another configuration.
-    """
-    folder = ROOT / "runs" / "test"
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each drafter trained for a minute through `python train.py`, anew in every session: drafts,
+    answers and features of an earlier one would hide what was broken since."""
+    folder = tmp_path_factory.mktemp("runs")
+    caches = [f"answers.root={folder / 'answers'}", f"features.root={folder / 'features'}"]
     for name in DRAFTERS:
-        arguments = [f"name=test/{name}", f"drafter={name}", *TRAINING, *OVERRIDES[name]]
+        arguments = [f"name={name}", f"drafter={name}", *TRAINING, *OVERRIDES[name], *caches]
         subprocess.run(
-            [sys.executable, "train.py", *arguments],
+            [sys.executable, "train.py", *arguments, f"hydra.run.dir={folder / name}"],
             cwd=ROOT,
             check=True,
             env={**os.environ, "WANDB_MODE": "offline"},
