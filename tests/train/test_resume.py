@@ -39,11 +39,11 @@ from tests.tiny import (
     records,
 )
 from train import pipeline
+from train.data import jsonl
 from train.data.packing import Row
 from train.features import store as features
 from train.features.source import Source
 from train.loop import OBJECTIVES
-from train.tracking import read
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,7 +188,7 @@ def test_train_py_killed_at_a_length_of_metrics_and_started_again(
             time.sleep(0.002)
         running.kill()
         assert running.wait() == -signal.SIGKILL, "it ended before it was killed"
-        assert 0 < read(folder / "metrics.jsonl")[-1]["step"] < 42, (
+        assert 0 < jsonl.records(folder / "metrics.jsonl", ["step"])[-1]["step"] < 42, (
             "it was killed, but not while it trained"
         )
         seen = (folder / "metrics.jsonl").read_bytes().count(b"\n")
