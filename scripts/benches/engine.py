@@ -16,6 +16,7 @@ from benches.subject import apart, console, drafts_of, held_out, target_of, time
 from rich.table import Table
 
 from specdec.decoding.answers import Generation
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank
 from specdec.drafters import Drafter
@@ -25,6 +26,7 @@ from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
+from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
 from specdec.target.base import Target
 
@@ -147,7 +149,9 @@ def engine(
     found = acceptance_by_rank(target, drafter, learning, new, drafter.depth)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
-        fastest = fastest_shape(found, target, drafter, learning[:1], through)
+        fastest = fastest_shape(
+            found, target, drafter, learning[:1], DecodeConfig(compile=through), Sampler(0.0)
+        )
         ways[f"plain{mode}"] = Way(None, None, through)
         ways[f"speculative{mode}"] = Way(drafter, Chain(gamma), through)
         if isinstance(fastest, Static):

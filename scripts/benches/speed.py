@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from specdec.context import Needs
 from specdec.decoding.answers import Generation
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS, Drafter
@@ -23,6 +24,7 @@ from specdec.measure.costs import costs
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.runtime.cache import model_inputs, size
+from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
@@ -121,7 +123,7 @@ def theory(
             for prompt in asked:
                 made.append((answer(prompt), answer(prompt, drafter=drafter, gamma=depth)))
                 progress.advance(task)
-        cost = costs(target, drafter, asked[0], Chain(depth), compiled=compiled)
+        cost = costs(target, drafter, asked[0], Chain(depth), DecodeConfig(compile=compiled))
         pairs = [(p, s) for p, s in made if len(p.ids) > 8]
         require(bool(pairs), "no answer has more than 8 tokens: give more --prompts or --new")
         weight = [len(p.ids) - 1 for p, _ in pairs]
@@ -303,7 +305,9 @@ def trees(
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
     found = acceptance_by_rank(target, drafter, learning, new, depth)
-    fastest = fastest_shape(found, target, drafter, learning[:1], compiled)
+    fastest = fastest_shape(
+        found, target, drafter, learning[:1], DecodeConfig(compile=compiled), Sampler(0.0)
+    )
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
         if not drafter.parallel:

@@ -9,12 +9,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from specdec.context import Context, Needs
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import capacity, decode, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
@@ -28,6 +30,7 @@ from specdec.theory.intervals import Interval, median_interval
 
 TURNS = 31  # of each part
 OF_A_TABLE = 5  # turns of each of its cells
+TIMED = 48  # tokens that are decoded to time rounds
 OF_ROUNDS = 5  # turns of each shape whose rounds are compared
 
 
@@ -50,19 +53,19 @@ def costs(
     drafter: Drafter,
     prompt: Sequence[int],
     shape: Shape,
+    cfg: DecodeConfig,
     turns: int = TURNS,
-    compiled: bool = False,
-    batch: int = 1,
-    max_new_tokens: int = 96,
 ) -> Costs:
-    """The parts of a round that drafts `shape`, measured after a prompt on `batch` rows.
+    """The parts of a round that drafts `shape`, measured after a prompt on `cfg.batch` rows.
 
     The verification is of the anchor and as many tokens as the shape can draft. Parts take turns,
     so that each finds the processor's caches as decoding leaves them. Compiled passes depend on
-    the room for `max_new_tokens`. Of a prompt that leaves the draft no positions, only the end
-    is read.
+    the room for `cfg.max_new_tokens`. Of a prompt that leaves the draft no positions, only the
+    end is read.
     """
-    slots = capacity(len(prompt) + max_new_tokens, drafter, shape) if compiled else None
+    batch, slots = cfg.batch, None
+    if cfg.compile:
+        slots = capacity(len(prompt) + cfg.max_new_tokens, drafter, shape)
     rows, cache, draft = _prepared(target, drafter, prompt, shape, batch, slots)
 
     def verify(count: int, needs: Needs, tree: bool = False) -> None:
@@ -154,23 +157,15 @@ def _seconds(run: Callable[[], object], target: Target) -> float:
 
 
 def cost_table(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    gamma: int,
-    compiled: bool = False,
-    batch: int = 1,
-    max_new_tokens: int = 96,
+    target: Target, drafter: Drafter, prompt: Sequence[int], gamma: int, cfg: DecodeConfig
 ) -> CostTable:
-    """Seconds of a round by rows, up to `batch`, and drafted tokens, for length goodput."""
-    batches = sorted({1, (batch + 1) // 2, batch})
+    """Seconds of a round by rows, up to `cfg.batch`, and drafted tokens, for length goodput."""
+    batches = sorted({1, (cfg.batch + 1) // 2, cfg.batch})
     gammas = sorted({1, (gamma + 1) // 2, gamma})
     seconds = []
     for rows in batches:
-        found = [
-            costs(target, drafter, prompt, Chain(g), OF_A_TABLE, compiled, rows, max_new_tokens)
-            for g in gammas
-        ]
+        of_rows = replace(cfg, batch=rows)
+        found = [costs(target, drafter, prompt, Chain(g), of_rows, OF_A_TABLE) for g in gammas]
         rounds = [cost.verify_seconds.value + cost.draft_seconds.value for cost in found]
         seconds.append([found[0].step_seconds.value, *rounds])
     return CostTable(batches, [0, *gammas], seconds)
@@ -181,28 +176,26 @@ def rounds_in_turn(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     shapes: Sequence[Shape],
-    *,
-    max_new_tokens: int,
+    cfg: DecodeConfig,
     sampler: Sampler,
-    greedy_draft: bool = False,
-    compiled: bool = False,
 ) -> list[tuple[float, float]]:
-    """For each shape the seconds of a round of decoding these prompts as one batch, and those of
-    its drafting: medians of `OF_ROUNDS` turns, after one that warms up."""
+    """For each shape the seconds of a round of decoding `cfg.batch` prompts together, and those
+    of its drafting: medians of `OF_ROUNDS` turns, after one that warms up."""
+    answer = partial(
+        decode,
+        target,
+        [prompts[b % len(prompts)] for b in range(cfg.batch)],
+        drafter=drafter,
+        sampler=sampler,
+        greedy_draft=cfg.greedy_draft,
+        max_new_tokens=min(cfg.max_new_tokens, TIMED),
+        eos=(),
+        compiled=cfg.compile,
+    )
     found: list[list[tuple[float, float]]] = [[] for _ in shapes]
     for turn in range(1 + OF_ROUNDS):
         for shape, times in zip(shapes, found, strict=True):
-            made = decode(
-                target,
-                prompts,
-                drafter=drafter,
-                shape=shape,
-                sampler=sampler,
-                greedy_draft=greedy_draft,
-                max_new_tokens=max_new_tokens,
-                eos=(),
-                compiled=compiled,
-            )
+            made = answer(shape=shape)
             last = max(made, key=lambda g: g.seconds)
             rounds = max(1, max(len(g.rounds) for g in made))
             if turn:

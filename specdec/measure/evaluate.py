@@ -73,15 +73,8 @@ def evaluate(
         how = strategy(cfg, target, drafter, learning, sampler)
         made = _answered(subject, batches, cfg, how, sampler, on_prompt)
         at = _figures(subject, made, cfg, how, sampler, words)
-        at.costs = next((c for h, c in measured if h.shape == how.shape), None) or costs(
-            target,
-            drafter,
-            chosen[0],
-            how.shape,
-            compiled=cfg.compile,
-            batch=cfg.batch,
-            max_new_tokens=cfg.max_new_tokens,
-        )
+        known = next((c for h, c in measured if h.shape == how.shape), None)
+        at.costs = known or costs(target, drafter, chosen[0], how.shape, cfg)
         measured.append((how, at.costs))
         at.oracle = _oracle(subject, learning, cfg, how, sampler, at.costs, made.rounds)
         temperatures.append(at)

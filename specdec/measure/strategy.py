@@ -36,7 +36,6 @@ from specdec.theory.leviathan import interpolate
 NODES = 12  # of a tree
 SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
 MORE = (1, 7, 15, 31, 63)  # on other devices
-TIMED = 48  # tokens that are decoded to time rounds
 LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
 
 
@@ -90,22 +89,12 @@ def strategy(
     if not is_measured(cfg):
         return Strategy(chain, lambda: length(cfg.length, settings))
     if cfg.length == "optimal":
-        found = costs(
-            target,
-            drafter,
-            prompts[0],
-            chain,
-            compiled=cfg.compile,
-            batch=cfg.batch,
-            max_new_tokens=cfg.max_new_tokens,
-        )
+        found = costs(target, drafter, prompts[0], chain, cfg)
         settings |= {"c": found.c.value, "v": {gamma: found.v.value}}
         learned = Learned(c=found.c, v=found.v)
         return Strategy(chain, lambda: length(cfg.length, settings), learned)
     if cfg.length == "goodput":
-        table = cost_table(
-            target, drafter, prompts[0], gamma, cfg.compile, cfg.batch, cfg.max_new_tokens
-        )
+        table = cost_table(target, drafter, prompts[0], gamma, cfg)
         goodput = typed(Goodput.Config, settings, "decode.settings")
         return Strategy(chain, lambda: Goodput(goodput, table), Learned(table=table))
     classifier = stop_classifier(cfg, target, drafter, learning, sampler, gamma)
@@ -134,11 +123,7 @@ def _static(
     )
     shape: Shape
     if cfg.nodes is None:
-        rows = [prompts[b % len(prompts)] for b in range(cfg.batch)]
-        new = min(cfg.max_new_tokens, TIMED)
-        shape = fastest_shape(
-            found_DR, target, drafter, rows, cfg.compile, new, sampler, cfg.greedy_draft
-        )
+        shape = fastest_shape(found_DR, target, drafter, prompts, cfg, sampler)
     else:
         shape = best_static(found_DR, cfg.nodes)
     paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
@@ -176,29 +161,18 @@ def fastest_shape(
     acceptance_DR: Tensor,
     target: Target,
     drafter: Drafter,
-    rows: Sequence[Sequence[int]],
-    compiled: bool = False,
-    max_new_tokens: int = TIMED,
-    sampler: Sampler | None = None,
-    greedy_draft: bool = False,
+    prompts: Sequence[Sequence[int]],
+    cfg: DecodeConfig,
+    sampler: Sampler,
 ) -> Shape:
     """The static tree, or the chain, that should commit most tokens a second among those of depth
     D or less: by acceptance (see `acceptance_by_rank`), and by the seconds of whole rounds,
-    measured while decoding `rows` as one batch."""
+    measured while decoding `prompts`."""
     depth = len(acceptance_DR)
     sizes = SIZES.get(target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
     shapes += [Static([[rank] for rank in range(nodes)]) for nodes in sizes]  # stars
-    times = rounds_in_turn(
-        target,
-        drafter,
-        rows,
-        shapes,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler or Sampler(0.0),
-        greedy_draft=greedy_draft,
-        compiled=compiled,
-    )
+    times = rounds_in_turn(target, drafter, prompts, shapes, cfg, sampler)
     chains = times[:depth]
     stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
 

@@ -212,7 +212,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     """Where drafting on takes as long as 20 rounds, one level of siblings; where every node does,
     one token; and where trees take longer than chains, a chain."""
 
-    def times(target: Any, drafter: Any, rows: Any, shapes: list[Shape], **options: Any) -> Any:
+    def times(target: Any, drafter: Any, rows: Any, shapes: list[Shape], *_: Any) -> Any:
         found = []
         for shape in shapes:
             draft = 1.0 + 20 * (shape.depth - 1) * (dear == "drafting")

@@ -305,7 +305,7 @@ def test_a_verification_costs_all_that_the_shape_can_draft(
         return step(ids_BT, *args)
 
     monkeypatch.setattr(target, "step", recorded)
-    costs(target, make_drafter("ngram", target), [5], shape, turns=1)
+    costs(target, make_drafter("ngram", target), [5], shape, DecodeConfig(), turns=1)
     assert widths == {1, 1 + shape.nodes}
 
 

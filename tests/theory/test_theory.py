@@ -213,6 +213,10 @@ def test_divergence_is_one_less_the_overlap() -> None:
     middle = (p + q) / 2
     assert torch.allclose(divergence(p, q), (p - middle).abs().sum(-1))
     assert torch.allclose(divergence(p, q), 1 - metrics.overlap(p, q))
+    # over a draft vocabulary of the first two tokens: p has .2 where q has nothing
+    p_S, q_S = p[:1, :2], torch.tensor([[0.4, 0.6]], dtype=torch.float64)
+    assert divergence(p_S, q_S).item() == pytest.approx(0.3)  # (.1 + .3 + .2) / 2
+    assert divergence(p_S, q_S).item() == pytest.approx(1 - metrics.overlap(p_S, q_S).item())
 
 
 def test_lenient_alpha() -> None:
