@@ -3,17 +3,17 @@
 A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
 outlook). One pass of the target scores that whole tree, and the target's beam search is then
 replayed over it, step by step, for as long as each of its live beams is one of the drafted
-nodes. The step that leaves the tree ends the round and is kept too, so a round that accepts n
-drafted steps makes n + 1. What was drafted decides the number of passes, never the result.
+nodes. The step that leaves the tree ends the round and is kept too, so that a round that accepts
+n drafted steps makes n + 1. The draft decides how many passes are needed, never the result.
 
-Where the beams live: all in one row of the target's cache, as a tree. Beams share the prompt and,
-but for their last tokens, most of what follows; a row for each of them would hold, reorder and
-attend all that `beams` times over, and pad every row to the largest subtree. Here the tokens of
-a pass are the nodes of one tree, written once behind the committed trunk as scratch slots, and
-nothing is reordered when beams die: the mask no longer reaches their slots. When scratch has
-grown large, the part of the text on which all live beams agree is committed and the rest is
-forgotten; the next pass reads again the few live tokens beyond it. Drafters, whose interface
-knows rows only, get one row a beam (`Rows`); repeated and dropped rows follow the beams.
+All beams live in one row of the target's cache, as a tree. They share the prompt and most of what
+follows it; with a row for each beam, all of that would be held, reordered and attended to
+`beams` times, and every row padded to the largest subtree. Here the tokens of a pass are the nodes
+of one tree, written once behind the committed trunk into scratch slots, and nothing is reordered
+when a beam dies: the mask simply no longer reaches its slots. When scratch has grown large, the
+part of the text on which all live beams agree is committed and the rest is forgotten; the next
+pass reads the few live tokens beyond it again. Drafters know rows only, so they get a row for
+each beam (`Rows`), and rows are repeated and dropped as the beams are.
 
 Letters: W live beams, U draft beams, B rows of the draft (one a live beam), F the nodes of a row
 that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
@@ -80,8 +80,8 @@ class BeamRound:
 
 @dataclass
 class BeamResult:
-    """What a beam search found, and what it cost. Prefill makes the first beam step, and is no
-    pass."""
+    """What a beam search found, and what it cost. Prefill makes the first beam step and does not
+    count as a pass."""
 
     prompt: list[int]
     hypotheses: list[Hypothesis]  # best first
@@ -114,8 +114,9 @@ class Search:
     """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step a
     call: its candidates, their order, and its reasons to stop.
 
-    Its lines are in float32 and in its order, so that equal log-probabilities give equal results,
-    ties included. What it does only to keep a batch in step with its slowest row is left out.
+    It computes in float32 and in transformers' order, so that equal log-probabilities give equal
+    results, ties included. What transformers does only to keep a batch in step with its slowest
+    row is left out.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class Search:
         self.done = False
 
     def step(self, log_p_WV: Tensor, known: Children) -> None:
-        """One token more for every beam, given log p of the live ones. Nodes that are `known`
-        by their parent and token stay what they are."""
+        """Extend every beam by one token, given log p of the live ones. A node that is `known` by
+        its parent and token is used again."""
         W, V = self.beams, log_p_WV.shape[1]
         most = max(2, 1 + len(self.eos)) * W  # W go on even if each beam's best tokens are eos
         total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
@@ -173,20 +174,20 @@ class Search:
 
 
 class LiveTree:
-    """The live beams in one row of the target's cache: see the module."""
+    """The live beams in one row of the target's cache (see the top of this file)."""
 
     def __init__(self, target: Target, needs: Needs, prompt: Sequence[int]) -> None:
         self.target, self.needs, self.cache = target, needs, target.new_cache()
-        self.reread = 0  # nodes of the last pass that read again what was forgotten
+        self.reread = 0  # nodes of the last pass that had to read forgotten tokens again
         ids_1T = torch.tensor([list(prompt)], device=target.device)
         self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
         self.cache.keep([len(prompt)])
         self.log_p_NV = self._log_p(final_1TD[0, -1:])
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
-        """One pass over the last tokens of the live beams, what was drafted after them (parents
-        first), and before them what was forgotten. `features` and `log_p_NV` are then those of
-        the anchors and the drafted nodes."""
+        """One pass over the last tokens of the live beams and what was drafted after them (parents
+        first), preceded by live tokens that were forgotten. `features` and `log_p_NV` are then
+        those of the anchors and the drafted nodes."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
@@ -206,7 +207,7 @@ class LiveTree:
         self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
-        """Go on from these beams, whose last tokens the next pass reads. Once scratch is full of
+        """Go on from these beams, whose last tokens the next pass reads. Where scratch is full of
         dead beams, commit what the live ones share and forget the rest."""
         if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
             return
@@ -222,7 +223,7 @@ class LiveTree:
 
 
 class DraftBeams:
-    """A drafter with one row a live beam, and its own beam search after them."""
+    """The draft's own beam search, over a drafter with a row for each live beam."""
 
     def __init__(
         self,
@@ -240,8 +241,8 @@ class DraftBeams:
                 drafter.begin(self.rows.context(), self.cache)
 
     def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
-        """Give every live beam its row: that of the beam which it continues by `steps` tokens,
-        with the features of the pass, in which `place` finds the nodes."""
+        """Give every live beam a row: that of the beam which it continues by `steps` tokens, with
+        the features of the last pass, where `place` says which node stands."""
         row: Places = {node: b for b, node in enumerate(self.live)}
         paths = [node.path()[-steps:] for node in live]
         before = [path[0].parent for path in paths]
@@ -259,11 +260,11 @@ class DraftBeams:
         self.live = live
 
     def grow(self, score_W: Tensor, width: int, depth: int, known: Children) -> int:
-        """Search `depth` steps with `width` beams from the live ones and their true scores; the
-        nodes found go into `known`. Returns how deep it came.
+        """Search `depth` steps with `width` beams, beginning with the live ones and their true
+        scores, and add the nodes to `known`. Returns how deep the search came.
 
-        A row grows as many nodes at a depth as any other, the surplus at a score of -inf. Eos is
-        not drafted: it ends a beam, so nothing would follow.
+        Every row grows as many nodes at a depth as the one that needs most, surplus nodes with a
+        score of -inf. Eos is not drafted: it ends a beam, so nothing would follow it.
         """
         growth, vocab_S = self.drafter.begin(self.rows.context(), self.cache), self.drafter.vocab_S
         logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
@@ -313,12 +314,12 @@ def beam_search(
     """The `beams` best continuations of a prompt, as `model.generate(num_beams=beams,
     do_sample=False)` of transformers finds them; speculatively where there is a drafter.
 
-    `draft_beams` U (None: twice `beams`) is the width of the draft's own search, and `gamma` its
-    depth: a round drafts up to U · γ nodes. Any family that grows token by token drafts. A score
-    is the log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams`
-    finished hypotheses; False only when the best live beam, as long as it is now, is worse than
-    all of them; "never", when it is at any length. One beam is greedy decoding, which ends at the
-    first eos. `eos` None takes the target's own; () has none.
+    `draft_beams` U (None: twice `beams`) is the width of the draft's own search and `gamma` its
+    depth: a round drafts up to U · γ nodes. A score is the log-probability over length **
+    `length_penalty`. `early_stopping` True stops at `beams` finished hypotheses; False, when the
+    best live beam at its present length is worse than all of them; "never", when it would be at
+    any length. One beam is greedy decoding, which ends at the first eos. `eos` None takes the
+    target's own; () has none.
 
     Raises UserError for an empty prompt, numbers out of range, `draft_beams` below `beams`, and
     more tokens than target or draft have positions.
@@ -375,7 +376,7 @@ def beam_search(
 
 
 def _each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
-    """Features of which every tensor is changed alike."""
+    """The same change made to every tensor of the features."""
     layers, final = features.layers_BTF, features.final_BTD
     return Context(
         features.ids_BT,

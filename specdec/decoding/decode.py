@@ -10,6 +10,7 @@ short. Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1 p
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -336,6 +337,20 @@ def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
     return max(256, 1 << (room - 1).bit_length())
 
 
+class Options(TypedDict, total=False):
+    """What `generate` passes on to `decode`."""
+
+    shape: Shape | None
+    sampler: Sampler | None
+    rule: str | Rule
+    greedy_draft: bool
+    length: Length | None
+    eos: tuple[int, ...] | None
+    stop: Sequence[str]
+    processors: Sequence[Processor]
+    compiled: bool
+
+
 def generate(
     target: Target,
     prompt: Sequence[int],
@@ -345,19 +360,14 @@ def generate(
     gamma: int | None = None,
     seed: int = 0,
     on_tokens: Callable[[list[int], Round | None], None] | None = None,
-    **options: object,
+    **options: Unpack[Options],
 ) -> Generation:
     """`decode` of one prompt, by a chain of γ = `gamma` tokens (None: as deep as the drafter was
-    trained; 0: plain)."""
-    show = None
-    if on_tokens is not None:
-
-        def show(_row: int, ids: list[int], last: Round | None) -> None:
-            on_tokens(ids, last)
-
+    trained; 0: plain) where no shape is given."""
     if "shape" not in options:
         options["shape"] = Chain(gamma) if gamma else None
         drafter = None if gamma == 0 else drafter
+    show = None if on_tokens is None else lambda _prompt, ids, last: on_tokens(ids, last)
     return decode(
         target,
         [prompt],
@@ -365,5 +375,5 @@ def generate(
         drafter=drafter,
         seeds=[seed],
         on_tokens=show,
-        **options,  # type: ignore[arg-type]
+        **options,
     )[0]

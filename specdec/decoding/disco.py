@@ -1,7 +1,7 @@
-"""DISCO (Mamou et al. 2024): a classifier of drafted tokens says when a round stops.
+"""DISCO (Mamou et al. 2024): a classifier of drafted tokens decides when a round stops drafting.
 
-Decode some prompts with a `Recorder`, `fit` a `StopClassifier` to what was accepted, and give it
-to `Disco`, which is `decode.length=disco`.
+Decode some prompts with a `Recorder`, with the sampler that the classifier is for; `fit` a
+`StopClassifier` to what was accepted; and give it to `Disco`, which is `decode.length=disco`.
 
 Letters: B rows of the batch, S draft vocabulary, F features, N records.
 """
@@ -26,8 +26,8 @@ FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 class TokenFeatures:
     """What the stop classifier knows of each drafted token [B, F], in the order of `FEATURES`.
 
-    Of q at this depth: log q(token), entropy in nats, first less second probability; the depth;
-    and Σ log q of the chain's tokens. log q is kept above log 1e-9.
+    From q at this depth come log q(token), the entropy in nats, and the first less the second
+    probability; then the depth, and Σ log q of the chain so far. log q is at least log 1e-9.
     """
 
     total_B: Tensor
@@ -90,9 +90,10 @@ class StopClassifier:
 
 
 def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClassifier:
-    """The classifier of the least Σ_N cross-entropy + ridge / 2 · ‖weight‖², over features made
-    zero-mean and unit-variance; the bias is free. Convex: the answer does not depend on where
-    it starts. Raises UserError where all or none of the N tokens were accepted."""
+    """The classifier that minimises Σ_N cross-entropy + ridge / 2 · ‖weight‖² over features scaled
+    to mean 0 and variance 1; the bias is not penalised. The problem is convex, so the result does
+    not depend on where the search starts. Raises UserError where all or none of the N tokens were
+    accepted."""
     kept, n = int(accepted_N.sum()), len(accepted_N)
     if not 0 < kept < n:
         raise UserError(
@@ -128,10 +129,10 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
 
 
 class Recorder(Length):
-    """Drafts a fixed length and keeps what `fit` needs: decode with it before `Disco`.
+    """Drafts a fixed length and records what `fit` needs.
 
-    A drafted token is a record if all before it were accepted: what became of the others says
-    nothing of them.
+    Only tokens before which all were accepted are recorded: the others were rejected whatever
+    they were.
     """
 
     reads_q = True
@@ -168,8 +169,9 @@ class Recorder(Length):
 
 @dataclass
 class DiscoConfig:
-    """`limit`: the most to draft. `threshold`: stop after a token whose acceptance is less
-    probable. `path`: JSON file of a `StopClassifier`, unless one is given in memory."""
+    """`limit` is the most to draft. A chain ends after a token whose probability of acceptance is
+    below `threshold`. `path` is the JSON file of a `StopClassifier`; not needed where one is given
+    in memory."""
 
     limit: int = 16
     threshold: float = 0.5
@@ -181,8 +183,8 @@ class DiscoConfig:
 
 
 class Disco(Length):
-    """Stops where a classifier thinks that the token just drafted will not be accepted (DISCO,
-    Mamou et al. 2024). Raises UserError where there is no classifier, or it cannot be read."""
+    """Stops where the classifier expects the token just drafted to be rejected (DISCO, Mamou et
+    al. 2024). Raises UserError where there is no classifier, or it cannot be read."""
 
     Config = DiscoConfig
     reads_q = True
@@ -191,7 +193,7 @@ class Disco(Length):
         if classifier is None:
             require(
                 bool(config.path),
-                "length.path is not given: disco needs a fitted stop classifier (JSON)",
+                "length.path is missing: disco needs the JSON file of a fitted stop classifier",
             )
             classifier = StopClassifier.load(Path(config.path))
         self.config, self.classifier, self.features = config, classifier, TokenFeatures()

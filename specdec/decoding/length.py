@@ -1,7 +1,7 @@
 """How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early.
 
-`length(name, settings)` makes the policy of that name; what a policy is, and which of them are
-lossless, is in policy.py. `disco`, which learns when to stop, has a file of its own.
+`length(name, settings)` makes the policy of that name. What a policy is, and when it is lossless,
+is explained in policy.py; `disco`, which learns when to stop, has a file of its own.
 
 Letters: B rows of the batch, S draft vocabulary, K depths.
 """
@@ -59,11 +59,12 @@ class Fixed(Length):
 class AdaptiveConfig:
     """How acceptance by depth is estimated.
 
-    `limit`: the most to draft. `alpha`: acceptance by depth to start from, as measured or
-    guessed, worth `weight` tested tokens; a depth beyond the list starts from what is known of
-    the one before it. `forget`: what earlier rounds count for, each round anew; 1 forgets
-    nothing. Every `explore_every`-th round drafts one token more than seems best, or a depth
-    given up once would never be tried again; 0 never does.
+    `limit` is the most to draft. `alpha` is the acceptance by depth to start from, measured or
+    guessed, and counts as much as `weight` tested tokens; a depth beyond the list starts from the
+    estimate of the depth before it. Each round that tests a depth multiplies the depth's earlier
+    counts by `forget`, so that 1 forgets nothing. Every `explore_every`-th round drafts one token
+    more than seems best, since a depth that was given up would otherwise never be tried again; 0
+    switches that off.
     """
 
     limit: int = 8
@@ -86,10 +87,11 @@ class AdaptiveConfig:
 
 
 class AcceptanceByDepth:
-    """α_k = P(token at depth k accepted | all before it were, and it was drafted), online.
+    """An online estimate of α_k = P(the token at depth k is accepted | it was drafted, and all
+    before it were accepted).
 
-    Counts with a prior: (weight · prior_k + accepted_k) / (weight + tested_k), each count
-    `forget` times what it was before a round that tests depth k again.
+    It is (weight · prior_k + accepted_k) / (weight + tested_k); both counts are multiplied by
+    `forget` before each round that tests depth k.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -115,10 +117,10 @@ class AcceptanceByDepth:
 
 
 class Adaptive(Length, ABC):
-    """The γ of the highest rate that acceptance so far promises, and rarely one more.
+    """Drafts the γ whose rate is highest given the acceptance so far, and now and then one more.
 
-    Explores by counting rounds, never by chance: the same rounds give the same lengths. It
-    does not where even tokens that were all accepted would not pay.
+    It explores by counting rounds and never by chance, so that the same rounds give the same
+    lengths, and not where even tokens that were all accepted would not pay.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -128,7 +130,7 @@ class Adaptive(Length, ABC):
 
     @abstractmethod
     def rates(self, alpha: list[float], batch: int) -> list[float]:
-        """Tokens over time by γ = 0 … limit, in whatever unit of time."""
+        """Tokens over time for γ = 0 … limit, in any unit of time."""
 
     def gamma(self, batch: int) -> int:
         self.rounds += 1
@@ -147,8 +149,9 @@ class Adaptive(Length, ABC):
 
 @dataclass
 class OptimalConfig(AdaptiveConfig):
-    """`c`: one draft step over one target step. `v`: by γ, a pass over γ + 1 tokens over one
-    step; straight lines between the points given, and from (0, 1); none given means 1."""
+    """`c` is the time of a draft step over that of a target step. `v` has, for some γ, the time of
+    a pass over γ + 1 tokens over that of a step; between those points, and from (0, 1) to the
+    first, v follows straight lines. Without any points it is 1."""
 
     c: float | None = None
     v: dict[int, float] = field(default_factory=dict)
@@ -156,8 +159,8 @@ class OptimalConfig(AdaptiveConfig):
 
 class Optimal(Adaptive):
     """The γ of the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
-    with acceptance by depth and a pass that costs what it costs. The batch is not looked at:
-    see `Goodput`. Raises UserError where c is not given."""
+    with acceptance by depth and the measured cost of a pass. It ignores the size of the batch,
+    which `Goodput` takes into account. Raises UserError where c is not given."""
 
     Config = OptimalConfig
 
@@ -165,8 +168,8 @@ class Optimal(Adaptive):
         super().__init__(config)
         if config.c is None:
             raise UserError(
-                "length.c is not given: it is a draft step over a target step in time, "
-                "as an evaluation reports it under costs"
+                "length.c is missing: give the time of a draft step over that of a target step, as "
+                "an evaluation reports it under costs"
             )
         self.c, self.v = config.c, pass_cost(config.v)
 
@@ -176,8 +179,8 @@ class Optimal(Adaptive):
 
 @dataclass
 class CostTable:
-    """Seconds of a whole round, drafting and verifying: `seconds[i][j]` at `batches[i]` rows
-    and `gammas[j]` drafted tokens, both rising, gammas from 0, the plain step."""
+    """Seconds of a whole round, drafting and verifying: `seconds[i][j]` for `batches[i]` rows and
+    `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes first."""
 
     batches: list[int]
     gammas: list[int]
@@ -217,15 +220,15 @@ class CostTable:
 
 @dataclass
 class GoodputConfig(AdaptiveConfig):
-    """`table`: JSON file of a `CostTable`, unless one is given in memory."""
+    """`table` is the JSON file of a `CostTable`; not needed where one is given in memory."""
 
     table: str = ""
 
 
 class Goodput(Adaptive):
     """The γ of the largest E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al. 2024:
-    goodput). Where the batch is large a wider pass costs more than its tokens bring: then 0.
-    Raises UserError where there is no table, or it cannot be read."""
+    goodput). Where the batch is so large that a wider pass costs more than its tokens bring, it
+    drafts nothing. Raises UserError where there is no table, or it cannot be read."""
 
     Config = GoodputConfig
 
@@ -234,7 +237,7 @@ class Goodput(Adaptive):
         if table is None:
             require(
                 bool(config.table),
-                "length.table is not given: goodput needs a measured cost table (JSON)",
+                "length.table is missing: goodput needs the JSON file of a measured cost table",
             )
             table = CostTable.load(Path(config.table))
         self.table = table
@@ -249,7 +252,7 @@ class Goodput(Adaptive):
 
 @dataclass
 class ConfidenceConfig:
-    """`limit`: the most to draft. `threshold`: stop after a token whose q is below it, or, if
+    """`limit` is the most to draft. A chain ends after a token whose q is below `threshold`, or if
     `cumulative`, where the product of q over the chain is."""
 
     limit: int = 8
@@ -294,8 +297,8 @@ LENGTHS: dict[str, Any] = {
 
 
 def length(name: str, settings: Mapping[str, Any] | None = None) -> Length:
-    """The length of this name, its config made of `settings`. Raises UserError for an unknown
-    name or setting, and as the length itself."""
+    """The policy of this name, with `settings` for its config. Raises UserError for an unknown name
+    or setting, and as the policy's constructor does."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
     kind = LENGTHS[name]
     found: Length = kind(typed(kind.Config, settings or {}, "length"))
@@ -303,7 +306,7 @@ def length(name: str, settings: Mapping[str, Any] | None = None) -> Length:
 
 
 class Oracle(NamedTuple):
-    """What knowing where each first rejection falls gives, beside the best fixed γ."""
+    """What one would gain by knowing where each first rejection falls, beside the best fixed γ."""
 
     tau: float
     time_per_token: float  # in target steps
@@ -311,22 +314,23 @@ class Oracle(NamedTuple):
     fixed_gamma: int
     fixed_speedup: float
     gain: float  # speedup over fixed_speedup
-    censored: float  # share of rounds accepted whole, whose rejection was not reached
+    censored: float  # share of rounds that were accepted whole, so that no rejection was reached
 
 
 def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = None) -> Oracle:
-    """A bound for reports, no policy: rounds (drafted, accepted) decoded with a long fixed γ,
-    and what drafting just as far as is accepted would have cost.
+    """A bound for reports, not a policy: what it would have cost to draft exactly as far as is
+    accepted, given rounds (drafted, accepted) that were decoded with a long fixed γ.
 
-    A round of n accepted tokens emits n + 1; the oracle emits them at the least cost, in one
-    round of n drafted, or in several where a wide pass costs more than a second one. The fixed
-    γ is the best for the same rounds. Both take acceptances to fall where they fell, and still
+    A round of n accepted tokens emits n + 1. The oracle emits them at the least cost: in one round
+    that drafts n, or in several where a wide pass costs more than a second one. The fixed γ is the
+    best one for the same rounds. Both assume that acceptances fall where they fell, and both still
     run the target (Leviathan et al. 2023, Section 3.5 and footnote 4: up to about 60 % above a
-    fixed γ). Censored rounds end where they were cut, which lowers the bound: draft longer.
-    c and v as in `specdec.theory`. Raises UserError where there are no rounds.
+    fixed γ). A censored round, which was accepted whole, counts as if a rejection followed; that
+    lowers the bound, so γ should be so long that few rounds are. c and v are those of
+    `specdec.theory.leviathan`. Raises UserError where there are no rounds.
     """
     found = list(rounds)
-    require(bool(found), "the oracle has no rounds to look at: decode some first")
+    require(bool(found), "the oracle has no rounds: decode some first")
     longest = max(max(d, a) for d, a in found)
     cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
     cheapest = [(0.0, 0)]  # (time, rounds) to emit m tokens all of which the draft would get

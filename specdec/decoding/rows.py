@@ -36,8 +36,8 @@ class Rows:
     def extend(
         self, new: list[list[int]], features: Context, counts: list[int], path_BK: Tensor | None
     ) -> None:
-        """Commit tokens to each row, and the features of `counts[b]` positions of a pass: the
-        first ones, or those that `path_BK` names."""
+        """Commit tokens to each row, and the features of `counts[b]` places of a pass: the first
+        ones, or those that `path_BK` names."""
         starts = [len(ids) for ids in self.texts]
         for ids, more in zip(self.texts, new, strict=True):
             ids += more

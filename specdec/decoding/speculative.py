@@ -49,7 +49,7 @@ READ = {
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias"),
     *("suppress_tokens", "remove_invalid_values", "renormalize_logits"),
 }
-# they say what it costs, how beams are scored, or how transformers drafts: no id depends on them
+# what generation costs, how beams are scored, how transformers drafts: no token depends on them
 HARMLESS = {
     *("use_cache", "cache_implementation", "max_cache_len", "low_memory", "prefill_chunk_size"),
     *("compile_config", "disable_compile", "continuous_batching_config"),
@@ -58,7 +58,7 @@ HARMLESS = {
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant"),
 }
-# the value that asks for nothing, where there is one beside None and False
+# for some fields, a value other than None and False that asks for nothing
 NEUTRAL: dict[str, float] = {
     "min_length": 0,
     "min_new_tokens": 0,
@@ -79,14 +79,15 @@ NEUTRAL: dict[str, float] = {
 
 @dataclass
 class Speculation:
-    """What a call returned: prompts and answers as transformers lays them out, and statistics."""
+    """What `speculative_generate` returns: prompts and answers laid out as in transformers, and
+    statistics."""
 
     sequences: Tensor  # [B, T], padded on the right with the pad token
     generations: list[Generation]
 
     @property
     def tau(self) -> float:
-        """Tokens a target pass, pooled over the rows; nan where prefill gave all of them."""
+        """Tokens per target pass, pooled over the rows; nan where prefill gave all of them."""
         passes = sum(len(g.rounds) for g in self.generations)
         return sum(g.emitted for g in self.generations) / passes if passes else math.nan
 
@@ -113,18 +114,20 @@ def speculative_generate(
     streamer: Callable[[int, list[int], Round | None], None] | None = None,
     **overrides: Any,
 ) -> Speculation:
-    """Continue `input_ids` [B, T] (padding masked by `attention_mask`, on either side; without one,
-    the pad token is padding unless it is an eos, as in transformers).
+    """Continue `input_ids` [B, T], whose padding, on either side, `attention_mask` marks. Without a
+    mask the pad token is padding unless it is an eos, as in transformers.
 
-    For a `Seq2SeqTarget` they are the encoder's tokens, and the answer alone comes back, from the
-    decoder's start token on. Reads `generation_config` with `overrides` of its fields; what it
-    leaves out is as in the target's own: limits, eos, stop strings, sampling, penalties and the
-    other processors of transformers, in transformers' order (`logits_processor`, the caller's,
-    come after the penalties and before temperature; each sees one row at a time). They are applied
-    to p and q alike, so the output is what `generate` of the target would give: token for token if
-    greedy, in distribution if sampled. `streamer(row, ids, round)` gets each round's tokens.
+    For a `Seq2SeqTarget` they are the encoder's tokens, and only the answer comes back, beginning
+    with the decoder's start token. Limits, eos, stop strings, sampling, penalties and the other
+    processors are those of `generation_config`, with `overrides` of its fields, and for fields
+    that it leaves open those of the target's own. The processors run in transformers' order;
+    `logits_processor`, the caller's, come after the penalties and before temperature, and each
+    sees one row at a time. All are applied to p and q alike, so that the output is what `generate`
+    of the target would give: token for token if greedy, in distribution if sampled. `streamer` is
+    the `on_tokens` of `decode`.
 
-    Raises UserError for a field that this decoder does not do (READ and HARMLESS are the others).
+    Raises UserError for a field that this decoder does not support (those in neither READ nor
+    HARMLESS).
     """
     config = _config(target, generation_config, overrides)
     require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")
@@ -182,7 +185,7 @@ def _config(
         raise UserError(f"generation_config.{name} is unknown{nearest(name, fields)}")
     if _asks(config, "num_beams"):
         raise UserError(
-            f"generation_config.num_beams={config.num_beams} is not done here: call "
+            f"generation_config.num_beams={config.num_beams} is not supported here: call "
             "specdec.decoding.beam.beam_search, or give num_beams=1"
         )
     for name in fields:
@@ -251,13 +254,14 @@ def _processors(
     limit: int,
     given: Sequence[Processor],
 ) -> list[Processor]:
-    """What `generate` would run, by its own list. Warpers are among them only where the `Sampler`
-    cannot do all: it is quicker, and leaves a draft's vocabulary as small as it is. `seen` counts
-    the tokens before each row's answer, `limit` those in it."""
+    """The processors that `generate` would run, made by its own function. Its warpers are among
+    them only where the `Sampler` cannot do all that they do, since it is quicker and keeps a
+    draft's vocabulary pruned. `seen` counts the tokens before each row's answer, `limit` those of
+    the answer."""
     require(
         len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in given),
-        "PrefixConstrainedLogitsProcessor asks which row it is for, and each row is processed by "
-        "itself: give prompts apart",
+        "PrefixConstrainedLogitsProcessor depends on the number of the row, and each row is "
+        "processed by itself here: give one prompt at a time",
     )
     for name, ids in _named(config):
         require(
@@ -268,11 +272,11 @@ def _processors(
     for name in COUNTED:
         if len(set(seen)) > 1 and _asks(config, name):
             raise UserError(
-                f"generation_config.{name} with prompts of unequal length: give them apart"
+                f"generation_config.{name} with prompts of unequal length: give them one at a time"
             )
     require(
         bool(eos) or not _asks(config, "exponential_decay_length_penalty"),
-        "generation_config.exponential_decay_length_penalty is of the eos: give eos_token_id",
+        "generation_config.exponential_decay_length_penalty needs an eos token: give eos_token_id",
     )
     config = copy.deepcopy(config)
     config.do_sample = _late(config)
@@ -293,7 +297,7 @@ def _processors(
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
-    """The tokens that fields of the config speak of, apart from the eos and padding."""
+    """The tokens that fields of the config name, apart from eos and padding."""
     for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"):
         yield name, _ids(getattr(config, name))
     yield "forced_eos_token_id", _ids(config.forced_eos_token_id)

@@ -69,7 +69,7 @@ def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
 
 
 def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
-    """Expected tokens of a round that drafts these paths, the target's own included."""
+    """Expected tokens of a round that drafts these paths, the target's own token included."""
     shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
     return 1 + float(sum(shares))
 

@@ -1,7 +1,7 @@
 """How logits become tokens: the sampler, the caller's logits processors, and randomness by row.
 
-One object serves a whole generation, for target and draft alike: p and q are warped the same
-way. Letters: B batch, W nodes of a tree, C children a node, S draft vocabulary, V vocabulary.
+One object serves target and draft throughout a decoding, so that p and q are warped in the same
+way. Letters: B batch, W nodes of a tree, C children of a node, S draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens
 
 
 class Chosen(NamedTuple):
-    """Children of W nodes: target ids [B, W, C] (-1: q has no more mass), their indices in the
-    draft vocabulary, and q [B, W, S or V]; q None: the tokens were not drawn at random. `logits`
-    are what they were chosen from, after the processors: `index_BWC` counts in those."""
+    """The children of W nodes: their ids in the target's vocabulary, -1 where q has no mass left;
+    the logits that they were chosen from, after the processors; their indices into those; and q,
+    None where the tokens were not drawn at random. S is V where there are processors."""
 
     tokens_BWC: Tensor
     index_BWC: Tensor
@@ -57,8 +57,8 @@ class Choose:
     def __call__(
         self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None
     ) -> Chosen:
-        """`count` children of each node, from the draft's logits there; none, and no draw from
-        its generator, for a row that is not in `going_B`."""
+        """Choose `count` children of each node from the draft's logits there. A row that is not in
+        `going_B` gets none, and nothing is drawn from its generator."""
         logits, whole = self.drafted(logits_BWS, paths), bool(self.processors)
         if self.siblings == "fixed":
             q = None
@@ -77,7 +77,7 @@ class Choose:
         return Chosen(tokens, index, q, logits)
 
     def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
-        """The draft's logits after the processors, which need the target's whole vocabulary."""
+        """The draft's logits after the processors, spread over the target's vocabulary for them."""
         if not self.processors:
             return logits_BWS
         if self.vocab_S is not None:
@@ -86,7 +86,7 @@ class Choose:
         return self.processed(logits_BWS, paths)
 
     def processed(self, logits_BWV: Tensor, paths: Paths) -> Tensor:
-        """Logits after the processors: each sees the row's text and the path to the node."""
+        """Logits after the processors; each sees the row's text and the path to the node."""
         if not self.processors:
             return logits_BWV
         out = logits_BWV.float().clone()
@@ -101,7 +101,7 @@ class Choose:
         return out
 
     def token(self, logits_BV: Tensor) -> Tensor:
-        """The target's own next token of each row [B], from logits that are processed."""
+        """The target's own next token of each row [B], from logits after the processors."""
         if self.sampler.greedy:
             return logits_BV.float().argmax(-1)  # bfloat16 argmax is slow on a CPU
         p_BV = self.sampler.probs(logits_BV)

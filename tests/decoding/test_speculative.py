@@ -220,7 +220,7 @@ def test_what_is_not_done_is_said(target: Target, fields: dict[str, Any], word: 
         ({"streamer": TextStreamer(make_tokenizer())}, "streamer: give a function"),
         (
             {"logits_processor": [PrefixConstrainedLogitsProcessor(lambda *_: [3], 1)]},
-            "give prompts apart",
+            "give one prompt at a time",
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -1,13 +1,13 @@
 """Input copying (shallow aggressive decoding, Sun et al. 2021): for edits, corrections, rewrites.
 
-The output is taken to go along the input. A pointer stands at the token to be copied next;
-while the text agrees with it, it moves on. At a mismatch it is set anew: after the one place
-where the shortest suffix of the text that occurs exactly once before was seen (their Section
-3.2.2). Where no suffix is unique the mismatch is taken for a substitution, and the pointer goes
-on behind it, `patience` times in a row.
+The output is expected to follow the input. A pointer stands at the token to be copied next and
+moves on while the text agrees with it. At a mismatch it is set anew: behind the only earlier
+occurrence of the shortest suffix of the text that occurred exactly once before (their Section
+3.2.2). Where no suffix is unique, the mismatch is taken for a substitution and the pointer moves on
+past it, up to `patience` times in a row.
 
-The paper copies from its encoder's input. A decoder's text does not say where its prompt ends,
-so here everything before the anchor is the input, and teacher forcing sees what decoding sees.
+The paper copies from its encoder's input. A decoder's text does not show where its prompt ends, so
+here everything before the anchor is the input, and teacher forcing sees what decoding sees.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from specdec.errors import require
 
 @dataclass
 class CopyConfig:
-    """`max_match`: longest suffix that is tried; if that one is still ambiguous, its latest
-    occurrence counts. `patience`: mismatches in a row that count as substitutions."""
+    """`max_match` is the longest suffix that is tried; where even that one is ambiguous, its latest
+    occurrence counts. `patience` is how many mismatches in a row are taken for substitutions."""
 
     name: str = "copy"
     depth: int = 10
@@ -29,7 +29,8 @@ class CopyConfig:
 
 
 class Aligned:
-    """The text read so far, the pointer (-1: none), and where each short n-gram last ended."""
+    """The text so far, the pointer (-1 where there is none), and where each short n-gram last
+    ended."""
 
     def __init__(self, config: CopyConfig) -> None:
         self.config = config

@@ -1,11 +1,11 @@
-"""Unigram and bigram, counted on the training data: the drafters that cost nothing.
+"""Unigram and bigram, counted on the training data: drafters that cost next to nothing.
 
 unigram: u(y) = (c(y) + a) / (n + a V), with c the assistant's tokens of the training texts, n
 their number and a the pseudo-count `add` (Lidstone).
 bigram: q(y | x) = (c(x, y) + s u(y)) / (c(x) + s), the unigram as a Dirichlet prior of s tokens
 (MacKay and Peto 1995). Leviathan et al. 2023 (Section 4.1) try a bigram as the cheapest draft.
 
-Both give whole distributions, so that sampled drafts are drawn from them and judged with them.
+Both give whole distributions, from which sampled drafts are drawn and with which they are judged.
 Letters: B batch, A anchors, K depth, V vocabulary, N pairs of tokens that occur.
 """
 
@@ -25,7 +25,7 @@ from specdec.target.parts import Parts
 
 @dataclass
 class UnigramConfig:
-    """`add`: the count that every token of the vocabulary is given before any is seen."""
+    """`add` is the count that every token of the vocabulary starts with."""
 
     name: str = "unigram"
     depth: int = 4
@@ -34,7 +34,7 @@ class UnigramConfig:
 
 @dataclass
 class BigramConfig:
-    """`prior`: how many tokens' worth the unigram weighs against the counts after a token."""
+    """`prior` is how many counted tokens the unigram weighs as much as."""
 
     name: str = "bigram"
     depth: int = 4
@@ -43,7 +43,7 @@ class BigramConfig:
 
 
 class Unigram(Drafter):
-    """Its state is `times_V`, how often the assistant says each token; uniform before `fit`."""
+    """Its state is `times_V`, how often the assistant says a token; before `fit` it is uniform."""
 
     Config: ClassVar[type] = UnigramConfig
     trainable = False
@@ -95,7 +95,7 @@ class BigramSizes(Sizes):
 
 
 class Bigram(Unigram):
-    """Pairs (x, y) that occur are kept by x: those after x stand at start[x] to start[x + 1]."""
+    """The pairs (x, y) that occur are ordered by x; those of x are start[x] to start[x + 1]."""
 
     Config = BigramConfig
     Sizes = BigramSizes

@@ -1,8 +1,8 @@
-"""Drafters that copy: what follows is looked up in a memory of the text, fed token by token.
+"""Drafters that copy: they look up what may follow in a memory of the text.
 
-A family gives a `Memory`. While decoding, each row keeps one and is fed what was committed; for
-teacher forcing, one walks over each document and is asked at every anchor. Nothing is read of
-the target, and nothing of what was drafted.
+A family supplies a `Memory`, which is fed token by token. While decoding, each row has one that is
+fed what was committed; in teacher forcing, one walks over each document and is asked at every
+anchor. Neither the target nor earlier drafts are read.
 
 Letters: B batch, T time, A anchors, K depth, V vocabulary, N drafted nodes.
 """
@@ -24,7 +24,7 @@ TreeNode = tuple[int, int]  # token and parent: the number of an earlier node, o
 
 
 class Memory(Protocol):
-    """What is remembered of one text."""
+    """What a family remembers of one text."""
 
     def push(self, token: int) -> None: ...
 
@@ -78,7 +78,7 @@ class Copying(Drafter):
         return cache.rows
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The copied ids themselves [B, A, K, 1], -1 where there is none."""
+        """The copied ids themselves [B, A, K, 1], -1 where nothing is copied."""
         depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         found = walked(self, ctx, anchors_BA, lambda memory: memory.chain(depth))
         rows = [[ids + [-1] * (depth - len(ids)) for ids in row] for row in found]
@@ -126,7 +126,7 @@ def walked(
 
 
 def merged(paths: Sequence[Sequence[int]], depth: int, nodes: int) -> list[TreeNode]:
-    """Paths, the best first, as one tree: a beginning that two share is there once."""
+    """Paths, the best first, merged into one tree: a beginning that paths share is there once."""
     found: list[TreeNode] = []
     index: dict[TreeNode, int] = {}
     for path in paths:

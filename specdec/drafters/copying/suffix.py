@@ -1,17 +1,17 @@
 """Suffix decoding (Oliaro et al. 2024): follow what came after the same words before.
 
-Two indices are matched against the end of the text: one over given texts (the answers that were
-seen in training), one over the text itself. Where the last n tokens occur, the draft goes along
-the tree of what followed, weighing each path by its frequencies, D(path) = Π count(child) /
-count(parent) (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of all
-n of both indices the draft with the largest Σ D, its expected accepted length, is taken.
+Two indices are searched for the end of the text: one of a corpus (the answers seen in training),
+one of the text itself. Where the last n tokens occur, the draft follows the tree of what came
+after them and weighs each path by its frequencies, D(path) = Π count(child) / count(parent)
+(their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every
+n and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
 
-The given texts are a suffix array, the compact form of a suffix tree: two integers a token, and
-a buffer of the module. The text's own index is a list of positions for each token, from which
-the matches of every length follow by one step a token: a node of either tree is the places at
-which a path occurs.
+The corpus is held as a suffix array, the compact form of a suffix tree, with two integers for
+each token, in buffers of the module. The index of the text itself is a list of positions for each
+token, from which the matches of every length follow as tokens come. A node of either tree is
+represented by the places at which its path occurs.
 
-Letters: N tokens of the given texts, R of them sampled.
+Letters: N tokens of the corpus, R of them sampled.
 """
 
 import heapq
@@ -30,17 +30,19 @@ from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, TreeNode
 from specdec.errors import require
 
-SEPARATOR = -1  # between given texts: equal to no token
-SORTED = 256  # tokens by which suffixes are told apart: more than a match and a draft have
-SAMPLED = 512  # occurrences that are looked at to find the likeliest next tokens
+SEPARATOR = -1  # between texts of the corpus: equal to no token
+SORTED = 256  # tokens by which suffixes are ordered: more than a match and a draft have
+SAMPLED = 512  # occurrences that are examined to find the likeliest next tokens
 
 
 @dataclass
 class SuffixConfig:
-    """`factor`, `threshold`: see the module; the paper takes 1 to 4, and 0.1 in its engine.
+    """`factor` and `threshold` are explained at the top of this file; the paper takes factors of 1
+    to 4, and its engine the threshold 0.1.
 
-    `max_match`: longest suffix that is matched. `recent`: how many earlier occurrences of a token
-    in the text itself are followed, the latest. `max_tokens`: of the given texts, the last ones.
+    `max_match` is the longest suffix that is matched, `recent` how many of a token's latest
+    occurrences in the text itself are followed, and `max_tokens` how many tokens of the corpus, the
+    last ones, are indexed.
     """
 
     name: str = "suffix"
@@ -63,7 +65,7 @@ class Places(Protocol):
 
 
 class TextPlaces:
-    """Places in the text itself: positions of what follows the path."""
+    """Places in the text itself: the positions of what follows the path."""
 
     def __init__(self, ids: list[int], after: list[int]) -> None:
         self.ids, self.after, self.count = ids, after, len(after)
@@ -78,19 +80,19 @@ class TextPlaces:
 
 
 class SuffixArray:
-    """CorpusPlaces texts and the order of their suffixes."""
+    """The corpus and the order of its suffixes."""
 
     def __init__(self, text_N: NDArray[np.int32], order_N: NDArray[np.int32]) -> None:
         self.text_N, self.order_N = text_N, order_N
 
     def column(self, row: int, offset: int) -> int:
-        """The token `offset` after the beginning of the row-th suffix."""
+        """The token `offset` places after the beginning of the row-th suffix."""
         at = int(self.order_N[row]) + offset
         return int(self.text_N[at]) if at < len(self.text_N) else SEPARATOR
 
 
 class CorpusPlaces:
-    """Places in the given texts: suffixes `low` to `high` begin with the path, `length` long."""
+    """Places in the corpus: suffixes `low` to `high` begin with the path of `length` tokens."""
 
     def __init__(self, index: SuffixArray, low: int, high: int, length: int) -> None:
         self.index, self.low, self.high, self.length = index, low, high, length
@@ -124,7 +126,7 @@ class Suffixes:
         self.ids: list[int] = []
         self._where: dict[int, list[int]] = {}  # positions of each token
         self._lengths: dict[int, int] = {}  # how much matches before each place
-        self._in_corpus: list[CorpusPlaces] = []  # matches in the given texts, the longest first
+        self._in_corpus: list[CorpusPlaces] = []  # matches in the corpus, the longest first
         self._matched = 0  # tokens that these have read
 
     def push(self, token: int) -> None:
@@ -137,7 +139,7 @@ class Suffixes:
         self.ids.append(token)
 
     def matches(self) -> list[tuple[int, Places]]:
-        """Match lengths with their nodes; of equal nodes the one with the longer match."""
+        """Match lengths with their nodes; where two nodes have equal places, the longer match."""
         found: list[tuple[int, Places]] = []
         for match in self._known():
             if not found or found[-1][1].count != match.count:
@@ -152,7 +154,7 @@ class Suffixes:
         return found
 
     def _known(self) -> list[CorpusPlaces]:
-        """Matches in the given texts: of a long prompt its end alone is read."""
+        """Matches in the corpus; of a long prompt only the end is matched."""
         if len(self.ids) - self._matched > self.config.max_match:
             self._in_corpus, self._matched = [], len(self.ids) - self.config.max_match
         for token in self.ids[self._matched :]:
@@ -213,7 +215,8 @@ class Suffixes:
 
 @dataclass(kw_only=True)
 class SuffixSizes(Sizes):
-    """`tokens`: of the given texts; before any is given a separator, so that no tensor is empty."""
+    """`tokens` counts those of the corpus; before there is one, a separator, so that no tensor is
+    empty."""
 
     tokens: int = 1
 
@@ -245,7 +248,7 @@ class Suffix(Copying):
     def fit(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
     ) -> None:
-        """SuffixArray the given texts; of each, the stretches that its mask marks."""
+        """Index these texts as the corpus; of each, the stretches that its mask marks."""
         joined = [SEPARATOR]
         for ids, mask in zip(texts, masks or texts, strict=True):
             for token, said in zip(ids, mask, strict=True):
@@ -277,10 +280,10 @@ class Suffix(Copying):
 
 
 def suffix_order(text_N: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The beginnings of all suffixes in their order, told apart by SORTED tokens at least.
+    """The starts of all suffixes, ordered by at least their first SORTED tokens.
 
-    By doubling (Manber and Myers 1990): suffixes ordered by their first w tokens, and the ranks
-    of what comes w later, give the order by 2 w.
+    By doubling (Manber and Myers 1990): the order by the first w tokens, and the ranks of the
+    suffixes that start w later, give the order by 2 w.
     """
     size, width = len(text_N), 1
     rank_N = np.unique(text_N, return_inverse=True)[1].astype(np.int64)
