@@ -20,7 +20,7 @@ from specdec.target.causal import CausalTarget
 from specdec.target.checks import check_head
 from specdec.target.encoder_decoder import Seq2SeqTarget
 from specdec.target.gguf import dense, find_package_file
-from specdec.target.parts import Parts, config_of_layers
+from specdec.target.parts import Parts, checksum, config_of_layers
 from specdec.target.stored import Note, StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,8 +113,14 @@ def load_target(cfg: TargetConfig) -> Target:
         config = AutoConfig.from_pretrained(path, **_options(cfg))
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
         model = _model(cfg, path, config)
+        stored = None
+        if cfg.dtype == "float16":  # which rounds small weights otherwise than bfloat16 does
+            plain = replace(cfg, dtype="bfloat16", packed=False)
+            stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
-    return whole(model, tokenizer, named(cfg), cfg.revision)
+    target = whole(model, tokenizer, named(cfg), cfg.revision)
+    target.stored = stored
+    return target
 
 
 def load_parts(cfg: TargetConfig) -> StoredParts | None:

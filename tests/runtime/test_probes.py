@@ -210,3 +210,18 @@ def test_the_default_dtype_works_from_training_to_generation(
     assert results.machine.dtype == recorded
     if cap and platform.machine() == "x86_64":
         assert recorded == "float32" and dtypes == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["auto", *loading.DTYPES])
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_job_runs_in_every_dtype_packed_or_not(
+    tiny: Tiny, tmp_path: Path, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers, features, training, decoding and report."""
+    monkeypatch.setattr(packed, "LEAST", 1)
+    settings = ["data.answers=target", "loop.epochs=1", "decode.prompts=1", "export=null"]
+    settings += [f"target.dtype={dtype}", f"target.packed={str(packs).lower()}"]
+    assert tiny.job(tmp_path / "run", "eagle3", *settings) >= 1
+    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
+    assert results["dtype"] == (native_dtype("cpu").dtype if dtype == "auto" else dtype)
