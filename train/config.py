@@ -32,6 +32,7 @@ from train.features.store import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.plan import BudgetConfig
+from train.stages import StageConfig
 from train.tracking import TrackConfig
 
 
@@ -43,6 +44,7 @@ class Config:
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = None
+    stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
@@ -74,10 +76,12 @@ def register() -> None:
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
-    """Overrides whose value holds an equals sign, as in decode.rule=lenience:factor=0.8, put into
-    the quotes without which Hydra's grammar refuses them."""
+    """Overrides as Hydra takes them. A value that holds an equals sign, as in
+    decode.rule=lenience:factor=0.8, is put into the quotes without which Hydra's grammar refuses
+    it; drafter.from=, whose key no dataclass can have, is stage.draft=."""
     plain = re.compile(r"([+~]{0,2}[\w./@-]+=)([^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*)")
-    found = [(argument, plain.fullmatch(argument)) for argument in arguments]
+    named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
+    found = [(argument, plain.fullmatch(argument)) for argument in named]
     return [f"{m[1]}'{m[2]}'" if m and a[0] != "-" else a for a, m in found]
 
 

@@ -31,7 +31,7 @@ from rich.progress import Progress
 
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
-from specdec.drafters import Drafter, family, frequent_tokens
+from specdec.drafters import Drafter, family
 from specdec.errors import UserError, require
 from specdec.files import make_folder, read_json, read_record, record, write_whole
 from specdec.forcing.teacher import TeacherForcing
@@ -56,9 +56,12 @@ from train.features.source import Online, Source
 from train.features.store import Disk, Kind, Store, megabytes
 from train.loop import Diverged, Outcome, train
 from train.plan import POOR, Plan, Work, fitted, measured
+from train.stages import StageConfig, starting
 from train.tracking import Tracker, curve
 
 console = Console(highlight=False, soft_wrap=True)
+# of a configuration, whose values make a run what it is
+GROUPS = ["target", "drafter", "stage", "data", "answers", "sampler", "objective", "optim", "loop"]
 DIVERGED = 0.0  # the objective of a diverged trial: finite, since a sweeper dies of NaN
 
 
@@ -166,13 +169,16 @@ def _run(
         target.whole()
     console.print(opening(target.parts, cfg.target, reason))
     texts = _texts(cfg, folder, target, accelerator, progress, started)
-    drafter = _drafter(cfg, target.parts, texts.train)
+    seed = cfg.loop.seed
+    drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, seed, console)
     _require_positions(target.parts, drafter, [*texts.train, *texts.held_out])
     require_fitting(cfg.decode, drafter)
     measured = texts.prompts[: cfg.decode.prompts]
     require_room(target.parts, [p.ids.tolist() for p in measured], cfg.decode.max_new_tokens)
     of = {"target": fingerprint, "training data": _digest(texts.train)}
     of["held-out data"] = _digest(texts.held_out)
+    if cfg.stage.draft is not None:
+        of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
     _require_same_texts(folder, of)
     if main:  # the folder is this run's from here on; a mistake before leaves it free
         described = dataclasses.asdict(cfg) | {"of": of, "records": texts.records}
@@ -339,7 +345,7 @@ def _rehearsal(
             ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
             text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
         documents.append(text)
-    drafter = _drafter(cfg, target, documents)
+    drafter = starting(StageConfig(), cfg.drafter, target, documents, 0, console)
     rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
     batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective)
@@ -361,21 +367,6 @@ def _require_both(train: Sequence[Any], held_out: Sequence[Any]) -> None:
     for name, side in (("train", train), ("held out", held_out)):
         if not side:
             raise UserError(f"no {name} conversation: give more data or change data.held_out")
-
-
-def _drafter(cfg: Config, target: Parts, documents: Sequence[Document]) -> Drafter:
-    """A fresh drafter; a pruned draft vocabulary is what the assistant says most often."""
-    torch.manual_seed(cfg.loop.seed)
-    kind = family(cfg.drafter.name)
-    vocab = None
-    if size := kind.plan(cfg.drafter, target).draft_vocab:
-        said = (d.ids[d.mask].tolist() for d in documents)
-        vocab = frequent_tokens(said, size).to(target.device)
-    drafter = kind.build(cfg.drafter, target, vocab).float()
-    if kind.fit is not Drafter.fit:  # lists take many times the memory of arrays
-        texts = [d.ids.tolist() for d in documents]
-        drafter.fit(texts, [d.mask.tolist() for d in documents])
-    return drafter
 
 
 def _require_positions(target: Parts, drafter: Drafter, documents: Sequence[Document]) -> None:
@@ -464,7 +455,7 @@ def _require_same_run(folder: Path, cfg: Config) -> None:
     if not theirs:
         return
     ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    for group in ("target", "drafter", "data", "answers", "sampler", "objective", "optim", "loop"):
+    for group in GROUPS:
         # a setting that is newer than the run was its default then
         default = json.loads(json.dumps(dataclasses.asdict(type(getattr(cfg, group))())))
         was = default | (theirs.get(group) or {})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs, Proposal
-from specdec.errors import require
+from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Growth, Shape, Stop
@@ -103,10 +103,17 @@ class Drafter(nn.Module, ABC):
         """The `Sizes` of a drafter with this config for this target."""
 
     @classmethod
-    def build(cls, config: Any, target: Parts, vocab_S: Tensor | None = None) -> Self:
-        """A fresh drafter for a target, its weights started as the config says.
+    def build(
+        cls,
+        config: Any,
+        target: Parts,
+        vocab_S: Tensor | None = None,
+        earlier: "Drafter | None" = None,
+    ) -> Self:
+        """A drafter to be trained for a target, its weights started as the config says, or with
+        those of an `earlier` draft (see `inherit`).
 
-        `vocab_S` are the target ids of the pruned draft vocabulary, which a config with
+        `vocab_S` are the target ids of the pruned draft vocabulary, ascending, which a config with
         `draft_vocab` needs (see `specdec.drafters.frequent_tokens`).
         """
         drafter = cls(config, cls.plan(config, target))
@@ -116,11 +123,47 @@ class Drafter(nn.Module, ABC):
         drafter.attach(target)
         with torch.no_grad():
             drafter.start(target)
+            if earlier is not None:
+                drafter.inherit(earlier)
         drafter.begin_training()
         return drafter
 
     def start(self, target: Parts) -> None:
         """Set the weights that training starts from."""
+
+    def inherit(self, earlier: "Drafter") -> None:
+        """Take over the weights of an earlier draft, whose vocabulary this one's includes.
+
+        Rows over the draft vocabulary follow their token ids; those of tokens that the earlier
+        draft lacks stay as they started. Raises UserError for a tensor that does not fit.
+        """
+        ours, theirs = self.state_dict(), earlier.state_dict()
+        place_S, known = None, earlier.vocab_S
+        if self.vocab_S is not None and known is not None:
+            known = known.to(self.vocab_S.device)
+            require(
+                bool(torch.isin(known, self.vocab_S).all()),
+                "the earlier draft's vocabulary has tokens that this draft's lacks",
+            )
+            place_S = torch.searchsorted(self.vocab_S, known)
+        for name, x in ours.items():
+            found = theirs.get(name)
+            if name == "vocab_S":
+                continue
+            if found is not None and found.shape == x.shape:
+                x.copy_(found)
+            elif (
+                found is not None
+                and place_S is not None
+                and found.shape == (len(place_S), *x.shape[1:])
+                and len(x) == len(self.vocab_S)  # type: ignore[arg-type]
+            ):
+                x[place_S] = found.to(x)
+            else:
+                shape = "missing" if found is None else f"of shape {list(found.shape)}"
+                raise UserError(
+                    f"the earlier draft's tensor {name!r} is {shape}, and {list(x.shape)} is needed"
+                )
 
     def begin_training(self) -> None:
         """Add what only training needs (adapters); called once, on fresh weights or on those of a

@@ -7,6 +7,7 @@ compared with the header of the weights, and only then are weights read.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -103,7 +104,25 @@ def save(
 
 
 def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
-    """Read a draft for its target, in `dtype` (None: the target's).
+    """Read a draft for its target, in `dtype` (None: the target's), ready to draft.
+
+    Raises UserError as `read` does, and for a draft that fails to draft a few tokens.
+    """
+    folder = Path(folder)
+    drafter = read(folder, target)
+    drafter.to(target.device, dtype or target.dtype)
+    drafter.attach(target)
+    if drafter.state_dict():
+        _require_drafting(drafter, target, folder)
+    elif type(drafter).plan(drafter.config, target) != drafter.sizes:
+        raise UserError(f"{folder / CARD}: shape does not fit {target.name}: make the draft again")
+    if is_packed(target.model):
+        pack(drafter)
+    return drafter.eval()
+
+
+def read(folder: Path | str, target: Parts) -> Drafter:
+    """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
 
     Raises UserError for a folder that holds no draft, a card with a value that cannot be, a draft
     of another target, a truncated file, and, naming the tensor, for one that is missing, extra,
@@ -135,15 +154,15 @@ def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -
         drafter.require_sound()
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    drafter.to(target.device, dtype or target.dtype)
-    drafter.attach(target)
-    if tensors:
-        _require_drafting(drafter, target, folder)
-    elif kind.plan(card.config, target) != card.sizes:
-        raise UserError(f"{folder / CARD}: shape does not fit {target.name}: make the draft again")
-    if is_packed(target.model):
-        pack(drafter)
-    return drafter.eval()
+    return drafter
+
+
+def digest(folder: Path | str) -> str:
+    """A short hash of a draft's card and weights."""
+    found = hashlib.blake2b(digest_size=12)
+    for name in (CARD, WEIGHTS):
+        found.update((Path(folder) / name).read_bytes())
+    return found.hexdigest()
 
 
 def read_card(folder: Path | str) -> Card:
@@ -234,7 +253,7 @@ def _require_header(path: Path, wanted: Mapping[str, Tensor]) -> None:
             )
 
 
-def _require_target(card: Card, target: Target, folder: Path) -> None:
+def _require_target(card: Card, target: Parts, folder: Path) -> None:
     theirs = card.target
     if theirs.vocab_size != target.vocab_size:
         raise UserError(
