@@ -16,7 +16,8 @@ from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.verify import law
-from specdec.drafters.models.translated import Bridge, Translated, TranslatedConfig
+from specdec.drafters.models.bridge import Bridge
+from specdec.drafters.models.translated import Translated, TranslatedConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import Table, TeacherForcing, batch_of
 from specdec.formats import draft as checkpoint

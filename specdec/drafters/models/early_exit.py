@@ -1,10 +1,10 @@
 """Early exit (LayerSkip, Elhoushi et al. 2024; Draft & Verify, Zhang et al. 2024): the target's
-first E layers draft for all of them, with its own final norm and head.
+first E layers draft, followed by its own final norm and head.
 
-Nothing is added to the target: the draft is a view of it. While decoding it writes into the
-target's cache, whose first E layers already hold the keys and values of every committed token:
-there is no second cache, and no token is read twice. A drafted token costs E / L of a step and
-the head. On targets that were not trained for it (layer dropout and an early-exit loss) early
+The draft is a view of the target and adds no weights to it. While decoding it writes into the
+target's own cache, whose first E layers already hold the keys and values of every committed token,
+so that it needs no second cache and reads no token twice. A drafted token costs E / L of a step
+plus the head. On targets that were not trained for it (layer dropout and an early-exit loss) early
 layers agree little with the last; E near L agrees more and saves less.
 
 Letters: B batch, T time, A anchors, W nodes grown at once, K depth, D width, S vocabulary.
@@ -28,7 +28,7 @@ from specdec.target.parts import Parts
 
 @dataclass
 class EarlyExitConfig:
-    """`layers`: E, how many of the target's layers draft; None takes half of them."""
+    """`layers` is E, the number of the target's layers that draft; null takes half of them."""
 
     name: str = "early_exit"
     depth: int = 4
@@ -65,7 +65,7 @@ class EarlyExit(Drafter):
         return self._parts[1].logits(hidden)
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        return super().begin(ctx) if ctx.cache is None else Shared(self, ctx, ctx.cache)
+        return super().begin(ctx) if ctx.cache is None else SharedGrowth(self, ctx, ctx.cache)
 
     def read(self, ids_BT: Tensor, cache: SlotCache, parents_BT: Tensor | None) -> Tensor:
         """Logits [B, T, S] of tokens that continue what the target's cache holds."""
@@ -76,8 +76,9 @@ class EarlyExit(Drafter):
         return target.logits(out.last_hidden_state)
 
 
-class Shared:
-    """Growth in the target's own cache: the anchor in its first scratch slot, drafts behind."""
+class SharedGrowth:
+    """Growth in the target's own cache: the anchor takes the first scratch slot, and drafted tokens
+    the slots after it."""
 
     def __init__(self, drafter: EarlyExit, ctx: Context, cache: SlotCache) -> None:
         self.drafter, self.cache = drafter, cache

@@ -1,7 +1,8 @@
 """An independent draft language model (Leviathan et al. 2023): any small causal LM.
 
-It reads tokens alone. From a hub or a folder, from random weights, or cut from the target
-(its embedding, some of its layers, its head). Letters: B batch, T time, A anchors, K depth.
+It reads tokens and nothing else of the target. It is loaded from a hub or a folder, starts from
+random weights, or is cut from the target (its embedding, some of its layers, its head).
+Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ class LM(Pretrained):
             self.model.load_state_dict(target.cut(kept))
         except RuntimeError as error:
             raise UserError(
-                f"layers {kept} of a {target.config.model_type} are no model by themselves "
+                f"layers {kept} of a {target.config.model_type} do not make a model by themselves "
                 f"({str(error).splitlines()[-1].strip()}): give other drafter.layers, "
                 "drafter.source=random, a hub name or a folder"
             ) from error
@@ -123,17 +124,17 @@ class LM(Pretrained):
         return new_cache(self.model.config, slots)
 
     def read(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
-        """Logits [B, T, V] of a pass over the cache; with `last` [B, 1], those there alone."""
+        """Logits [B, T, V] of a pass over the cache, or [B, 1, V] at the indices `last` [B, 1]."""
         out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
         hidden = out.last_hidden_state
         return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+        return super().begin(ctx) if cache is None else CachedGrowth(self, ctx, cache)
 
 
-class Cached:
-    """The draft LM at its anchors, over its own KV cache: it first reads what was committed."""
+class CachedGrowth:
+    """Growth over the draft LM's own KV cache, which first reads the tokens committed since."""
 
     def __init__(self, drafter: LM, ctx: Context, cache: SlotCache) -> None:
         self.drafter, self.cache = drafter, cache

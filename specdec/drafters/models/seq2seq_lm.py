@@ -1,5 +1,6 @@
-"""A smaller encoder-decoder of the target's tokenizer as draft (Leviathan et al. 2023: T5-small
-for T5-XXL). It reads the prompt with its own encoder, once, and tokens alone after that.
+"""A smaller encoder-decoder with the target's tokenizer drafts (Leviathan et al. 2023: T5-small
+for T5-XXL). Its own encoder reads the prompt once; its decoder then reads tokens, and nothing else
+of the target.
 
 Letters: B batch, T time, A anchors, K depth, D width, S draft vocabulary.
 """
@@ -98,11 +99,11 @@ class Seq2SeqLM(Pretrained):
         return self.seq2seq.new_cache()
 
     def begin(self, ctx: Context, cache: Seq2SeqCache | None = None) -> Growth:
-        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+        return super().begin(ctx) if cache is None else CachedGrowth(self, ctx, cache)
 
 
-class Cached:
-    """The draft at its anchors, over its own caches: it first reads what was committed."""
+class CachedGrowth:
+    """Growth over the draft's own caches, which first read the tokens committed since."""
 
     def __init__(self, drafter: Seq2SeqLM, ctx: Context, cache: Seq2SeqCache) -> None:
         self.drafter, self.cache = drafter, cache

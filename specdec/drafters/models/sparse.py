@@ -1,22 +1,25 @@
 """Self-speculation over a sparse KV cache (MagicDec, Chen et al. 2024): the whole target drafts,
 but over a few of the context's keys and values.
 
-Kept are the last tokens, and `budget` positions before them:
+The small cache keeps the last tokens, and `budget` positions before them:
 streaming: the first ones (attention sinks) and the latest (StreamingLLM, Xiao et al. 2024);
-snapkv: those to which the last `window` tokens attend most, chosen by each KV head for itself,
-  with the votes of its query heads averaged and smoothed over neighbours (Li et al. 2024).
-Layers with a sliding window of their own keep the latest in either case.
+snapkv: those to which the last `window` tokens attend most. Each KV head chooses for itself; the
+  votes of its query heads are averaged, and smoothed over neighbours (Li et al. 2024).
+With either method, layers with a sliding window of their own keep the latest positions.
 
 A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
-long contexts in large batches. The small cache is gathered from the target's; each round adds
-what was committed, and every `refresh` tokens the choice is made anew, by which the kept tail
-falls back to `window`. (The paper of SnapKV chooses once, at the prompt's end. On a grid of
-positions the choice depends on the text alone, and α by teacher forcing is the decoder's.)
-Choosing takes a pass of `window` tokens: the cache has no queries.
+long contexts in large batches. The small cache is gathered from the target's cache. Each round
+adds what was committed; every `refresh` tokens the positions are chosen again, and the tail that
+is kept whole falls back to `window` tokens. (SnapKV's paper chooses once, at the end of the
+prompt. Choosing on a grid of positions makes the choice depend on the text alone, so that α by
+teacher forcing is what the decoder sees.) The target's cache holds no queries, so choosing takes a
+pass over `window` tokens.
 
-Tokens keep their true positions: keys are cached with theirs, and a draft's position is the
-length of the whole text. Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P
-slots, H KV heads, Q query heads, w the window, C positions that are kept, E head width.
+Tokens keep their true positions: cached keys were rotated by theirs, and a drafted token's
+position is the length of the whole text before it.
+
+Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P slots, H KV heads, Q query
+heads, w the window, C positions that are kept, E head width.
 """
 
 from collections.abc import Sequence
@@ -41,8 +44,9 @@ ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of 
 
 @dataclass
 class SparseConfig:
-    """See the module. `sink`: first tokens that streaming keeps, out of its budget. `pool`: how
-    many neighbouring positions votes are averaged over (odd)."""
+    """The module explains `budget`, `window` and `refresh`. `sink` is how many first tokens
+    streaming keeps, out of its budget; `pool` over how many neighbouring positions votes are
+    averaged (an odd number)."""
 
     name: str = "sparse"
     depth: int = 4
@@ -54,8 +58,8 @@ class SparseConfig:
     pool: int = 5
 
 
-class Kept:
-    """The small cache, and for each row how far it has read and where it last chose."""
+class SparseCache:
+    """The small cache, how far each row has read, and where its positions were chosen last."""
 
     def __init__(self, layers: int) -> None:
         self.small = SlotCache(layers)
@@ -106,8 +110,8 @@ class Sparse(Drafter):
             path = next(n for n, m in target.model.base_model.named_modules() if m is target.layers)
             self._votes = (view, view.get_submodule(path))
 
-    def new_cache(self) -> Kept:
-        return Kept(self.sizes.layers)
+    def new_cache(self) -> SparseCache:
+        return SparseCache(self.sizes.layers)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """What decoding would compute [B, A, K, D]: each anchor is a row with a small cache of
@@ -134,20 +138,20 @@ class Sparse(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self._target[0].logits(hidden)
 
-    def begin(self, ctx: Context, cache: Kept | None = None) -> Growth:
+    def begin(self, ctx: Context, cache: SparseCache | None = None) -> Growth:
         if ctx.cache is None:
             return super().begin(ctx)
-        return Gathered(self, ctx, self.new_cache() if cache is None else cache)
+        return SparseGrowth(self, ctx, self.new_cache() if cache is None else cache)
 
     def follow(
         self,
         full: SlotCache,
         texts: Sequence[Sequence[int]],
-        kept: Kept,
+        kept: SparseCache,
         choices: dict[int, list[Tensor]] | None = None,
     ) -> None:
-        """Bring the small cache up to the target's. `choices`, by the number of positions that
-        were chosen among, are given where all rows are of one text."""
+        """Bring the small cache up to the target's. Where all rows hold one text, `choices` gives
+        the positions to keep, by how many there were to choose from."""
         small, window, budget = kept.small, self.config.window, self.config.budget
         small.drop()
         if not kept.read:
@@ -177,7 +181,7 @@ class Sparse(Drafter):
             ours.values = self._copied(ours, "values", theirs.values, plans, n, small.capacity)
             ours.is_initialized = True
 
-    def read(self, kept: Kept, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+    def read(self, kept: SparseCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
         """The target's final hidden states [B, T, D] of tokens behind the small cache."""
         target, small = self._target[0], kept.small
         place = small.place(*size(ids_BT), parents_BT)
@@ -255,10 +259,11 @@ class Sparse(Drafter):
         return torch.cat(found)
 
 
-class Gathered:
-    """Growth over the small cache: the anchor in its first scratch slot, drafts behind."""
+class SparseGrowth:
+    """Growth over the small cache: the anchor takes the first scratch slot, and drafted tokens the
+    slots after it."""
 
-    def __init__(self, drafter: Sparse, ctx: Context, kept: Kept) -> None:
+    def __init__(self, drafter: Sparse, ctx: Context, kept: SparseCache) -> None:
         self.drafter, self.kept = drafter, kept
         assert ctx.cache is not None
         texts = ctx.rows()

@@ -1,25 +1,25 @@
 """A draft LM with another tokenizer than the target's (Timor et al. 2025, "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies").
 
-The draft reads the target's text in tokens of its own, made anew from the text in every round;
-what it read before stays cached as far as the tokens agree. Two ways back:
+The draft reads the target's text in its own tokens, which are made from the text again in every
+round; its cache keeps what it has read up to the first token that differs. There are two ways
+back to the target's tokens:
 
 - `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
   both vocabularies have, so that q is a distribution over the target's vocabulary, and every
   verification rule and every shape of a draft applies. Teacher forcing reads what the decoder
-  would read at each anchor, and counts a depth as nothing drafted where the text's own tokens up
-  to there are not all in the intersection: a decoder never gets there.
+  would read at each anchor. Where one of the text's own tokens before a depth is not in the
+  intersection, that depth counts as nothing drafted, because a decoder never gets there.
 - `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft
   writes greedily, its text is made into target tokens, and these are proposed with q None, so
-  that a token x is kept with p(x). All tokens can be drafted, and only chains. Its teacher
-  forcing shows, as with prompt lookup, what is drafted from each anchor, whatever the text goes
-  on with: exact at T = 0, where a depth counts only if all before it were right; at T > 0 depth 0
-  is exact, and later depths are of a proposal that the text has left.
+  that a token x is kept with probability p(x). It can draft any token, but chains only. Its
+  teacher forcing shows, as with prompt lookup, what is drafted from each anchor, however the text
+  continues. That is exact at T = 0, where a depth counts only if all before it were right; at
+  T > 0 depth 0 is exact, and later depths belong to a proposal that the text may have left.
 
 Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
 from specdec.drafters.base import Drafter, Sizes, copied_chains, last_of, one_hot
+from specdec.drafters.models.bridge import Bridge
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -40,15 +41,13 @@ from specdec.target.parts import Parts
 
 METHODS = ("tli", "slem")
 NOTHING = -1  # "no token drafted", in place of an id
-TAIL = 8  # tokens before a piece of text that are enough to see how it joins them
-REPLACED = "\ufffd"  # stands for bytes that are not a whole character
 
 
 @dataclass
 class TranslatedConfig:
-    """`source` is the draft LM, as a target's path is given: a hub name, a folder, a GGUF file,
-    package:NAME. `draft_tokens`: how many of its own tokens the draft writes in a round of slem;
-    null: `depth` of them."""
+    """`source` names the draft LM as `target.path` names a target: a hub name, a folder, a GGUF
+    file, or package:NAME. `draft_tokens` is how many of its own tokens the draft writes in a round
+    of slem; null takes `depth`."""
 
     name: str = "translated"
     depth: int = 5
@@ -59,7 +58,7 @@ class TranslatedConfig:
 
 @dataclass(kw_only=True)
 class TranslatedSizes(Sizes):
-    """`draft_fingerprint`: of the draft LM's weights, which are not saved."""
+    """`draft_fingerprint` is that of the draft LM's weights, which are not saved with the draft."""
 
     draft_fingerprint: str
 
@@ -147,7 +146,7 @@ class Translated(Drafter):
         return TranslatedCache(self.lm.new_cache())
 
     def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
-        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
+        return super().begin(ctx) if cache is None else CachedGrowth(self, ctx, cache)
 
     @torch.no_grad()
     def draft(
@@ -224,15 +223,15 @@ class Translated(Drafter):
 
 
 class TranslatedCache:
-    """The draft's keys and values, and the tokens that they are of."""
+    """The draft's keys and values, and the tokens that they belong to."""
 
     def __init__(self, slots: SlotCache) -> None:
         self.slots = slots
         self.read: list[list[int]] = []
 
     def back_to(self, owns: list[list[int]]) -> list[int]:
-        """Forget what is not the beginning of these rows; how many tokens of each are to be read,
-        at least one."""
+        """Forget what is not the beginning of these rows. Returns how many tokens of each row have
+        to be read, at least one."""
         if not self.read:
             self.read = [[] for _ in owns]
         self.slots.drop()
@@ -251,8 +250,8 @@ class TranslatedCache:
             self.read = [self.read[b] for b in rows]
 
 
-class Cached:
-    """tli at its anchors, over the draft's KV cache; nodes of any shape grow from there."""
+class CachedGrowth:
+    """Growth of tli over the draft's KV cache, which first reads what differs in the text."""
 
     def __init__(self, drafter: Translated, ctx: Context, cache: TranslatedCache) -> None:
         self.drafter, self.cache = drafter, cache
@@ -264,75 +263,6 @@ class Cached:
 
     def marginals(self, depth: int) -> Tensor | None:
         return None
-
-
-class Bridge:
-    """Two tokenizers of the same text. Tokens are compared by the text that they stand for when
-    they follow another token, and special ones by their names, or by their being the eos."""
-
-    def __init__(self, target: Any, draft: Any) -> None:
-        self.target, self.draft = target, draft
-        self.specials = _same_specials(target, draft)  # target id -> draft id
-        self._back = {own: theirs for theirs, own in self.specials.items()}
-        self._roles = {
-            getattr(target, f"{role}_token_id", None)
-            for role in ("bos", "eos", "pad", "unk", "cls", "sep")
-        }
-        self._special, self._own_special = set(target.all_special_ids), set(draft.all_special_ids)
-        first = draft.bos_token_id
-        begins = first is not None and first in draft("").input_ids
-        self.prefix = [first] if begins else []
-        spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
-        self._nothing = [spare]  # what the draft reads where no text is left for it
-
-    def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:
-        """Target ids, ascending, of the tokens that both have, and their draft ids."""
-        theirs = _by_text(self.target, target_size)
-        ours = _by_text(self.draft, draft_size)
-        found = {theirs[text]: own for text, own in ours.items() if text in theirs}
-        specials = {a: b for a, b in self.specials.items() if a < target_size and b < draft_size}
-        pairs = sorted((found | specials).items())
-        return [a for a, _ in pairs], [b for _, b in pairs]
-
-    def to_draft(self, ids: list[int]) -> list[int]:
-        """A text in target tokens in the draft's; never empty. The target's special tokens are
-        the draft's own, or text, or (bos, eos and their like, where it has none) left out."""
-        own, run = list(self.prefix), []
-        for i in [*ids, None]:
-            if i is not None and i not in self.specials and i not in self._roles:
-                run.append(i)
-                continue
-            if run:
-                text = _text(self.target, run).rstrip(REPLACED)
-                own += self.draft.encode(text, add_special_tokens=False)
-                run = []
-            if i in self.specials and [self.specials[i]] != own:
-                own.append(self.specials[i])
-        return own or self._nothing
-
-    def to_target(self, ids: list[int], own: list[int], new: list[int]) -> list[int]:
-        """What the draft wrote (`new`, after its own tokens `own`) as target tokens to follow
-        `ids`; fewer, or none, where its text cannot be made of whole target tokens there."""
-        end = next((n for n, i in enumerate(new) if i in self._own_special), len(new))
-        before = _after_last(own, self._own_special)[-TAIL:]
-        was, text = _text(self.draft, before), _text(self.draft, before + new[:end])
-        if not text.startswith(was):
-            return []
-        text = text[len(was) :].rstrip(REPLACED)
-        special = [self._back[i] for i in new[end : end + 1] if i in self._back]
-        if not text:
-            return special
-        tail = _after_last(ids, self._special)[-TAIL:]
-        was = _text(self.target, tail)
-        known = self.target.encode(was, add_special_tokens=False)
-        whole = self.target.encode(was + text, add_special_tokens=False)
-        candidates = [self.target.encode(text, add_special_tokens=False)]
-        if whole[: len(known)] == known:
-            candidates.insert(0, whole[len(known) :])
-        for found in candidates:
-            if _text(self.target, tail + found) == was + text:
-                return found + special
-        return []
 
 
 def _loaded(config: TranslatedConfig, target: Parts) -> Target:
@@ -353,72 +283,6 @@ def _load(source: str, dtype: str, device: str) -> Target:
         raise UserError(str(error).replace("target.path", "drafter.source")) from error
     lm.new_cache()  # raises where a rejected token cannot be dropped
     return lm
-
-
-def _same_specials(target: Any, draft: Any) -> dict[int, int]:
-    """Special tokens that both have, target id -> draft id: of one name, or both the eos or bos."""
-    skipped = {target.unk_token_id, target.pad_token_id} - {target.eos_token_id}
-    theirs = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
-    pairs = {i: theirs.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
-    found = {i: own for i, own in pairs.items() if own is not None and i not in skipped}
-    for a, b in (
-        (target.eos_token_id, draft.eos_token_id),
-        (target.bos_token_id, draft.bos_token_id),
-    ):
-        if None not in (a, b) and a not in found and b not in found.values():
-            found[a] = b
-    return found
-
-
-def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
-    """The ordinary tokens by the bytes that they stand for when they follow another token; of
-    tokens of one text a byte of its own comes last, and else the lowest id first."""
-    count, special = min(size, len(tokenizer)), set(tokenizer.all_special_ids)
-    ids = [i for i in range(count) if i not in special]
-    names = tokenizer.convert_ids_to_tokens(ids)
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
-    found: dict[bytes, int] = {}
-    bytes_alone: dict[bytes, int] = {}
-    if "ByteLevel" in decoder:
-        table = {c: b for b, c in _byte_letters().items()}
-        for i, name in zip(ids, names):
-            if i in added:
-                found.setdefault(name.encode(), i)
-            elif name is not None and all(c in table for c in name):
-                found.setdefault(bytes(table[c] for c in name), i)
-        return found
-    plain = (i for i in ids if _text(tokenizer, [i]).strip().isalnum())
-    before = next(plain, ids[0] if ids else 0)
-    was = _text(tokenizer, [before])
-    texts = tokenizer.batch_decode(
-        [[before, i] for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    for i, name, text in zip(ids, names, texts):
-        if name is None:
-            continue
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
-            bytes_alone.setdefault(bytes([int(name[3:5], 16)]), i)
-        elif text.startswith(was) and len(text) > len(was) and REPLACED not in text:
-            found.setdefault(text[len(was) :].encode(), i)
-    return bytes_alone | found
-
-
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 + n."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return {b: chr(b) for b in shown} | {b: chr(256 + n) for n, b in enumerate(hidden)}
-
-
-def _text(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _after_last(ids: list[int], special: set[int]) -> list[int]:
-    """What follows the last special token."""
-    start = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in special), 0)
-    return ids[start:]
 
 
 def _shared(a: list[int], b: list[int]) -> int:

@@ -23,7 +23,8 @@ MOST_LAYERS = 64
 class MedusaConfig:
     """`depth` heads, each of `num_layers` residual layers and an LM head.
 
-    `shared_head`: one trained LM head for all of them; false is the paper's own head each.
+    With `shared_head` they all use one trained LM head; without it each has its own, as in the
+    paper. `draft_vocab` null keeps the whole vocabulary.
     """
 
     name: str = "medusa"

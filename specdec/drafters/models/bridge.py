@@ -1,0 +1,144 @@
+"""Two tokenizers of the same text: which tokens both have, and one's text in the other's tokens."""
+
+import re
+from typing import Any
+
+TAIL = 8  # tokens before a piece of text that are enough to see how it joins them
+REPLACED = "\ufffd"  # stands for bytes that are not a whole character
+
+
+class Bridge:
+    """Compares tokens by the text that they stand for when they follow another token. Special
+    tokens are the same if they have one name, or if both are the eos or the bos."""
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self.target, self.draft = target, draft
+        self.specials = _same_specials(target, draft)  # target id -> draft id
+        self._back = {own: theirs for theirs, own in self.specials.items()}
+        self._roles = {
+            getattr(target, f"{role}_token_id", None)
+            for role in ("bos", "eos", "pad", "unk", "cls", "sep")
+        }
+        self._special, self._own_special = set(target.all_special_ids), set(draft.all_special_ids)
+        first = draft.bos_token_id
+        begins = first is not None and first in draft("").input_ids
+        self.prefix = [first] if begins else []
+        spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
+        self._nothing = [spare]  # read where no text is left for the draft
+
+    def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:
+        """Target ids, ascending, of the tokens that both have, and their draft ids."""
+        theirs = _by_text(self.target, target_size)
+        ours = _by_text(self.draft, draft_size)
+        found = {theirs[text]: own for text, own in ours.items() if text in theirs}
+        specials = {a: b for a, b in self.specials.items() if a < target_size and b < draft_size}
+        pairs = sorted((found | specials).items())
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+    def to_draft(self, ids: list[int]) -> list[int]:
+        """The draft's tokens, at least one, of a text in target tokens. A special token of the
+        target becomes the draft's own; where the draft has none, bos, eos and their like are left
+        out, and any other is read as text."""
+        own, run = list(self.prefix), []
+        for i in [*ids, None]:
+            if i is not None and i not in self.specials and i not in self._roles:
+                run.append(i)
+                continue
+            if run:
+                text = _text(self.target, run).rstrip(REPLACED)
+                own += self.draft.encode(text, add_special_tokens=False)
+                run = []
+            if i in self.specials and [self.specials[i]] != own:
+                own.append(self.specials[i])
+        return own or self._nothing
+
+    def to_target(self, ids: list[int], own: list[int], new: list[int]) -> list[int]:
+        """The target tokens, to follow `ids`, of what the draft wrote: `new`, after its own tokens
+        `own`. Fewer, or none, where that text cannot be made of whole target tokens."""
+        end = next((n for n, i in enumerate(new) if i in self._own_special), len(new))
+        before = _after_last(own, self._own_special)[-TAIL:]
+        was, text = _text(self.draft, before), _text(self.draft, before + new[:end])
+        if not text.startswith(was):
+            return []
+        text = text[len(was) :].rstrip(REPLACED)
+        special = [self._back[i] for i in new[end : end + 1] if i in self._back]
+        if not text:
+            return special
+        tail = _after_last(ids, self._special)[-TAIL:]
+        was = _text(self.target, tail)
+        known = self.target.encode(was, add_special_tokens=False)
+        whole = self.target.encode(was + text, add_special_tokens=False)
+        candidates = [self.target.encode(text, add_special_tokens=False)]
+        if whole[: len(known)] == known:
+            candidates.insert(0, whole[len(known) :])
+        for found in candidates:
+            if _text(self.target, tail + found) == was + text:
+                return found + special
+        return []
+
+
+def _same_specials(target: Any, draft: Any) -> dict[int, int]:
+    """The special tokens that both have, target id -> draft id."""
+    skipped = {target.unk_token_id, target.pad_token_id} - {target.eos_token_id}
+    theirs = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
+    pairs = {i: theirs.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
+    found = {i: own for i, own in pairs.items() if own is not None and i not in skipped}
+    for a, b in (
+        (target.eos_token_id, draft.eos_token_id),
+        (target.bos_token_id, draft.bos_token_id),
+    ):
+        if None not in (a, b) and a not in found and b not in found.values():
+            found[a] = b
+    return found
+
+
+def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
+    """The ids of ordinary tokens by the bytes that they stand for when they follow another token.
+    Of several tokens for the same bytes the lowest id is taken, and one that only stands for a
+    single byte is taken last."""
+    count, special = min(size, len(tokenizer)), set(tokenizer.all_special_ids)
+    ids = [i for i in range(count) if i not in special]
+    names = tokenizer.convert_ids_to_tokens(ids)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    found: dict[bytes, int] = {}
+    bytes_alone: dict[bytes, int] = {}
+    if "ByteLevel" in decoder:
+        table = {c: b for b, c in _byte_letters().items()}
+        for i, name in zip(ids, names):
+            if i in added:
+                found.setdefault(name.encode(), i)
+            elif name is not None and all(c in table for c in name):
+                found.setdefault(bytes(table[c] for c in name), i)
+        return found
+    plain = (i for i in ids if _text(tokenizer, [i]).strip().isalnum())
+    before = next(plain, ids[0] if ids else 0)
+    was = _text(tokenizer, [before])
+    texts = tokenizer.batch_decode(
+        [[before, i] for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    for i, name, text in zip(ids, names, texts):
+        if name is None:
+            continue
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+            bytes_alone.setdefault(bytes([int(name[3:5], 16)]), i)
+        elif text.startswith(was) and len(text) > len(was) and REPLACED not in text:
+            found.setdefault(text[len(was) :].encode(), i)
+    return bytes_alone | found
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 + n."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {b: chr(b) for b in shown} | {b: chr(256 + n) for n, b in enumerate(hidden)}
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _after_last(ids: list[int], special: set[int]) -> list[int]:
+    """What follows the last special token."""
+    start = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in special), 0)
+    return ids[start:]
