@@ -69,7 +69,13 @@ def test_a_layer_of_another_kind_is_not_copied(target: Target) -> None:
     other = random_target(architectures(V, 6)["gpt2"])
     drafter = eagle(other)
     assert torch.equal(drafter.fc.weight[:, D:], torch.eye(D))
-    assert 0.01 < float(drafter.layer.self_attn.q_proj.weight.std()) < 0.03
+    assert 0.01 < float(drafter.layer.self_attn.q_proj.weight.detach().std()) < 0.03
+
+
+def test_a_layer_of_another_size_is_not_copied(target: Target) -> None:
+    drafter = eagle(target, intermediate_size=16)
+    assert torch.equal(drafter.fc.weight[:, D:], torch.eye(D))
+    assert 0.01 < float(drafter.layer.self_attn.q_proj.weight.detach().std()) < 0.03
 
 
 def packed(target: Target) -> Batch:
@@ -101,6 +107,20 @@ def test_noise_is_uniform_and_narrower_in_longer_documents(target: Target) -> No
     assert torch.equal(again[0], noise[0])
     other = drafter.noisy(alone, Moment(seeds=[7])).final_BTD - ctx.final_BTD[:1]
     assert not torch.allclose(other[0], noise[0])
+
+
+@pytest.mark.parametrize(("unroll", "depths"), [(None, 3), (2, 2), (1, 1)])
+def test_training_without_noise_is_the_first_depths_of_drafting(
+    target: Target, unroll: int | None, depths: int
+) -> None:
+    drafter, ctx, anchors = (
+        eagle(target, unroll=unroll),
+        packed(target).ctx,
+        torch.tensor([[3, 7]] * 2),
+    )
+    trained = drafter.training_hidden(ctx, anchors, Moment(seeds=[1, 2]))
+    torch.testing.assert_close(trained, drafter.hidden(ctx, anchors, None)[:, :, :depths])
+    assert drafter.train_depth == trained.shape[2] == depths
 
 
 def test_noise_is_read_in_training_alone(target: Target) -> None:
@@ -139,8 +159,8 @@ def test_the_papers_recipe_is_composed() -> None:
 
 @pytest.mark.parametrize("family", [Eagle, Eagle3])
 def test_few_anchors_cost_little(target: Target, family: type[nn.Module]) -> None:
-    """Of 200 tokens 10 anchors: keys are made of all pairs once, and all else of 10. With all
-    anchors, 3 depths of the layer are most of the work."""
+    """10 anchors of 196 are a twentieth of the queries, MLPs and steps; the keys of all pairs, made
+    once, are some twentieths more. One more pass of the layer over all pairs would be a fifth."""
     config = EagleConfig() if family is Eagle else Eagle3Config(draft_vocab=None)
     drafter = random_drafter(config, target, 0.1)
     ids = torch.randint(2, V, (1, 200), generator=torch.Generator().manual_seed(1))
@@ -152,4 +172,4 @@ def test_few_anchors_cost_little(target: Target, family: type[nn.Module]) -> Non
         return counter.get_total_flops()
 
     few, all_ = operations(torch.arange(5, 195, 19)), operations(torch.arange(1, 197))
-    assert few < 0.3 * all_
+    assert few < 0.13 * all_
