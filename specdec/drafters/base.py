@@ -322,7 +322,7 @@ def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
     """`count` entries [B, A, count, D] from each index on (clamped at the text's end)."""
     steps = torch.arange(count, device=x_BTD.device)
     index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
-    return entries(x_BTD, index.flatten(1)).view(*index.shape, -1)
+    return entries(x_BTD, index.flatten(1)).view(*index.shape, x_BTD.shape[-1])
 
 
 def states(
