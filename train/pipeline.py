@@ -52,6 +52,7 @@ from train.data.packing import pack
 from train.data.sources import require_readable
 from train.data.split import split_documents, split_prompts
 from train.data.template import Document, Prompt, prompt_of
+from train.features.decoded import Decoded
 from train.features.source import Online, Source
 from train.features.store import Disk, Kind, Store, megabytes
 from train.loop import Diverged, Outcome, train
@@ -265,10 +266,11 @@ def _texts(
                 f"{cfg.answers.max_new_tokens} do not fit data.max_length={cfg.data.max_length}: "
                 "raise the last, or lower data.max_prompt or answers.max_new_tokens"
             )
+        keep = _keeping(cfg, target)
         asked = split.train[: fitting(split.train, split.held_out)]
         made = Texts(
-            answered(target, asked, cfg.answers, accelerator, progress),
-            answered(target, split.held_out, cfg.answers, accelerator, progress),
+            answered(target, asked, cfg.answers, accelerator, progress, keep),
+            answered(target, split.held_out, cfg.answers, accelerator, progress, keep),
             split.held_out,
             tally.read,
         )
@@ -280,6 +282,18 @@ def _texts(
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
     return made
+
+
+def _keeping(cfg: Config, target: TargetOnDemand) -> Decoded | None:
+    """What stores the features of answers as they are decoded, where features are stored at all."""
+    kind = family(cfg.drafter.name)
+    if not kind.trainable or cfg.features.cache != "disk":
+        return None
+    with torch.device("meta"):
+        needs = kind(cfg.drafter, kind.plan(cfg.drafter, target.parts)).needs
+    store = Store(cfg.features, Kind.of(target.parts, needs, cfg.sampler))
+    store.prepare(0)
+    return Decoded(store, needs, cfg.sampler)
 
 
 def _fitting(

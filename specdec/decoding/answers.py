@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specdec.context import Proposal
+from specdec.context import Context, Needs, Proposal
 from specdec.decoding.rules import Verdict
 from specdec.decoding.stream import Stops
 
@@ -73,6 +73,16 @@ class Clock:
         self._last = now
 
 
+@dataclass(frozen=True)
+class Record:
+    """What is to be kept of the target's features of plain answers: once an answer has ended,
+    `keep(text, ctx)` is given its prompt and answer, and the features of all but the last token.
+    """
+
+    needs: Needs  # and the final hidden state, always
+    keep: Callable[[list[int], Context], None]
+
+
 class Answers:
     """The answers to all prompts, those that have ended, and the prompts still in the batch.
 
@@ -100,8 +110,10 @@ class Answers:
     def all_ended(self) -> bool:
         return len(self._done) == len(self.prompts)
 
-    def add(self, new: list[list[int]], rounds: list[Round] | None) -> None:
-        """What a round committed to each row of the batch; None: prefill did."""
+    def add(self, new: list[list[int]], rounds: list[Round] | None) -> list[int]:
+        """What a round committed to each row of the batch; None: prefill did. Returns the rows
+        whose answers have ended with it."""
+        ended = []
         for b, prompt in enumerate(self.in_batch):
             if prompt in self._done:  # it has ended, but its row is still in the batch
                 continue
@@ -115,6 +127,7 @@ class Answers:
             if self.on_tokens:
                 self.on_tokens(prompt, ids[before:end], last)
             if end is not None:
+                ended.append(b)
                 self._done[prompt] = Generation(
                     prompt=list(self.prompts[prompt]),
                     ids=ids[:end],
@@ -124,6 +137,7 @@ class Answers:
                     seconds=self.clock.rounds(),
                     spent=dict(self.clock.spent),
                 )
+        return ended
 
     def remaining(self, patient: bool) -> list[int] | None:
         """The rows of the batch that go on, where those that have ended leave it now.

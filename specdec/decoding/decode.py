@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Needs, Proposal
-from specdec.decoding.answers import Answers, Generation, OnTokens, Round, outcome
+from specdec.decoding.answers import Answers, Generation, OnTokens, Record, Round, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Rule, Verdict, greedy, named
@@ -51,6 +51,7 @@ def decode(
     seeds: Sequence[int] | None = None,
     compiled: bool = False,
     on_tokens: OnTokens | None = None,
+    record: Record | None = None,
 ) -> list[Generation]:
     """Continue every prompt, speculatively where there is a drafter.
 
@@ -68,7 +69,8 @@ def decode(
     logits processors, applied to p and q alike. `seeds` has one number for each prompt. `compiled`
     runs the passes of target and draft through `torch.compile`, over caches of fixed size (256
     tokens, or the next power of two). `on_tokens(prompt, ids, round)` is called with what each
-    round added to an answer; for the first token, which prefill emits, the round is None.
+    round added to an answer; for the first token, which prefill emits, the round is None. `record`
+    keeps the target's features of answers that are decoded plainly.
 
     Raises UserError for no prompts or an empty one, ids outside the target's vocabulary, an
     unknown rule or one that does not fit the shape, a length policy that would never be asked,
@@ -76,7 +78,8 @@ def decode(
     """
     require_room(target, prompts, max_new_tokens)
     require_options(target, len(prompts), seeds, stop)
-    sampler, needs = sampler or Sampler(temperature=0.0), Needs()
+    sampler = sampler or Sampler(temperature=0.0)
+    needs = replace(record.needs, final_hidden=True) if record else Needs()
     if drafter is not None:
         shape, needs = shape or Chain(drafter.depth), drafter.needs
         require_draftable(drafter, shape, length)
@@ -110,7 +113,7 @@ def decode(
     new = [[token] for token in first_B.tolist()]
     rows.extend(new, Context(rows.ids()), [0] * len(new), None)
     answers.clock.prefilled()
-    answers.add(new, None)
+    recorded(record, rows, answers.add(new, None))
 
     while not answers.all_ended:
         # Rows whose answer has ended leave the batch.
@@ -140,7 +143,7 @@ def decode(
         rows.extend(new, features, counts, kept_BM)
         draft.observe(rounds)
         answers.clock.end("commit")
-        answers.add(new, rounds)
+        recorded(record, rows, answers.add(new, rounds))
     return answers.generations()
 
 
@@ -239,6 +242,13 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
     paths = [pad(v.path_BK, (0, widest - v.path_BK.shape[1]), value=-1) for v in verdicts]
     accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
     return Verdict(accepted_B, next_B, torch.cat(paths))
+
+
+def recorded(record: Record | None, rows: Rows, ended: list[int]) -> None:
+    """Keep the features of the rows that have ended."""
+    for b in ended if record else ():
+        assert record is not None
+        record.keep(rows.texts[b], rows.known(b))
 
 
 def fitting_rule(

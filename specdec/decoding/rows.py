@@ -46,6 +46,12 @@ class Rows:
         self._final = self._written(self._final, features.final_BTD, counts, path_BK)
         self.seen = [s + c for s, c in zip(self.seen, counts, strict=True)]
 
+    def known(self, b: int) -> Context:
+        """The tokens [1, T] of one row whose features are here, with these."""
+        row, known = slice(b, b + 1), self.seen[b]
+        layers, final = (None if x is None else x[row, :known] for x in (self._layers, self._final))
+        return Context(self._ids[row, :known], layers, final)
+
     def context(self, cache: SlotCache | None = None) -> Context:
         """What a drafter may read; `cache` is the target's, for drafters that are part of it."""
         known = max(self.seen)

@@ -35,6 +35,7 @@ from tests.tiny import (
     records,
 )
 from train import optim, pipeline
+from train.features.source import Online
 from train.loop import OBJECTIVES, Diverged, LoopConfig, _plan
 from train.optim import OptimConfig
 
@@ -107,6 +108,37 @@ def test_a_second_run_reads_the_cache_and_equals_the_first(
     tiny.job(tmp_path / "b", "eagle3", root)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")} == made
     require_same_run(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "lm"])
+def test_the_target_reads_its_own_answers_once(
+    tiny: Tiny,
+    tmp_path: Path,
+    training_alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+) -> None:
+    """What it computed while it answered, in batches of unequal prompts, is what it reads in the
+    text: loss and α of a run on the one are those on the other up to float32 rounding."""
+    read: list[int] = []
+    batch = Online.batch
+
+    def counted(source: Online, indices: Sequence[int]) -> Batch:
+        read.extend(indices)
+        return batch(source, indices)
+
+    monkeypatch.setattr(Online, "batch", counted)
+    more = ["data.answers=target", f"answers.root={tmp_path / 'answers'}", "answers.batch=7"]
+    tiny.job(tmp_path / "kept", drafter, *more, f"features.root={tmp_path / 'kept-features'}")
+    assert not read
+    tiny.job(tmp_path / "again", drafter, *more, f"features.root={tmp_path / 'read-features'}")
+    assert read, "the answers were known, and their features were not"
+    pairs = list(zip(losses(tmp_path / "kept"), losses(tmp_path / "again"), strict=True))
+    assert len(pairs) > 5
+    for (step, kept), (_, again) in pairs:
+        assert kept["loss"] == pytest.approx(again["loss"], rel=1e-4), step
+        assert kept["sampled"] == pytest.approx(again["sampled"], rel=1e-4), step
+        assert kept["greedy"] == again["greedy"], step
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "lm"])

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -20,6 +20,7 @@ from specdec.target.loading import TargetOnDemand
 from specdec.target.parts import Parts
 from train.data.jsonl import records
 from train.data.template import Document, Prompt
+from train.features.decoded import Decoded
 
 
 @dataclass
@@ -48,31 +49,23 @@ def answered(
     cfg: AnswersConfig,
     accelerator: Accelerator,
     progress: Progress,
+    keep: Decoded | None = None,
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
     Answers are appended to a file as each batch ends, filed by the prompt that they answer: an
     interrupted run goes on where it stopped, and a run with more conversations asks only the new
     prompts. Each prompt has a seed of its own, so that its answer depends neither on the batch, nor
-    on interruptions, nor on the number of processes that share the work.
+    on interruptions, nor on the number of processes that share the work. `keep` stores the features
+    that the target computes as it answers.
     """
     folder = make_folder(Path(cfg.root) / _key(target.parts, cfg))
     names = [_name(p.ids) for p in prompts]
     known = _read(folder)
     accelerator.wait_for_everyone()
-    todo = {
-        name: p.ids.tolist() for name, p in zip(names, prompts, strict=True) if name not in known
-    }
-    # Prompts of similar length go together, for less padding. They are sorted within windows only,
-    # so that the answers which an interrupted run has are of all lengths.
-    order, window = list(todo), 8 * cfg.batch
-    order = [
-        name
-        for start in range(0, len(order), window)
-        for name in sorted(order[start : start + window], key=lambda name: len(todo[name]))
-    ]
-    batches = [order[i : i + cfg.batch] for i in range(0, len(order), cfg.batch)]
-    batches = batches[accelerator.process_index :: accelerator.num_processes]
+    asked = {name: p.ids.tolist() for name, p in zip(names, prompts, strict=True)}
+    world, rank = accelerator.num_processes, accelerator.process_index
+    batches = _batches(asked, known, cfg.batch)[rank::world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
     task = progress.add_task("target's answers", total=total)
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
@@ -80,12 +73,15 @@ def answered(
     for batch in batches:
         answers = decode(
             target.whole(),
-            [todo[name] for name in batch],
+            [asked[name] for name in batch],
             max_new_tokens=cfg.max_new_tokens,
             sampler=sampler,
             seeds=[int(name, 16) % (1 << 62) + cfg.seed for name in batch],
             on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
+            record=keep.record(target.whole()) if keep else None,
         )
+        if keep:
+            keep.write()
         with path.open("a") as file:
             for name, answer in zip(batch, answers, strict=True):
                 file.write(json.dumps({"prompt": name, "ids": answer.ids}) + "\n")
@@ -93,6 +89,31 @@ def answered(
     accelerator.wait_for_everyone()
     known = _read(folder)
     return [_document(p, known[name]) for name, p in zip(names, prompts, strict=True)]
+
+
+def _batches(
+    asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
+) -> list[list[str]]:
+    """The prompts that have no answer yet, in batches: of a run that is continued the very batches
+    that are left, since rounding depends on a row's neighbours.
+
+    Prompts of similar length go together, for less padding. They are sorted within windows only,
+    so that the answers which an interrupted run has are of all lengths.
+    """
+    order, window = list(asked), 8 * size
+    order = [
+        name
+        for start in range(0, len(order), window)
+        for name in sorted(order[start : start + window], key=lambda name: len(asked[name]))
+    ]
+    batches: list[list[str]] = []
+    for start in range(0, len(order), size):
+        left = [name for name in order[start : start + size] if name not in known]
+        if batches and len(batches[-1]) + len(left) <= size:  # others were asked in another run
+            batches[-1] += left
+        elif left:
+            batches.append(left)
+    return batches
 
 
 def _document(prompt: Prompt, answer: NDArray[np.int32]) -> Document:
