@@ -136,8 +136,12 @@ def test_options_that_cannot_be(target: Target, lora: dict[str, object], words: 
 
 def test_random_weights_are_not_adapted(target: Target) -> None:
     random = LMConfig(depth=2, source="random", lora=LoraOptions(rank=RANK))
-    with pytest.raises(UserError, match=r"drafter\.source=random"):
+    with pytest.raises(UserError, match="nothing to adapt in random weights"):
         LM.build(random, target)
+    earlier = LM.build(LMConfig(depth=2, source="random"), target).float()
+    made = LM.build(random, target, earlier=earlier).float()  # a draft that was trained before
+    assert torch.equal(logits(made), logits(earlier))
+    assert all(".lora_" in n for n, p in made.named_parameters() if p.requires_grad)
 
 
 def test_a_run_learns_resumes_and_exports(

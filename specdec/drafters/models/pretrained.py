@@ -8,7 +8,7 @@ nothing else, and drafting with it costs what the model alone costs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,21 @@ class Pretrained(Drafter):
     def __init__(self, config: Any, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.model = fresh(self.Auto, sizes.model, config.train_embeddings)
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        target: Parts,
+        vocab_S: Tensor | None = None,
+        earlier: Drafter | None = None,
+    ) -> Self:
+        require(
+            config.lora.rank == 0 or config.source != "random" or earlier is not None,
+            "drafter.lora.rank: there is nothing to adapt in random weights: give another "
+            "drafter.source, drafter.from=FOLDER, or drafter.lora.rank=0",
+        )
+        return super().build(config, target, vocab_S, earlier)
 
     @property
     def train_depth(self) -> int:
@@ -128,11 +143,6 @@ def described(source: str, options: str) -> dict[str, Any]:
 
 def overridden(config: Any, theirs: dict[str, Any]) -> dict[str, Any]:
     """The target's config with the `overrides` of a draft that starts at random."""
-    require(
-        config.lora.rank == 0,
-        "drafter.lora.rank adapts a model that knows something, and drafter.source=random does "
-        "not: give another drafter.source, or drafter.lora.rank=0",
-    )
     if unknown := sorted(set(config.overrides) - set(theirs)):
         raise UserError(f"drafter.overrides.{unknown[0]} is not a key of the target's config")
     return theirs | config.overrides
