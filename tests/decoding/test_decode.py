@@ -15,13 +15,14 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specdec.decoding.answers import Round
+from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
-from specdec.decoding.static_tree import best_static, fastest_static
+from specdec.decoding.static_tree import acceptance_by_rank, best_static, fastest_static
 from specdec.drafters import Drafter
+from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.measure.strategy import strategy
 from specdec.runtime import compiled as module
@@ -30,7 +31,12 @@ from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from tests.drafters.test_contract import SHAPES, make_drafter, make_target, text
-from tests.tiny import make_tokenizer
+from tests.tiny import make_tokenizer, random_drafter
+
+
+def kept(generation: Generation) -> int:
+    return sum(r.accepted for r in generation.rounds)
+
 
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]
 
@@ -40,9 +46,16 @@ def target() -> Target:
     return make_target()
 
 
-@pytest.fixture(params=["eagle3", "lm"])
+@pytest.fixture(params=["eagle3", "near"])
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
-    return make_drafter(request.param, target, noise=0.05)
+    """One that accepts nothing, as its weights are random, and one that accepts most."""
+    return make_drafter("eagle3", target) if request.param == "eagle3" else near(target, 0.01)
+
+
+def near(target: Target, noise: float = 0.0) -> Drafter:
+    """The target itself as a draft LM, or with noise on its weights one much like it."""
+    layers = list(range(target.config.num_hidden_layers))
+    return random_drafter(LMConfig(depth=3, layers=layers), target, noise)
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 17])
@@ -51,16 +64,17 @@ def test_max_new_tokens_is_exact(target: Target, drafter: Drafter, new: int) -> 
     for g in decode(target, PROMPTS[:1] * 2, max_new_tokens=new, drafter=drafter):
         assert g.ids == plain[:new]
         assert len(g.ids) + len(g.overrun) == 1 + g.emitted
+        assert new < 17 or drafter.config.name == "eagle3" or kept(g) > 0
 
 
 def test_eos_within_an_accepted_run_ends_the_answer(target: Target) -> None:
-    oracle = make_drafter("lm", target, noise=0.0)
+    oracle = near(target)
     plain = generate(target, PROMPTS[0], max_new_tokens=32).ids
     eos = plain[6]
     first = plain.index(eos)
     for shape in SHAPES:
         g = generate(target, PROMPTS[0], max_new_tokens=32, drafter=oracle, shape=shape, eos=(eos,))
-        assert g.ids == plain[: first + 1]
+        assert g.ids == plain[: first + 1] and kept(g) > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
@@ -104,7 +118,6 @@ def test_logits_processors_apply_to_target_and_draft(
     processors = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2)]
     options: dict[str, Any] = {"processors": processors, "drafter": drafter, "shape": shape}
     made = decode(target, PROMPTS, max_new_tokens=16, **options)
-    kept = 0
     for prompt, g in zip(PROMPTS, made, strict=True):
         hf = target.model.generate(
             torch.tensor([prompt]),
@@ -115,11 +128,11 @@ def test_logits_processors_apply_to_target_and_draft(
             pad_token_id=0,
         )[0, len(prompt) :].tolist()
         assert g.ids == hf
-        kept += sum(r.accepted for r in g.rounds)
-    oracle = make_drafter("lm", target, noise=0.0)
+    oracle = near(target)
     made = decode(target, PROMPTS, max_new_tokens=16, processors=processors, drafter=oracle)
     plain = decode(target, PROMPTS, max_new_tokens=16, processors=processors)
     assert [g.ids for g in made] == [g.ids for g in plain]
+    assert all(r.accepted == r.tested for g in made for r in g.rounds)  # it says what p says
 
 
 def test_a_processor_makes_sampled_drafts_follow_its_p(target: Target) -> None:
@@ -167,6 +180,37 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
         target, PROMPTS, max_new_tokens=24, drafter=drafter, shape=how.shape, length=policy
     )
     assert [g.ids for g in made] == [g.ids for g in plain]
+
+
+def test_acceptance_by_rank_is_counted_with_the_sampler_it_is_for(target: Target) -> None:
+    """A draft that is its target. Greedily the likeliest token is always kept. At T = 1 a sibling
+    drawn from q = p is kept with min(1, p / q) = 1, so that no second one is ever judged; the
+    likeliest token is kept with its p alone, and then others are."""
+    same = near(target)
+    asked: dict[str, Any] = {"max_new_tokens": 24, "depth": 2, "width": 3}
+    for sampler in (Sampler(0.0), Sampler(1.0)):
+        found = acceptance_by_rank(target, same, PROMPTS, **asked, sampler=sampler)
+        assert found.tolist() == [[1, 0, 0], [1, 0, 0]]
+    found = acceptance_by_rank(
+        target, same, PROMPTS, **asked, sampler=Sampler(1.0), greedy_draft=True
+    )
+    assert 0 < found[0, 0] < 1 and found[0, 1:].sum() > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Chain(129),
+        lambda: Dynamic(129, 4, 4),
+        lambda: Dynamic(3, 10**9, 4),
+        lambda: Dynamic(3, 4, 10**9),
+        lambda: Static([[rank] for rank in range(1025)]),
+        lambda: Static([[0] * n for n in range(1, 130)]),
+    ],
+)
+def test_a_draft_that_would_not_end_is_refused(make: Callable[[], Shape]) -> None:
+    with pytest.raises(UserError, match=r"128|1024"):
+        make()
 
 
 def test_best_static_takes_the_paths_of_largest_expected_length() -> None:

@@ -52,6 +52,8 @@ def test_drafts_end_where_the_targets_positions_do(name: str, shape: Shape) -> N
     plain = generate(small, prompt, max_new_tokens=20, eos=())
     made = generate(small, prompt, max_new_tokens=20, drafter=drafter, shape=shape, eos=())
     assert made.ids == plain.ids and len(made.ids) == 20
+    if name in ("lm", "eagle3"):  # the others find little in so short an answer
+        assert any(r.accepted for r in made.rounds)
 
 
 def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
