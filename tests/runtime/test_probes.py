@@ -224,4 +224,4 @@ def test_a_job_runs_in_every_dtype_packed_or_not(
     settings += [f"target.dtype={dtype}", f"target.packed={str(packs).lower()}"]
     assert tiny.job(tmp_path / "run", "eagle3", *settings) >= 1
     results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
-    assert results["dtype"] == (native_dtype("cpu").dtype if dtype == "auto" else dtype)
+    assert results["machine"]["dtype"] == (native_dtype("cpu").dtype if dtype == "auto" else dtype)
