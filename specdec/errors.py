@@ -26,7 +26,7 @@ class UserError(Exception):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """ "; did you mean 'eagle3'?", or the known names where none is near."""
+    """ "; did you mean 'NAME'?", or the known names where none is near."""
     known = sorted(options)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

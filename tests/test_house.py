@@ -40,9 +40,7 @@ PLACES = ("specdec/drafters/__init__.py", "specdec/formats/", "train/config.py")
 
 CIRCLES: set[frozenset[str]] = set()
 UPWARDS: set[tuple[str, str]] = set()
-NAMES: set[tuple[str, str]] = {
-    ("specdec/errors.py", "eagle3"),
-}
+NAMES: set[tuple[str, str]] = set()
 
 
 @cache

@@ -253,7 +253,7 @@ def test_every_conversation_is_tokenised_once(tmp_path: Path, limit: int | None)
     for split_into in (split_documents, split_prompts):
         counting = Counting(tokenizer_of(CHATML))
         split = split_into(DataConfig(path=path, limit=limit, held_out=0.2), counting)
-        assert len(split.train) + len(split.held_out) == len(counting.texts) == limit or 40
+        assert len(split.train) + len(split.held_out) == len(counting.texts) == (limit or 40)
         assert len(set(counting.texts)) == len(counting.texts)
 
 
