@@ -260,7 +260,7 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise UserError(
-            f"target: {config.model_type} masks its windows by slots, not by positions: rows of "
-            "unequal length and trees cannot be read with it"
+            f"target: {config.model_type} masks its windows by slots, not positions, so it cannot "
+            "read rows of unequal length and trees: give another target"
         )
     return SlotCache(config.num_hidden_layers, capacity)

@@ -95,7 +95,7 @@ class Target(Parts, ABC):
         """A removable hook that keeps the residual stream after k layers in `seen`."""
         if not 0 <= k <= len(self.layers):
             raise UserError(
-                f"layer {k} of the target is asked for, which has layers 0 to {len(self.layers)}"
+                f"drafter.layers asks for layer {k} of the target: give 0 to {len(self.layers)}"
             )
         if k < len(self.layers):  # what layer k reads
             return self.layers[k].register_forward_pre_hook(

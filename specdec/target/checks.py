@@ -35,7 +35,10 @@ def understood(kind: str) -> Iterator[None]:
         ValueError,
     ) as error:
         reason = str(error).strip().splitlines() or [repr(error)]
-        raise UserError(f"{kind} is of a kind that is not read here ({reason[0]})") from error
+        raise UserError(
+            f"{kind} cannot be read ({reason[0]}): give a causal LM with attention in every layer, "
+            "or a T5 or BART"
+        ) from error
 
 
 def check_causal(target: Target) -> None:
@@ -47,8 +50,8 @@ def check_causal(target: Target) -> None:
         cache = cache_error(target)
     if cache > (1e-2 if target.dtype in EXACT else 0.2):
         raise UserError(
-            f"{kind} makes masks or positions of its own, or keeps another state than keys and "
-            "values: rows of unequal length and trees cannot be read with it"
+            f"{kind} makes masks or positions of its own, or keeps a state other than keys and "
+            "values, so it cannot read rows of unequal length and trees: give another target"
         )
 
 
@@ -62,7 +65,8 @@ def check_head(target: Parts) -> None:
     if distance(target.logits(final), theirs) > 1e-2:  # the same operations: nothing to round
         raise UserError(
             f"target {target.name!r} ({type(target.model).__name__}) turns hidden states into "
-            "logits in a way that this class does not know: add it to head_scaling"
+            "logits in a way that is not read here: give another target (or add its scaling to "
+            "head_scaling in specdec/target/parts.py)"
         )
 
 
@@ -101,8 +105,7 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
         theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits.float()
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
         raise UserError(
-            f"{kind} decodes in a way that this class does not know: give a T5, T5-v1.1, mT5 or "
-            "BART"
+            f"{kind} decodes in a way that is not read here: give a T5, T5-v1.1, mT5 or BART"
         )
 
 

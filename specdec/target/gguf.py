@@ -30,7 +30,7 @@ def dense(gguf: Path, cache: Path) -> Path:
     that transformers cannot read.
     """
     if not gguf.is_file():
-        raise UserError(f"{gguf}: no such file")
+        raise UserError(f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{gguf} is not a GGUF file (it does not begin with 'GGUF')")
@@ -75,7 +75,7 @@ def find_package_file(package: str, suffix: str) -> Path:
     )
     if len(files) != 1:
         found = ", ".join(f.name for f in files) or "none"
-        raise UserError(f"package:{package} must carry one {suffix} file, it has: {found}")
+        raise UserError(f"package:{package} must carry one {suffix} file; it carries {found}")
     return files[0]
 
 
@@ -92,8 +92,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     except Exception as error:  # the reader raises anything on a file cut short
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(
-            f"{gguf} cannot be read: the file is cut short or its kind of model is not known to "
-            f"transformers ({line}); download it again, or give a safetensors folder"
+            f"{gguf} cannot be read: it is cut short, or transformers does not know its kind of "
+            f"model ({line}); download it again, or give a safetensors folder"
         ) from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

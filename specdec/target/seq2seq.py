@@ -105,8 +105,8 @@ class Seq2SeqModel:
             else isinstance(self._table, nn.Embedding)
         ):
             raise UserError(
-                f"{type(model).__name__}: its decoder counts positions in a way that "
-                "this class does not know: give a T5, T5-v1.1, mT5 or BART"
+                f"{type(model).__name__} counts its decoder's positions in a way that is not read "
+                "here: give a T5, T5-v1.1, mT5 or BART"
             )
         self.scale = self._head_scale()
 
