@@ -180,7 +180,7 @@ def test_what_a_config_says_by_layer_is_cut_with_the_layers(
 
 
 def test_a_draft_of_another_kind_of_model_is_refused() -> None:
-    with pytest.raises(UserError, match="drafter=lm drafts with a decoder-only target"):
+    with pytest.raises(UserError, match="drafter=lm needs a decoder-only target"):
         DRAFTERS["lm"].build(LMConfig(), make_seq2seq("t5"))
     target = target_of("gemma4_text", **SHARED, max_position_embeddings=256)
     with pytest.raises(UserError, match=r"no draft can be made of this|are no model by themselves"):

@@ -277,7 +277,7 @@ def test_alpha_of_the_decoder_is_alpha_of_teacher_forcing(tmp_path: Path) -> Non
 
     drafter = make_drafter("seq2seq_lm", target)
     table = forced(target, drafter, texts)
-    rows, positions, _ = table.anchors
+    rows, positions = table.anchors.row_N, table.anchors.position_N
     hits = {
         (b, a): greedy.cumprod(0).sum()
         for b, a, greedy in zip(rows.tolist(), positions.tolist(), table.alpha.greedy)
