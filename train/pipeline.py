@@ -324,6 +324,7 @@ def _fitting(
     work = Work(
         epochs=cfg.loop.epochs if family(cfg.drafter.name).trainable else 0,
         new=cfg.answers.max_new_tokens if theirs else 0,
+        kept=theirs and _keeping(cfg, target) is not None,
         decoded=2 * evaluated * len(cfg.decode.temperatures) * cfg.decode.repeats,
         watched=1 / (cfg.loop.eval_every * cfg.loop.rows * cfg.data.max_length)
         if cfg.loop.eval_every

@@ -62,6 +62,7 @@ class Work:
 
     epochs: int
     new: int  # tokens of an answer that the target writes; 0: the data have answers
+    kept: bool  # whether features are stored while the target answers, and not read again
     decoded: int  # tokens that the final evaluation writes, plainly and speculatively together
     watched: float  # evaluations of the held-out side for each token trained on
 
@@ -119,7 +120,7 @@ def fitted(
         return texts * work.new * speeds.answered + tokens * speeds.read if work.new else 0.0
 
     def reading(texts: int, tokens: int) -> float:
-        return (tokens + texts * answer) * speeds.read
+        return 0.0 if work.kept else (tokens + texts * answer) * speeds.read
 
     watching = (sum(held_out) + len(held_out) * answer) * speeds.trained * FORWARD
     measuring = work.decoded * speeds.step + AFTER

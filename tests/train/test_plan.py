@@ -14,7 +14,7 @@ from tests.tiny import Tiny, architectures, random_target
 from train.plan import AFTER, FORWARD, SAID, BudgetConfig, Plan, Speeds, Work, fitted, measured
 
 SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
-WORK = Work(epochs=3, new=100, decoded=200, watched=0.001)
+WORK = Work(epochs=3, new=100, kept=False, decoded=200, watched=0.001)
 FIXED = 200 * 0.05 + AFTER  # of the final evaluation, whatever is trained on
 
 
@@ -62,6 +62,12 @@ def test_data_that_has_answers_is_only_read() -> None:
     theirs = plan(None, work=dataclasses.replace(WORK, new=0))
     assert theirs.answering == 0
     assert theirs.reading == pytest.approx(505 * 40 * 0.001)
+
+
+def test_features_that_are_kept_are_not_read_again() -> None:
+    kept = plan(None, work=dataclasses.replace(WORK, kept=True))
+    assert kept.reading == 0
+    assert kept.seconds == pytest.approx(by_hand(500) - 505 * (40 + 100 * SAID) * 0.001)
 
 
 def test_what_the_plan_says() -> None:
