@@ -32,6 +32,7 @@ from train.features.store import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.plan import BudgetConfig
+from train.rounds import RoundsConfig
 from train.stages import StageConfig
 from train.tracking import TrackConfig
 
@@ -52,6 +53,7 @@ class Config:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)

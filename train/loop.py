@@ -89,6 +89,9 @@ class Outcome:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+Keep = Callable[[Path], None]  # writes the draft as it is now to a folder, for all processes
+
+
 class Diverged(UserError):
     """A loss or gradient that is not finite; raised before the weights are touched."""
 
@@ -112,7 +115,7 @@ def train(
     accelerator: Accelerator,
     forcing: TeacherForcing,
     target: Parts,
-    data: Callable[[int], Source],
+    data: Callable[[int, Keep], Source],
     held_out: Source,
     folder: Path,
     tracker: Tracker,
@@ -120,10 +123,10 @@ def train(
 ) -> Outcome:
     """Train a drafter; leaves the best draft in folder/best and checkpoints to resume from.
 
-    `data(epoch)` is where the rows of an epoch come from, asked at its start: they may differ from
-    those of the last. Continues the newest checkpoint in `folder`, bit for bit in float32 on one
-    process. Raises `Diverged` when the loss or gradient is not finite, before the update; what was
-    saved stays.
+    `data(epoch, keep)` is where the rows of an epoch come from, asked at its start: they may differ
+    from those of the last, and follow from the draft as it is then, which `keep(folder)` writes.
+    Continues the newest checkpoint in `folder`, bit for bit in float32 on one process. Raises
+    `Diverged` when the loss or gradient is not finite, before the update; what was saved stays.
     """
     world, rank = accelerator.num_processes, accelerator.process_index
     model, optimizer = accelerator.prepare(forcing, optim.build(forcing, optim_cfg))
@@ -134,8 +137,25 @@ def train(
     task = progress.add_task("training", completed=state.step)
     statistics = torch.zeros(forcing.drafter.train_depth, len(STATISTICS))
     stopped = cfg.patience is not None and state.waited >= cfg.patience
-    steps = 0
-    for step, planned in enumerate(_plan(cfg, data, cfg.rows * cfg.accumulate * world)):
+    step, steps = -1, 0
+
+    def keep(where: Path) -> None:
+        if step + 1 < state.step:
+            raise UserError(
+                f"{where} is missing, which an earlier part of this run wrote: delete "
+                f"{folder}, and train again"
+            )
+        weights = _of_drafter(checkpoint.weights(model))
+        if accelerator.is_main_process:
+            drafts.save(where, forcing.drafter, target, weights)
+        accelerator.wait_for_everyone()
+
+    def rows(epoch: int) -> Source:
+        on_gpu = accelerator.device.type == "cuda"
+        with torch.random.fork_rng([accelerator.device] if on_gpu else []):  # a resumed run may
+            return data(epoch, keep)  # load and answer more, or less, than one that was not cut
+
+    for step, planned in enumerate(_plan(cfg, rows, cfg.rows * cfg.accumulate * world)):
         source, chosen, steps = planned.source, planned.rows, planned.steps
         progress.update(task, total=steps)
         if stopped:

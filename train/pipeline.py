@@ -55,8 +55,9 @@ from train.data.template import Document, Prompt, prompt_of
 from train.features.decoded import Decoded
 from train.features.source import Online, Source
 from train.features.store import Disk, Kind, Store, megabytes
-from train.loop import Diverged, Outcome, train
+from train.loop import Diverged, Keep, Outcome, train
 from train.plan import POOR, Plan, Work, fitted, measured
+from train.rounds import written
 from train.stages import StageConfig, starting
 from train.tracking import Tracker, curve
 
@@ -74,6 +75,7 @@ class Texts:
     held_out: list[Document]
     prompts: list[Prompt]  # held out, for the decoder
     records: int  # of the data that were read
+    asked: list[Prompt] = dataclasses.field(default_factory=list)  # whose answers `train` has
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -96,6 +98,10 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     if accelerator.num_processes == 1:
         set_seed(cfg.loop.seed)
     _require_same_run(folder, cfg)
+    require(
+        cfg.rounds.count == 1 or cfg.rounds.data == "target" or cfg.data.answers == "target",
+        f"rounds.data={cfg.rounds.data} has prompts answered anew: give data.answers=target",
+    )
     require_readable(cfg.data)  # all that can be told before the target is loaded
     make_folder(folder)
     if cfg.data.answers == "target":
@@ -192,16 +198,17 @@ def _run(
             f"drafter {cfg.drafter.name}: {trained:,} trained parameters\n"
             f"objective: {cfg.objective}"
         )
-        data, held_out = _sources(cfg, target, drafter, texts, accelerator, progress)
+        both = (texts.train, texts.held_out)
+        data, held_out = _sources(cfg, target, drafter, both, accelerator, progress)
         forcing = TeacherForcing(drafter, target.parts, cfg.sampler, cfg.objective)
         before = target.parts.checksum()
         outcome = train(
-            cfg.loop,
+            replace(cfg.loop, epochs=cfg.loop.epochs * cfg.rounds.count),
             cfg.optim,
             accelerator,
             forcing,
             target.parts,
-            lambda _: data,
+            _by_round(cfg, folder, target, drafter, texts, data, accelerator, progress),
             held_out,
             folder,
             tracker,
@@ -273,6 +280,7 @@ def _texts(
             answered(target, split.held_out, cfg.answers, accelerator, progress, keep),
             split.held_out,
             tally.read,
+            asked,
         )
     console.print(f"conversations from {cfg.data.path}\n{tally}")
     _require_both(made.train, made.held_out)
@@ -322,7 +330,7 @@ def _fitting(
     speeds = measured(body, [t.ids.tolist() for t in train], batch, rehearsed)
     evaluated = min(cfg.decode.prompts, len(held_out)) * cfg.decode.max_new_tokens
     work = Work(
-        epochs=cfg.loop.epochs if family(cfg.drafter.name).trainable else 0,
+        epochs=cfg.loop.epochs * cfg.rounds.count if family(cfg.drafter.name).trainable else 0,
         new=cfg.answers.max_new_tokens if theirs else 0,
         kept=theirs and _keeping(cfg, target) is not None,
         decoded=2 * evaluated * len(cfg.decode.temperatures) * cfg.decode.repeats,
@@ -395,21 +403,60 @@ def _require_positions(target: Parts, drafter: Drafter, documents: Sequence[Docu
             )
 
 
+def _by_round(
+    cfg: Config,
+    folder: Path,
+    target: TargetOnDemand,
+    drafter: Drafter,
+    texts: Texts,
+    data: Source,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> Callable[[int, Keep], Source]:
+    """Where the rows of an epoch come from, by the round that it is in."""
+    latest = {0: data}
+
+    def source(epoch: int, keep: Keep) -> Source:
+        number = epoch // cfg.loop.epochs
+        if number not in latest:
+            where = folder / "rounds" / str(number)
+            missing = cfg.rounds.data != "target" and not (where / "draft").exists()
+            accelerator.wait_for_everyone()  # all have seen the same
+            if missing:
+                keep(where / "draft")
+            documents = written(
+                cfg.rounds,
+                number,
+                where,
+                target,
+                texts.asked,
+                texts.train,
+                cfg.answers,
+                accelerator,
+                progress,
+            )
+            console.print(f"round {number + 1} of {cfg.rounds.count}, data={cfg.rounds.data}")
+            latest.clear()
+            (latest[number],) = _sources(cfg, target, drafter, [documents], accelerator, progress)
+        return latest[number]
+
+    return source
+
+
 def _sources(
     cfg: Config,
     target: TargetOnDemand,
     drafter: Drafter,
-    texts: Texts,
+    texts: Sequence[Sequence[Document]],
     accelerator: Accelerator,
     progress: Progress,
-) -> tuple[Source, Source]:
-    """Where training and held-out rows come from. With features on disk, the target's layers are
-    in memory only while it reads what is missing there."""
-    sides = [pack(side, cfg.data.max_length) for side in (texts.train, texts.held_out)]
+) -> list[Source]:
+    """Where the rows of each of these sets of texts come from. With features on disk, the target's
+    layers are in memory only while it reads what is missing there."""
+    sides = [pack(side, cfg.data.max_length) for side in texts]
     needs, sampler = drafter.needs, cfg.sampler
     if cfg.features.cache == "online":
-        online = [Online(target.whole(), needs, sampler, rows) for rows in sides]
-        return online[0], online[1]
+        return [Online(target.whole(), needs, sampler, rows) for rows in sides]
     kind = Kind.of(target.parts, needs, sampler)
     store = Store(cfg.features, kind)
     missing = store.missing([row for rows in sides for row in rows])
@@ -426,7 +473,7 @@ def _sources(
         target.release()
         drafter.attach(target.parts)
     device = target.parts.device
-    return Disk(store, needs, sides[0], device), Disk(store, needs, sides[1], device)
+    return [Disk(store, needs, side, device) for side in sides]
 
 
 def _finish(

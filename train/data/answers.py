@@ -1,4 +1,4 @@
-"""Text of the target's own: it answers the prompts itself, in batches, into files that resume."""
+"""The target answers the prompts, alone or with a draft, in batches, into files that resume."""
 
 import hashlib
 import json
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from specdec.decoding.decode import decode
+from specdec.drafters import Drafter
 from specdec.errors import require, require_between
 from specdec.files import make_folder
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
 from specdec.target.loading import TargetOnDemand
 from specdec.target.parts import Parts
 from train.data.jsonl import records
@@ -43,6 +45,17 @@ class AnswersConfig:
         require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
 
+@dataclass
+class Author:
+    """A draft that writes answers with the target: `gamma` tokens at a time, which stand as far as
+    `rule` accepts them. Its answers are kept in a `folder` of their own."""
+
+    drafter: Drafter
+    gamma: int
+    rule: str
+    folder: Path
+
+
 def answered(
     target: TargetOnDemand,
     prompts: Sequence[Prompt],
@@ -50,6 +63,7 @@ def answered(
     accelerator: Accelerator,
     progress: Progress,
     keep: Decoded | None = None,
+    author: Author | None = None,
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
@@ -59,7 +73,8 @@ def answered(
     on interruptions, nor on the number of processes that share the work. `keep` stores the features
     that the target computes as it answers.
     """
-    folder = make_folder(Path(cfg.root) / _key(target.parts, cfg))
+    folder = author.folder if author else Path(cfg.root) / _key(target.parts, cfg)
+    make_folder(folder)
     names = [_name(p.ids) for p in prompts]
     known = _read(folder)
     accelerator.wait_for_everyone()
@@ -67,7 +82,9 @@ def answered(
     world, rank = accelerator.num_processes, accelerator.process_index
     batches = _batches(asked, known, cfg.batch)[rank::world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
-    task = progress.add_task("target's answers", total=total)
+    task = progress.add_task(
+        "draft's and target's answers" if author else "target's answers", total=total
+    )
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
     path = folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
     for batch in batches:
@@ -75,6 +92,9 @@ def answered(
             target.whole(),
             [asked[name] for name in batch],
             max_new_tokens=cfg.max_new_tokens,
+            drafter=author.drafter if author else None,
+            shape=Chain(author.gamma) if author else None,
+            rule=author.rule if author else "auto",
             sampler=sampler,
             seeds=[int(name, 16) % (1 << 62) + cfg.seed for name in batch],
             on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
