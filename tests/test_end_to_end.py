@@ -19,7 +19,7 @@ from specdec.drafters import Drafter
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
-from specdec.measure.forced import along
+from specdec.measure.forced import along, drafting
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
@@ -105,7 +105,8 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
     results = decoded(target, drafter, asked)
     assert [r.ids for r in results] == plain
     assert sum(r.accepted for g in results for r in g.rounds) > 0  # it does draft
-    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    forced_as = drafting(drafter, min(3, drafter.depth))
+    forcing = TeacherForcing(forced_as, target, Sampler(1.0))
     for result in results:
         text = result.ids + result.overrun
         found = along(forcing, target, result.prompt, text).alpha.greedy
@@ -126,7 +127,7 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
     teacher forcing on the text as it turned out. The sum of coin minus β over n rounds has mean
     0 and variance Σ β (1 - β): within 4 standard deviations."""
     drafter = checkpoint.load(runs / name / "best", target)
-    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    forcing = TeacherForcing(drafting(drafter, 2), target, Sampler(1.0))
     gap = variance = rounds = 0.0
     for seed, prompt in enumerate(asked * 2):
         result = generate(

@@ -21,7 +21,7 @@ from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.costs import Costs, costs, operations_ratio
-from specdec.measure.forced import along, decoded, forced, foreseen, prompt_counts, whole
+from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
 from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, OracleBound, Results, Sample
 from specdec.measure.strategy import LEARNING, Strategy, strategy
@@ -179,9 +179,8 @@ def _figures(
     """All figures of one temperature but those that are measured apart."""
     rule = fitting_rule(cfg.rule, how.shape, sampler, cfg.greedy_draft)
     gamma, rounds, greedy = how.shape.depth, made.rounds, sampler.greedy
-    forcing = TeacherForcing(
-        subject.drafter, subject.target, sampler if not greedy else Sampler(1.0)
-    )
+    drafter = drafting(subject.drafter, gamma)
+    forcing = TeacherForcing(drafter, subject.target, sampler if not greedy else Sampler(1.0))
     every, visited = [], []
     for plain, drafted in zip(made.plain, made.drafted, strict=True):
         text = [*drafted.ids, *drafted.overrun]
@@ -189,7 +188,7 @@ def _figures(
         visited.append(decoded(read, drafted, gamma, greedy))
         if plain.ids != drafted.ids:
             read = along(forcing, subject.target, plain.prompt, plain.ids)
-        every.append(whole(read, len(plain.ids), subject.drafter.depth))
+        every.append(whole(read, len(plain.ids), drafter.depth))
 
     def share(one: Callable[[Round], float], of: Callable[[Round], float]) -> Interval:
         """Σ one / Σ of over all rounds, bootstrapped over prompts."""

@@ -4,12 +4,14 @@ Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D wid
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.decoding.answers import Generation
+from specdec.drafters.base import Drafter
 from specdec.forcing.teacher import TeacherForcing, batch_of
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.target.base import Target
@@ -30,6 +32,16 @@ class Along(NamedTuple):
     ratio: Tensor  # q(x) / p(x) at the text's own token x
     divergence: Tensor  # D_LK
     lenient: list[Tensor]  # α_l, for each of `LENIENCES`
+
+
+def drafting(drafter: Drafter, gamma: int) -> Drafter:
+    """The drafter as it drafts γ tokens. What a family that copies drafts first depends on how many
+    tokens it copies; others draft γ tokens as they would begin more."""
+    if not drafter.copies or drafter.depth == gamma:
+        return drafter
+    same = copy(drafter)
+    same.depth = gamma
+    return same
 
 
 def beyond_acceptance(pair: Pair) -> tuple[Tensor, ...]:

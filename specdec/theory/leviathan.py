@@ -28,9 +28,11 @@ def divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
 
     It is total variation, and 1 - Σ_x min(p, q) (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5)
     and α = 1 - E[D_LK] (Corollary 3.6); β itself is `alpha.overlap`. Both may be given over a
-    draft vocabulary alone, p normalised over the whole one: what p has outside it, q has not.
+    draft vocabulary alone, p normalised over the whole one: what p has outside it, q has not. A
+    row of q without mass, where nothing is drafted, is 1 from p.
     """
-    return ((p_NS - q_NS).abs().sum(-1) + (1 - p_NS.sum(-1)).clamp_min(0)) / 2
+    missing_N = (2 - p_NS.sum(-1) - q_NS.sum(-1)).clamp_min(0)
+    return ((p_NS - q_NS).abs().sum(-1) + missing_N) / 2
 
 
 def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:

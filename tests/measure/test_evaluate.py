@@ -11,6 +11,7 @@ import pytest
 from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import Drafter
+from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.measure import evaluate as module
@@ -69,6 +70,21 @@ def test_visited_anchors_are_what_the_decoder_counts(
     rounds = [(p.emitted, p.rounds) for p in at.prompts]
     assert at.rounds == sum(n for _, n in rounds)
     assert at.tau.value == sum(emitted for emitted, _ in rounds) / at.rounds
+
+
+@pytest.mark.parametrize("gamma", [2, 5])
+def test_what_a_copying_draft_copies_depends_on_gamma(target: Target, gamma: int) -> None:
+    """Prompt lookup prefers a place that γ tokens follow, so α is measured at that γ: made for
+    5 tokens a round, it is asked for 2 here, after prompts that repeat themselves."""
+    copies = random_drafter(NgramConfig(depth=5), target, 0.0)
+    prompts = [[5, 9, 7, 5, 9, 3, 8, 5, 9], [4, 6, 4, 6, 4], [11, 4, 11, 9, 11]]
+    cfg = replace(GREEDY, prompts=3, max_new_tokens=60, temperatures=[0.0, 1.0], gamma=gamma)
+    greedy, at = evaluate(Subject("run", target, copies, "prompts"), prompts, cfg).temperatures
+    assert [x.value for x in greedy.alpha.visited.greedy] == [x.value for x in greedy.reached]
+    assert sum(greedy.accepted) > 0 and len(greedy.alpha.all.greedy) == gamma
+    assert at.foreseen is not None  # where nothing is copied, q has no mass, and D_LK is 1
+    for d, alpha in zip(at.foreseen.divergence, at.alpha.all.sampled, strict=True):
+        assert d.value == pytest.approx(1 - alpha.value, abs=1e-5)
 
 
 def test_a_draft_of_fewer_positions_is_measured() -> None:

@@ -217,6 +217,7 @@ def test_divergence_is_one_less_the_overlap() -> None:
     p_S, q_S = p[:1, :2], torch.tensor([[0.4, 0.6]], dtype=torch.float64)
     assert divergence(p_S, q_S).item() == pytest.approx(0.3)  # (.1 + .3 + .2) / 2
     assert divergence(p_S, q_S).item() == pytest.approx(1 - metrics.overlap(p_S, q_S).item())
+    assert divergence(p, torch.zeros_like(p)).tolist() == pytest.approx([1.0] * 3)
 
 
 def test_lenient_alpha() -> None:
