@@ -138,7 +138,8 @@ def test_settings_in_the_text_compose(word: str) -> None:
     raise AssertionError(f"README.md has {word!r}, which no configuration takes")
 
 
-NEEDED = {  # what a setting wants beside it
+NEEDED = {
+    "stage.new_tokens=500": ["drafter.from=runs/quickstart/best"],  # what a setting wants beside it
     "target=model": ["target.path=x"],
     "data=conversations": ["data.path=x"],
 }
