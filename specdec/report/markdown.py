@@ -1,10 +1,11 @@
 """The report for people, as Markdown with the plots beside it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report import theory
+from specdec.report.tables import Cell, by_temperature, table
 
 VARIANTS = {
     "sampled": "sampled, Σ min(p, q)",
@@ -64,7 +65,7 @@ def _setting(results: Results) -> str:
 
 
 def _headline(results: Results) -> list[str]:
-    rows: list[tuple[str, Callable[[AtTemperature], str]]] = [
+    rows: list[tuple[str, Cell]] = [
         ("**speedup over plain decoding**", lambda at: f"**{at.speedup.text(2)}**"),
         ("τ (tokens a target pass, pooled)", lambda at: at.tau.text()),
         ("tokens/s, speculative", lambda at: at.tokens_per_second.text(1)),
@@ -73,17 +74,11 @@ def _headline(results: Results) -> list[str]:
         ("verification", _rule),
         ("same tokens as plain decoding", lambda at: _identical(at, results)),
         ("repeated 4-grams in the answers", lambda at: at.repetition.text(2)),
-        (
-            "speedup that τ / (γc + v) foresees",
-            lambda at: theory.foreseen_speedup(at).text(2),
-        ),
+        ("speedup that τ / (γc + v) foresees", lambda at: theory.foreseen_speedup(at).text(2)),
     ]
     if any(at.oracle for at in results.temperatures):
         rows.append(("speedup of an oracle length, with the same c and v", _oracle))
-    ats = results.temperatures
-    lines = ["| | " + " | ".join(f"T = {at.temperature:g}" for at in ats) + " |"]
-    lines += ["| --- |" + " --- |" * len(ats)]
-    return lines + [f"| {name} | " + " | ".join(map(cell, ats)) + " |" for name, cell in rows]
+    return by_temperature(results.temperatures, rows)
 
 
 def _rule(at: AtTemperature) -> str:
@@ -174,18 +169,11 @@ def _acceptance(results: Results) -> list[str]:
         "rounds that would accept depth k and all before it, as engines count it.",
     ]
     for at in results.temperatures:
-        lines += [
-            "",
-            f"### T = {at.temperature:g}",
-            "",
-            *_table(results, at),
-            "",
-            _compare(results, at),
-        ]
+        lines += ["", f"### T = {at.temperature:g}", "", *_by_depth(at), "", _compare(at)]
     return lines
 
 
-def _compare(results: Results, at: AtTemperature) -> str:
+def _compare(at: AtTemperature) -> str:
     """How the rows at visited anchors and the decoder's own count should compare."""
     if not at.lossless:
         return f"The rule {at.rule} is lossy, and accepts more than α says."
@@ -204,28 +192,24 @@ def _compare(results: Results, at: AtTemperature) -> str:
     )
 
 
-def _table(results: Results, at: AtTemperature) -> list[str]:
+def _by_depth(at: AtTemperature) -> list[str]:
     gamma = at.gamma
-    lines = ["| | " + " | ".join(f"depth {k}" for k in range(gamma)) + " |"]
-    lines += ["| --- |" + " --- |" * gamma]
     shown = VARIANTS if at.temperature > 0 else {"greedy": VARIANTS["greedy"]}
-
-    def row(name: str, cells: list[str]) -> str:
-        return f"| {name} | " + " | ".join(cells + ["—"] * (gamma - len(cells))) + " |"
-
-    for forced, where in (
-        (at.alpha.all, "all positions, given the text"),
-        (at.alpha.visited, "visited anchors"),
-    ):
-        for variant, words in shown.items():
-            by_depth = getattr(forced, variant)
-            lines.append(row(f"{words}; {where}", [x.text() for x in by_depth[:gamma]]))
-    lines.append(row("**decoder's own count**", [x.text() for x in at.reached]))
+    sides = {"all positions, given the text": at.alpha.all, "visited anchors": at.alpha.visited}
+    rows = [
+        (f"{words}; {where}", [x.text() for x in getattr(alpha, variant)[:gamma]])
+        for where, alpha in sides.items()
+        for variant, words in shown.items()
+    ]
     conditional = [x.text() for x in at.conditional_acceptance]
-    lines.append(row("decoder, given that all before were accepted", conditional))
-    lines.append(row("all positions, n", [f"{x.n:,}" for x in at.alpha.all.greedy[:gamma]]))
-    visited = [f"{x.n:,}" for x in at.alpha.visited.greedy[:gamma]]
-    return [*lines, row("visited anchors, n", visited), row("rounds", [f"{at.rounds:,}"] * gamma)]
+    rows += [
+        ("**decoder's own count**", [x.text() for x in at.reached]),
+        ("decoder, given that all before were accepted", conditional),
+        ("all positions, n", [f"{x.n:,}" for x in at.alpha.all.greedy[:gamma]]),
+        ("visited anchors, n", [f"{x.n:,}" for x in at.alpha.visited.greedy[:gamma]]),
+        ("rounds", [f"{at.rounds:,}"] * gamma),
+    ]
+    return table("", [f"depth {k}" for k in range(gamma)], rows)
 
 
 def _training(results: Results) -> list[str]:

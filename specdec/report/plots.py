@@ -34,12 +34,9 @@ def alpha_by_depth(folder: Path, results: Results) -> Path:
         counted = [p.value for p in at.reached]
         ax.plot(range(len(counted)), counted, "x", color="black", label="decoder's own count")
         variant = "greedy" if at.temperature == 0 else "sampled"
-        ax.set_title(f"α by depth, T = {at.temperature:g} ({variant})", loc="left", fontsize=11)
-        ax.set_xlabel("depth k")
+        _named(ax, f"α by depth, T = {at.temperature:g} ({variant})", "depth k")
         ax.set_ylim(0, None)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(figure, axes[0], 3 if len(ats) > 1 else 1)
-    return _save(figure, folder / "alpha.png")
+    return _save(figure, axes[0], 3 if len(ats) > 1 else 1, folder / "alpha.png")
 
 
 def accepted_lengths(folder: Path, results: Results) -> Path:
@@ -57,12 +54,9 @@ def accepted_lengths(folder: Path, results: Results) -> Path:
         if longest * len(ats) <= LABELLED:
             ax.bar_label(bars, [f"{s:.0%}" for s in shares], fontsize=8, padding=2)
     ax.margins(y=0.12)
-    ax.set_title("Drafted tokens accepted in a round", loc="left", fontsize=11)
-    ax.set_xlabel("accepted")
+    _named(ax, "Drafted tokens accepted in a round", "accepted")
     ax.set_ylabel("share of rounds")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(figure, ax, min(2, len(ats)))
-    return _save(figure, folder / "accepted.png")
+    return _save(figure, ax, min(2, len(ats)), folder / "accepted.png")
 
 
 def training(folder: Path, curve: Curve) -> Path:
@@ -70,8 +64,7 @@ def training(folder: Path, curve: Curve) -> Path:
     figure, (left, right) = _axes(5.2, 2, 4.1)
     left.plot(curve.steps, curve.loss, color=GREY, linewidth=0.8, alpha=0.6)
     left.plot(curve.steps, _smooth(curve.loss), color=BLUE)
-    left.set_title("Loss at depth 0", loc="left", fontsize=11)
-    left.set_xlabel("step")
+    _named(left, "Loss at depth 0", "step")
     shades = plt.get_cmap("viridis")
     depths = len(curve.sampled[0])
     for k in range(depths):
@@ -80,11 +73,9 @@ def training(folder: Path, curve: Curve) -> Path:
         right.plot(curve.steps, smooth, color=colour, alpha=0.7, label=f"depth {k}")
         held_out = [alpha[k] for alpha in curve.held_out_sampled]
         right.plot(curve.held_out_steps, held_out, "o", color=colour, markersize=5)
-    right.set_title("Sampled α: training (lines), held out (dots)", loc="left", fontsize=11)
-    right.set_xlabel("step")
+    _named(right, "Sampled α: training (lines), held out (dots)", "step")
     right.set_ylim(0, None)
-    _legend(figure, right, min(depths, 8))
-    return _save(figure, folder / "training.png")
+    return _save(figure, right, min(depths, 8), folder / "training.png")
 
 
 def _axes(width: float, count: int, height: float) -> tuple[Figure, Sequence[Axes]]:
@@ -100,14 +91,18 @@ def _axes(width: float, count: int, height: float) -> tuple[Figure, Sequence[Axe
     return figure, axes
 
 
-def _legend(figure: Figure, ax: Axes, columns: int) -> None:
+def _named(ax: Axes, title: str, below: str) -> None:
+    ax.set_title(title, loc="left", fontsize=11)
+    ax.set_xlabel(below)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _save(figure: Figure, ax: Axes, columns: int, path: Path) -> Path:
+    """Write the figure, with the legend of `ax` below it in so many columns."""
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
-
-
-def _save(figure: Figure, path: Path) -> Path:
     figure.savefig(path, dpi=140)
     plt.close(figure)
     return path

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from specdec.measure.results import AtTemperature, Results
+from specdec.report.tables import Cell, by_temperature, table
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import (
     beam_passes,
@@ -35,14 +36,10 @@ def foreseen_speedup(at: AtTemperature) -> Interval:
     return through(at.tau, lambda tau: tau / cost)
 
 
-def is_chain(results: Results, at: AtTemperature) -> bool:
-    """Whether rounds draft chains of γ whatever happens, which the closed forms are about."""
-    return at.chain and results.length == "fixed"
-
-
 def section(results: Results) -> list[str]:
-    """The section of the report, in lines."""
-    chains = [at for at in results.temperatures if is_chain(results, at)]
+    """The section of the report, in lines. The closed forms are about rounds that draft a chain
+    of γ whatever happens."""
+    chains = [at for at in results.temperatures if at.chain and results.length == "fixed"]
     lines = ["", "## What theory says", ""]
     if not chains:
         lines += [
@@ -60,57 +57,48 @@ def section(results: Results) -> list[str]:
 
 def _closed_forms(results: Results, chains: list[AtTemperature]) -> list[str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
-    by_depth = {id(at): [a.value for a in at.alpha.all.of(at.temperature)] for at in chains}
     c_hat = results.operations
 
-    def alpha(at: AtTemperature) -> Interval:
-        return at.alpha.all.of(at.temperature)[0]
+    def of(formula: Callable[[float, int, float], float], digits: int = 2) -> Cell:
+        """The cells of a formula of α at depth 0, γ and c, with the interval of α."""
 
-    def speedup(at: AtTemperature) -> str:
-        c = at.cost.c.value
-        return through(alpha(at), lambda a: walltime_factor(a, at.gamma, c)).text(2)
+        def cell(at: AtTemperature) -> str:
+            gamma, c = at.gamma, at.cost.c.value
+            return through(_alpha(at)[0], lambda a: formula(a, gamma, c)).text(digits)
 
-    def least(at: AtTemperature) -> str:
-        c = at.cost.c.value
-        return through(alpha(at), lambda a: guaranteed_factor(a, c)).text(2)
-
-    def oracle(at: AtTemperature) -> str:
-        c = at.cost.c.value
-        return through(alpha(at), lambda a: oracle_factor(a, c)).text(2)
-
-    def fitting(at: AtTemperature) -> str:
-        v = pass_cost({at.gamma: at.cost.v.value})
-        best = best_gamma(alpha(at).value, at.cost.c.value, FURTHEST, v)
-        return f"{best} (measured with {at.gamma})"
+        return cell
 
     def operations(at: AtTemperature) -> str:
         if c_hat is None:
             return "—"
-        return through(alpha(at), lambda a: operations_factor(a, at.gamma, c_hat)).text(2)
+        return of(lambda a, gamma, c: operations_factor(a, gamma, c_hat))(at)
 
-    def depths(at: AtTemperature) -> str:
-        known = by_depth[id(at)]
-        return f"{expected_tokens(known, at.gamma):.3f}" if len(known) >= at.gamma else "—"
-
-    rows: list[tuple[str, Callable[[AtTemperature], str]]] = [
-        ("α at depth 0, all positions", lambda at: alpha(at).text()),
+    rows: list[tuple[str, Cell]] = [
+        ("α at depth 0, all positions", lambda at: _alpha(at)[0].text()),
         (
             "tokens a pass, one α for all depths (Equation 1)",
-            lambda at: through(alpha(at), lambda a: expected_tokens(a, at.gamma)).text(),
+            of(lambda a, gamma, c: expected_tokens(a, gamma), digits=3),
         ),
-        ("tokens a pass, α of each depth", depths),
+        ("tokens a pass, α of each depth", _tokens_by_depth),
         ("**tokens a pass, measured (τ)**", lambda at: f"**{at.tau.text()}**"),
-        ("speedup (Theorem 3.8, v = 1)", speedup),
+        ("speedup (Theorem 3.8, v = 1)", of(walltime_factor)),
         ("**speedup, measured**", lambda at: f"**{at.speedup.text(2)}**"),
-        ("speedup that the best γ gains at least (Corollary 3.9)", least),
-        ("best γ, with the measured v", fitting),
-        ("speedup if rejections were known beforehand, v = 1 (Section 3.5)", oracle),
-        ("reads of the target's weights shrink by (Section 3.4)", _memory),
+        (
+            "speedup that the best γ gains at least (Corollary 3.9)",
+            of(lambda a, gamma, c: guaranteed_factor(a, c)),
+        ),
+        ("best γ, with the measured v", _best_gamma),
+        (
+            "speedup if rejections were known beforehand, v = 1 (Section 3.5)",
+            of(lambda a, gamma, c: oracle_factor(a, c)),
+        ),
+        (
+            "reads of the target's weights shrink by (Section 3.4)",
+            of(lambda a, gamma, c: memory_factor(a, gamma)),
+        ),
         ("arithmetic operations grow by (Theorem 3.11)", operations),
     ]
-    lines = ["| | " + " | ".join(f"T = {at.temperature:g}" for at in chains) + " |"]
-    lines += ["| --- |" + " --- |" * len(chains)]
-    lines += [f"| {name} | " + " | ".join(cell(at) for at in chains) + " |" for name, cell in rows]
+    lines = by_temperature(chains, rows)
     counted = "" if c_hat is None else f" ĉ = {c_hat:.3f}, counted in products of matrices."
     lines += [
         "",
@@ -127,9 +115,19 @@ def _closed_forms(results: Results, chains: list[AtTemperature]) -> list[str]:
     return lines
 
 
-def _memory(at: AtTemperature) -> str:
-    alpha = at.alpha.all.of(at.temperature)[0]
-    return through(alpha, lambda a: memory_factor(a, at.gamma)).text(2)
+def _alpha(at: AtTemperature) -> list[Interval]:
+    return at.alpha.all.of(at.temperature)
+
+
+def _tokens_by_depth(at: AtTemperature) -> str:
+    known = [a.value for a in _alpha(at)]
+    return f"{expected_tokens(known, at.gamma):.3f}" if len(known) >= at.gamma else "—"
+
+
+def _best_gamma(at: AtTemperature) -> str:
+    v = pass_cost({at.gamma: at.cost.v.value})
+    best = best_gamma(_alpha(at)[0].value, at.cost.c.value, FURTHEST, v)
+    return f"{best} (measured with {at.gamma})"
 
 
 def _measured_law(at: AtTemperature) -> list[str]:
@@ -139,14 +137,12 @@ def _measured_law(at: AtTemperature) -> list[str]:
     divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
     lines = ["", f"### p and q along the text, T = {at.temperature:g}", ""]
     if at.chain:
-        lines += [
-            "| tokens a pass at the visited anchors | |",
-            "| --- | --- |",
-            f"| rule `rejection`, expected | {found.rejection_tokens.text()} |",
-            f"| rule `block`, expected (never less) | {found.block_tokens.text()} |",
-            f"| rule `{at.rule}`, measured (τ) | {at.tau.text()} |",
-            "",
+        rows = [
+            ("rule `rejection`, expected", [found.rejection_tokens.text()]),
+            ("rule `block`, expected (never less)", [found.block_tokens.text()]),
+            (f"rule `{at.rule}`, measured (τ)", [at.tau.text()]),
         ]
+        lines += [*table("tokens a pass at the visited anchors", [""], rows), ""]
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
     one = at.alpha.all.sampled[0].text()
     return [
