@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+console = Console(highlight=False, soft_wrap=True)  # quiet in all processes but the first
 SECONDS = 20.0  # between two lines where the output is no terminal
 
 

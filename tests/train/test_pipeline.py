@@ -32,7 +32,7 @@ from train.data.packing import Row
 from train.data.template import Prompt
 from train.features import store as features
 from train.features.source import Online
-from train.pipeline import alone
+from train.folder import alone
 from train.tracking import curve
 
 

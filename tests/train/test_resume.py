@@ -41,6 +41,7 @@ from tests.tiny import (
 from train import pipeline
 from train.data import jsonl
 from train.data.packing import Row
+from train.data.template import Document
 from train.features import store as features
 from train.features.source import Source
 from train.loop import OBJECTIVES
@@ -270,7 +271,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     monkeypatch.setattr(features, "SHARD", 1)
     cfg = tiny.config("medusa", f"features.root={tmp_path}")
     target = TargetOnDemand(cfg.target)
-    drafter = pipeline._drafter(cfg, target.whole(), [])
+    drafter = DRAFTERS["medusa"].build(cfg.drafter, target.whole()).float()
     whole, zero = np.ones(3, np.bool_), np.zeros(3, np.int32)
     position = np.arange(3, dtype=np.int32)
     rows = [Row(np.array([1, n, 2], np.int32), whole, zero, position) for n in range(3, 9)]
@@ -290,7 +291,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
         with progress.bars(Console(quiet=True), False) as bar:
             return pipeline._sources(cfg, target, drafter, texts, everyone, bar)[0]
 
-    texts = pipeline.Texts([], [], [], 0)
+    texts: list[list[Document]] = [[]]
     monkeypatch.setattr(pipeline, "pack", lambda *_: rows)
     monkeypatch.setattr(features.Store, "missing", missing)
     with ThreadPoolExecutor() as pool:

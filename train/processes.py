@@ -1,0 +1,50 @@
+"""The processes of a run, plain or sharded, as accelerate starts them."""
+
+import os
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
+
+from specdec.errors import require
+from train.config import Config
+
+
+def accelerator_of(cfg: Config) -> Accelerator:
+    """The processes as `accelerate launch` started them, plain or sharded.
+
+    accelerate 1.15 shards on accelerators only: asked for FSDP on CPU processes it replicates the
+    model without a word. Its FSDP2 runs there as well once its state says so, which no public
+    option does. Every process starts from the same weights: they need not be sent around.
+    """
+    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
+    sharding = None
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        require(
+            os.environ.get("FSDP_VERSION") == "2",
+            "drafters are sharded by FSDP2: give --fsdp_version 2 to accelerate launch",
+        )
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    AcceleratorState._reset_state()  # an earlier run in this process may have another precision
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=_precision(cfg),
+        kwargs_handlers=[patient],
+        fsdp_plugin=sharding,
+    )
+    if sharding and accelerator.distributed_type is DistributedType.MULTI_CPU:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = sharding
+    return accelerator
+
+
+def _precision(cfg: Config) -> str:
+    if cfg.loop.precision == "auto":
+        return "bf16" if cfg.target.dtype == "bfloat16" else "no"
+    return cfg.loop.precision
