@@ -1,6 +1,9 @@
 """Loading the target that a configuration names: whole, or its parts alone."""
 
 import copy
+import ctypes
+import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -196,8 +199,13 @@ class TargetOnDemand:
         """Give back the layers' memory, where the parts can be had alone. Objects that hold a part
         of the whole target keep that part; one that holds the target itself keeps it all."""
         self._stored = self._stored or load_parts(self.cfg)
-        if self._stored is not None:
+        if self._stored is not None and self._whole is not None:
             self._whole = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+                libc.malloc_trim(0)  # else glibc keeps what was freed: all of the layers' weights
 
 
 def _options(cfg: TargetConfig) -> dict[str, Any]:

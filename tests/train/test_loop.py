@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,25 +150,32 @@ def test_training_from_a_cache_loads_no_layer_of_the_target(
     monkeypatch: pytest.MonkeyPatch,
     drafter: str,
 ) -> None:
-    """A second run, for which answers and features are there: the target is loaded whole once, to
-    be measured, after the last step. It equals the first, which had to load it to answer."""
+    """A first run loads the target whole to answer, and gives its layers back before it trains. A
+    second, for which all is there, loads it once, after the last step, to be measured."""
     more = ["data.answers=target", f"features.root={tmp_path / 'features'}"]
     more += [f"answers.root={tmp_path / 'answers'}", f"target.cache={tmp_path / 'targets'}"]
-    tiny.job(tmp_path / "a", drafter, *more)
     events: list[str] = []
-    whole, step = loading.load_target, torch.optim.AdamW.step
+    loaded: list[weakref.ref[nn.Module]] = []
+    whole, adamw = loading.load_target, torch.optim.AdamW.step
 
     def load(cfg: Any) -> Target:
         events.append("whole")
-        return whole(cfg)
+        target = whole(cfg)
+        loaded.append(weakref.ref(target.layers[0]))
+        return target
+
+    def step(*args: Any) -> Any:
+        events.append("step")
+        assert not any(layer() for layer in loaded), "the target's layers are in memory"
+        return adamw(*args)
 
     monkeypatch.setattr(loading, "load_target", load)
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self, *a: (events.append("step"), step(self, *a))[1]
-    )
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    tiny.job(tmp_path / "a", drafter, *more)
+    steps = len(losses(tmp_path / "a"))
+    assert events == ["whole"] + ["step"] * steps + ["whole"] and steps > 5
     tiny.job(tmp_path / "b", drafter, *more)
-    steps = len(losses(tmp_path / "b"))
-    assert events == ["step"] * steps + ["whole"] and steps > 5
+    assert events[steps + 2 :] == ["step"] * steps + ["whole"]
     require_same_run(tmp_path / "a", tmp_path / "b")
 
 
