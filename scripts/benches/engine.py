@@ -6,13 +6,12 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from benches.speed import ratio
-from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
+from benches.speed import Variant, ours, ratio
+from benches.subject import apart, console, drafts_of, held_out, target_of, tau_of, timed, warm_ups
 from rich.table import Table
 
 from specdec.decoding.answers import Generation
@@ -21,13 +20,12 @@ from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank
 from specdec.drafters import Drafter
 from specdec.errors import UserError
-from specdec.files import record
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain, Shape, Static
+from specdec.sampling.trees import Chain, Static
 from specdec.target.base import Target
 
 HERE = Path(__file__).parent.parent
@@ -42,37 +40,6 @@ class Served(NamedTuple):
     drafts: int = 0
     accepted: int = 0
     accepted_per_pos: Sequence[int] = ()
-
-
-@dataclass
-class Said:
-    """A line of scripts/engine.py, whose counters are lists, and missing without a draft."""
-
-    ids: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    num_drafts: list[int] = field(default_factory=list)
-    num_draft_tokens: list[int] = field(default_factory=list)
-    num_accepted_tokens: list[int] = field(default_factory=list)
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Way:
-    """One way in which our decoder answers."""
-
-    drafter: Drafter | None
-    shape: Shape | None
-    compiled: bool
-
-    def answer(self, target: Target, prompt: list[int], new: int) -> Generation:
-        return generate(
-            target,
-            prompt,
-            max_new_tokens=new,
-            drafter=self.drafter,
-            shape=self.shape,
-            compiled=self.compiled,
-        )
 
 
 class Engine:
@@ -110,21 +77,18 @@ class Engine:
             self.process.stdin.write(json.dumps({"ids": prompt, "limit": limit}) + "\n")
             self.process.stdin.flush()
         said = self._heard()
-        return Served(
-            said.ids,
-            said.seconds,
-            sum(said.num_drafts),
-            sum(said.num_accepted_tokens),
-            said.num_accepted_tokens_per_pos,
+        drafts, accepted, per_pos = (  # lists, and missing without a draft
+            said.get(f"num_{name}", [])
+            for name in ("drafts", "accepted_tokens", "accepted_tokens_per_pos")
         )
+        return Served(said["ids"], said["seconds"], sum(drafts), sum(accepted), per_pos)
 
-    def _heard(self) -> Said:
+    def _heard(self) -> dict[str, Any]:
+        """The next line that scripts/engine.py says."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("@"):
-                known = {f.name for f in fields(Said)}  # vLLM may count more than is read here
-                said = {k: v for k, v in json.loads(line[1:]).items() if k in known}
-                return record(Said, said, "vLLM")
+                return json.loads(line[1:])
         self.log.seek(0)
         end = self.log.read().strip()[-400:]
         raise UserError(f"vLLM ended with {self.process.wait()}: {end}")
@@ -145,33 +109,34 @@ def engine(
     drafter = next(iter(drafts_of([folder], target).values()))
     gamma = gamma or drafter.depth
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
-    ways: dict[str, Way] = {}
+    ways: dict[str, Variant] = {}
+    methods: dict[str, str] = {}  # of those that the engine has, too
     found = acceptance_by_rank(target, drafter, learning, new, drafter.depth)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
         fastest = fastest_shape(
             found, target, drafter, learning[:1], DecodeConfig(compile=through), Sampler(0.0)
         )
-        ways[f"plain{mode}"] = Way(None, None, through)
-        ways[f"speculative{mode}"] = Way(drafter, Chain(gamma), through)
+        mine = partial(ours, target, new, compiled=through)
+        ways[f"plain{mode}"] = mine()
+        ways[f"speculative{mode}"] = mine(drafter=drafter, shape=Chain(gamma))
+        methods |= {f"plain{mode}": "none", f"speculative{mode}": served_as}
         if isinstance(fastest, Static):
-            ways[f"tree of {fastest.nodes}{mode}"] = Way(drafter, fastest, through)
+            ways[f"tree of {fastest.nodes}{mode}"] = mine(drafter=drafter, shape=fastest)
     made: dict[str, list[Generation]] = {k: [] for k in ways}
     spent: dict[str, list[float]] = {k: [] for k in ways}
-    rivals = [name for name, way in ways.items() if not isinstance(way.shape, Static)]
-    served: dict[str, list[Served]] = {k: [] for k in rivals}
+    served: dict[str, list[Served]] = {k: [] for k in methods}
     with ExitStack() as stack, bars(console) as progress:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         export.write(root / "draft", drafter, target)
         target.save(root / "target")
-        task = progress.add_task("warming up", total=len(ways) + len(rivals))
+        task = progress.add_task("warming up", total=len(ways) + len(methods))
         for way in ways.values():  # compiles, too
             for prompt in warm_ups(asked, way.compiled):
-                way.answer(target, prompt, new)
+                way.run(prompt)
             progress.advance(task)
         engines: dict[str, Engine] = {}
-        for name in rivals:
-            method = served_as if ways[name].drafter is not None else "none"
+        for name, method in methods.items():
             through = ways[name].compiled
             engines[name] = stack.enter_context(Engine(root, method, gamma, dtype, through))
             for prompt in warm_ups(asked, through):
@@ -180,7 +145,7 @@ def engine(
         task = progress.add_task("decoding", total=len(asked))
         for prompt in asked:  # all take turns
             for name, way in ways.items():
-                seconds, result = timed(partial(way.answer, target, prompt, new))
+                seconds, result = timed(partial(way.run, prompt))
                 made[name].append(result)
                 spent[name].append(seconds)
                 if name in engines:
@@ -199,7 +164,7 @@ def engine(
     console.print(
         f"over {sum(len(g.ids) for g in shared)} of {sum(len(g.ids) for g in texts)} tokens, those "
         f"that both write after the same text: τ {_engines_tau(theirs)} in vLLM, "
-        f"{_tau(shared)} here (eager)"
+        f"{tau_of(shared)} here (eager)"
     )
 
 
@@ -230,7 +195,7 @@ def _table(
             same = f"{alike} of {len(results)}"
         a_token = [s / len(g.ids) for s, g in zip(spent[name], results, strict=True)]
         faster = ratio([s.seconds / len(s.ids) for s in rival], a_token)
-        tau = _tau(results) if deep else ""
+        tau = tau_of(results) if deep else ""
         speed = f"{sum(len(g.ids) for g in results) / sum(spent[name]):.1f}"
         table.add_row(f"ours, {name}", tau, shares, str(len(rounds)), same, speed, faster)
     return table
@@ -280,7 +245,3 @@ def _alike(one: list[int], two: list[int]) -> int:
 def _engines_tau(served: list[Served]) -> str:
     drafts = sum(s.drafts for s in served)
     return f"{1 + sum(s.accepted for s in served) / drafts:.3f}" if drafts else ""
-
-
-def _tau(made: list[Generation]) -> str:
-    return f"{sum(g.emitted for g in made) / max(1, sum(len(g.rounds) for g in made)):.3f}"

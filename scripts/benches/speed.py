@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benches.subject import apart, console, drafts_of, held_out, target_of, timed, warm_ups
+from benches.subject import apart, console, drafts_of, held_out, target_of, tau_of, timed, warm_ups
 from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
@@ -19,17 +19,16 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.errors import require
-from specdec.measure.costs import costs
+from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
+from specdec.report.theory import foreseen_speedup
 from specdec.runtime.cache import model_inputs, size
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
-from specdec.theory import leviathan as closed
-from specdec.theory.intervals import ratio_interval
+from specdec.theory.leviathan import best_gamma, walltime_factor
 
 STEPS = 63  # of a loop, beside the bare calls
 
@@ -109,52 +108,35 @@ def theory(
     round by part."""
     target = target_of(folders[0], dtype)
     asked = held_out(folders[0], target, count)
+    cfg = DecodeConfig(
+        prompts=count, max_new_tokens=new, temperatures=[0.0], gamma=gamma, compile=compiled
+    )
     table = Table("draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ")
     parts = Table("ms a round", "draft", "verify", "judge", "commit", "other", "plain step")
     for name, drafter in drafts_of(folders, target).items():
-        depth = gamma or drafter.depth
-        made: list[tuple[Generation, Generation]] = []
-        answer = partial(generate, target, max_new_tokens=new, compiled=compiled)
-        for prompt in warm_ups(asked, compiled):
-            answer(prompt, drafter=drafter, gamma=depth)
-            answer(prompt)
         with bars(console) as progress:
             task = progress.add_task(name, total=len(asked))
-            for prompt in asked:
-                made.append((answer(prompt), answer(prompt, drafter=drafter, gamma=depth)))
-                progress.advance(task)
-        cost = costs(target, drafter, asked[0], Chain(depth), DecodeConfig(compile=compiled))
-        pairs = [(p, s) for p, s in made if len(p.ids) > 8]
-        require(bool(pairs), "no answer has more than 8 tokens: give more --prompts or --new")
-        weight = [len(p.ids) - 1 for p, _ in pairs]
-        speedup = ratio_interval(
-            [p.seconds for p, _ in pairs],
-            [s.seconds / (len(s.ids) - 1) * w for (_, s), w in zip(pairs, weight, strict=True)],
-        )
-        rounds = [r for _, s in pairs for r in s.rounds]
-        tau = sum(r.accepted + 1 for r in rounds) / len(rounds)
-        reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(depth)]
-        alpha = [
-            sum(r.accepted > k for r in rounds) / n if n else 0.0 for k, n in enumerate(reached)
-        ]
-        share = sum(r.drafted for r in rounds) / len(rounds) / depth
-        bound = tau / closed.round_cost(depth, cost.c.value, cost.v.value, share)
+            subject = Subject(name, target, drafter, str(folders[0]))
+            found = evaluate(subject, asked, cfg, lambda _: progress.advance(task))  # noqa: B023
+        (at,) = found.temperatures
+        c, v, bound = at.cost.c.value, at.cost.v.value, foreseen_speedup(at).value
+        alpha = [x.value for x in at.conditional_acceptance]
         table.add_row(
             name,
-            str(depth),
-            f"{tau:.3f}",
-            f"{cost.c.value:.3f}",
-            f"{cost.v.value:.3f}",
-            f"{speedup.value:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]",
+            str(at.gamma),
+            f"{at.tau.value:.3f}",
+            f"{c:.3f}",
+            f"{v:.3f}",
+            at.speedup.text(2),
             f"{bound:.2f}",
-            f"{speedup.value / bound:.0%}",
-            f"{closed.walltime_factor(alpha[0], depth, cost.c.value):.2f}",
-            str(closed.best_gamma(alpha, cost.c.value, depth)),
+            f"{at.speedup.value / bound:.0%}",
+            f"{walltime_factor(alpha[0], at.gamma, c):.2f}",
+            str(best_gamma(alpha, c, at.gamma)),
         )
-        spent = {k: sum(s.spent[k] for _, s in pairs) for k in pairs[0][1].spent}
-        other = sum(s.seconds for _, s in pairs) - sum(spent.values())
-        cells = [f"{v / len(rounds) * 1e3:.2f}" for v in (*spent.values(), other)]
-        parts.add_row(name, *cells, f"{cost.step_seconds.value * 1e3:.2f}")
+        spent = at.seconds_spent.values()
+        seconds = sum(p.emitted for p in at.prompts) / at.tokens_per_second.value
+        cells = [f"{s / at.rounds * 1e3:.2f}" for s in (*spent, seconds - sum(spent))]
+        parts.add_row(name, *cells, f"{at.cost.step_seconds.value * 1e3:.2f}")
     console.print(
         f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}, "
         f"{torch.get_num_threads()} threads{', compiled' if compiled else ''}"
@@ -336,8 +318,7 @@ def trees(
     for name, times in seconds.items():
         tau = nodes = ""
         if name in shapes:
-            rounds = [r for g in made[name][-len(asked) :] for r in g.rounds]
-            tau = f"{sum(r.accepted + 1 for r in rounds) / len(rounds):.3f}"
+            tau = tau_of(made[name][-len(asked) :])
             nodes = str(shapes[name].nodes)
         speed = f"{1 / statistics.mean(times):.1f}"
         table.add_row(name, nodes, tau, speed, ratio(seconds["plain"], times))
@@ -381,10 +362,9 @@ def long_context(tokens: int, new: int, runs: int = 3) -> None:
     plain = made["plain"][0].ids
     table = Table("", "τ", "tokens/s", "times plain", "same tokens")
     for name, found in made.items():
-        tau = f"{found[0].emitted / len(found[0].rounds):.2f}"
         same = str(all(g.ids == plain for g in found))
         speeds = [f"{(new - 1) / seconds[name]:.1f}", f"{seconds['plain'] / seconds[name]:.2f}"]
-        table.add_row(name, "" if name == "plain" else tau, *speeds, same)
+        table.add_row(name, "" if name == "plain" else tau_of(found), *speeds, same)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     console.print(
         f"a prompt of {len(ids):,} tokens, {new} new ones, greedy, {target.dtype}, batch 1; "

@@ -1,7 +1,7 @@
 """What the benchmarks measure: a target, drafts of it, and held-out prompts."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from specdec.decoding.answers import Generation
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
@@ -82,6 +83,11 @@ def warm_ups(prompts: list[list[int]], compiled: bool) -> list[list[int]]:
     """What is decoded before anything is timed: all prompts where passes are compiled, so that no
     graph is built on the clock, else the first and the longest."""
     return prompts if compiled else [prompts[0], max(prompts, key=len)]
+
+
+def tau_of(made: Sequence[Generation]) -> str:
+    """τ of these answers together, as the tables show it."""
+    return f"{sum(g.emitted for g in made) / max(1, sum(len(g.rounds) for g in made)):.3f}"
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:

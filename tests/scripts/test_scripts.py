@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 
 from specdec.decoding.decode import decode
+from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
 from specdec.measure.results import PromptCounts
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
 from tests.measure.test_results import results
-from tests.tiny import REPOSITORY, architectures, process, random_target
+from tests.tiny import (
+    REPOSITORY,
+    architectures,
+    make_tokenizer,
+    process,
+    random_drafter,
+    random_target,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -236,3 +244,25 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
     parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
     assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35
     assert parts["kl → nla", "start target"] == "0.100" and parts["both", ""] == "0.250"
+
+
+def test_the_parts_of_a_round_stand_beside_what_it_should_gain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft that is the target has every token accepted: γ + 1 = 3 tokens a round, α = 1 at each
+    depth, so that the best γ is the largest or, where drafting costs more than it gains, 0."""
+    from benches import speed
+
+    tokenizer = make_tokenizer()
+    target = random_target(architectures(len(tokenizer), 2)["llama"])
+    target.tokenizer = tokenizer
+    drafter = random_drafter(LMConfig(depth=2, layers=[0, 1]), target, 0.0)
+    monkeypatch.setattr(speed, "target_of", lambda *_: target)
+    monkeypatch.setattr(speed, "held_out", lambda *_: [[5, 9, 7], [8, 4]])
+    monkeypatch.setattr(speed, "drafts_of", lambda *_: {"twin": drafter})
+    monkeypatch.setattr(speed.console, "_width", 200)
+    speed.theory([Path("twin")], 2, 13, "float32", None, False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│ twin" in line]
+    bound, parts = ([x.strip() for x in line.split("│")[2:-1]] for line in lines)
+    assert bound[:2] == ["2", "3.000"] and bound[-1] in "012"
+    assert len(parts) == 6 and all(float(x) >= 0 for x in parts[:4] + parts[5:])
