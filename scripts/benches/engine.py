@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from benches.speed import Variant, ours, ratio
-from benches.subject import apart, console, drafts_of, held_out, target_of, tau_of, timed, warm_ups
+from benches.subject import apart, console, drafts_of, held_out, target_of, tau_of, warm_ups
 from rich.table import Table
 
 from specdec.decoding.answers import Generation
@@ -22,6 +22,7 @@ from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
+from specdec.measure.costs import timed
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler

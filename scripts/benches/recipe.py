@@ -7,7 +7,7 @@ not depend on the draft, so that arms are compared prompt by prompt and seed by 
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -68,21 +68,15 @@ def recipe(folder: Path, seeds: int, rates: Sequence[str], overrides: Sequence[s
 def counted(seeds: Sequence[Results]) -> Counts:
     """The counts of the same prompts, added over the seeds of one arm."""
 
-    def added(at: Sequence[AtTemperature], one: str) -> list[float]:
-        columns = zip(*(t.prompts for t in at), strict=True)
-        return [sum(_count(p, one) for p in prompts) for prompts in columns]
+    def added(ats: Sequence[AtTemperature], count: Callable[[PromptCounts], float]) -> list[float]:
+        columns = zip(*(at.prompts for at in ats), strict=True)
+        return [sum(map(count, prompts)) for prompts in columns]
 
     greedy, sampled = zip(*(r.temperatures for r in seeds), strict=True)
     return Counts(
-        (added(sampled, "sampled"), added(sampled, "positions")),
-        (added(greedy, "emitted"), added(greedy, "rounds")),
+        (added(sampled, lambda p: p.sampled[0]), added(sampled, lambda p: p.positions[0])),
+        (added(greedy, lambda p: p.emitted), added(greedy, lambda p: p.rounds)),
     )
-
-
-def _count(prompt: PromptCounts, name: str) -> float:
-    """A count of a prompt; of those by depth, the one at depth 0."""
-    value: float | list[float] = getattr(prompt, name)
-    return value[0] if isinstance(value, list) else value
 
 
 def _alpha(counts: Counts) -> Interval:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benches.subject import apart, console, drafts_of, held_out, target_of, tau_of, timed, warm_ups
+from benches.subject import apart, console, drafts_of, held_out, target_of, tau_of, warm_ups
 from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
@@ -19,6 +19,7 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars

@@ -1,13 +1,10 @@
 """What the benchmarks measure: a target, drafts of it, and held-out prompts."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
@@ -88,17 +85,3 @@ def warm_ups(prompts: list[list[int]], compiled: bool) -> list[list[int]]:
 def tau_of(made: Sequence[Generation]) -> str:
     """τ of these answers together, as the tables show it."""
     return f"{sum(g.emitted for g in made) / max(1, sum(len(g.rounds) for g in made)):.3f}"
-
-
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a whole call, a GPU's work included, and its result."""
-    _finish()
-    started = time.perf_counter()
-    result = run()
-    _finish()
-    return time.perf_counter() - started, result
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

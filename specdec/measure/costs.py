@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,6 +29,7 @@ from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
 from specdec.theory.intervals import Interval, median_interval
 
+T = TypeVar("T")
 TURNS = 31  # of each part
 OF_A_TABLE = 5  # turns of each of its cells
 TIMED = 48  # tokens that are decoded to time rounds
@@ -82,7 +84,7 @@ def costs(
         draft,
         lambda: verify(width, drafter.needs, not isinstance(shape, Chain)),
     ]
-    times = [[_seconds(part, target) for part in parts] for _ in range(turns + 2)][2:]
+    times = [[timed(part)[0] for part in parts] for _ in range(turns + 2)][2:]
     plain, drafted, checked = map(list, zip(*times, strict=True))
     return Costs(
         step_seconds=median_interval(plain),
@@ -144,16 +146,18 @@ def _packed_product() -> dict[object, Callable[..., int]]:
     return {operator: count} if operator is not None else {}
 
 
-def _seconds(run: Callable[[], object], target: Target) -> float:
-    """Seconds of a call, with the work that it left to a GPU."""
-    on_gpu = target.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
+def timed(run: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of a call, with the work that it left to a GPU, and its result."""
+    _finish()
     start = time.perf_counter()
-    run()
-    if on_gpu:
+    result = run()
+    _finish()
+    return time.perf_counter() - start, result
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def cost_table(

@@ -13,7 +13,7 @@ from functools import partial
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import decode, fitting_rule, generate
+from specdec.decoding.decode import decode, fitting_rule
 from specdec.decoding.length import oracle
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import rule_name
@@ -24,7 +24,7 @@ from specdec.measure.costs import Costs, costs, operations_ratio
 from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
 from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, OracleBound, Results, Sample
-from specdec.measure.strategy import LEARNING, Strategy, strategy
+from specdec.measure.strategy import LEARNING, Strategy, rounds_of, strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
@@ -198,11 +198,15 @@ def _figures(
         )
 
     depths = range(gamma)
+    same = sum(p.ids == d.ids for p, d in zip(made.plain, made.drafted, strict=True))
     tokenizer = subject.target.tokenizer
-    said = [
-        words[i] if i < len(words) else tokenizer.decode(g.prompt, skip_special_tokens=True)
-        for i, g in enumerate(made.drafted[:SHOWN])
-    ]
+
+    def sample(i: int, made: Generation) -> Sample:
+        both = (made.prompt, made.ids)
+        prompt, answer = (tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
+        said = words[i] if i < len(words) else prompt
+        return Sample(said, answer, made.emitted / max(1, len(made.rounds)))
+
     return AtTemperature(
         temperature=sampler.temperature,
         rule="greedy" if greedy and rule.at_zero is None else rule_name(rule),
@@ -226,22 +230,11 @@ def _figures(
             share(lambda r, k=k: r.accepted > k, lambda r, k=k: r.tested > k)  # type: ignore[misc]
             for k in depths
         ],
-        identical=(
-            sum(p.ids == d.ids for p, d in zip(made.plain, made.drafted, strict=True))
-            if greedy
-            else None
-        ),
+        identical=same if greedy else None,
         learned=how.learned,
         foreseen=None if greedy else foreseen(every, visited, gamma),
         seconds_spent={k: sum(times[k] for times in made.spent) for k in made.spent[0]},
-        samples=[
-            Sample(
-                prompt,
-                tokenizer.decode(g.ids, skip_special_tokens=True),
-                g.emitted / max(1, len(g.rounds)),
-            )
-            for prompt, g in zip(said, made.drafted, strict=False)
-        ],
+        samples=[sample(i, g) for i, g in enumerate(made.drafted[:SHOWN])],
         prompts=[prompt_counts(t, g) for t, g in zip(every, made.drafted, strict=True)],
     )
 
@@ -261,32 +254,14 @@ def _oracle(
         return None
     gamma = how.shape.depth
     if (long := min(LONG, subject.drafter.max_depth or LONG)) > gamma:
-        rounds = []
-        for i, prompt in enumerate(prompts[:LEARNING]):
-            made = generate(
-                subject.target,
-                prompt,
-                max_new_tokens=cfg.max_new_tokens,
-                drafter=subject.drafter,
-                gamma=long,
-                sampler=sampler,
-                rule=cfg.rule,
-                greedy_draft=cfg.greedy_draft,
-                seed=cfg.seed + i,
-            )
-            rounds += made.rounds
+        learning = prompts[:LEARNING]
+        rounds = rounds_of(cfg, subject.target, subject.drafter, learning, sampler, long)
     seen = [(r.drafted, r.accepted) for r in rounds]
     if not any(drafted for drafted, _ in seen):
         return None
     bound = oracle(seen, cost.c.value, pass_cost({gamma: cost.v.value}))
-    return OracleBound(
-        bound.speedup,
-        bound.fixed_gamma,
-        bound.fixed_speedup,
-        bound.censored,
-        len(seen),
-        max(drafted for drafted, _ in seen),
-    )
+    known = bound.speedup, bound.fixed_gamma, bound.fixed_speedup, bound.censored
+    return OracleBound(*known, rounds=len(seen), drafted=max(drafted for drafted, _ in seen))
 
 
 def _after_the_first(batch: Sequence[Generation]) -> int:

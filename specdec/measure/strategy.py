@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.decode import generate
 from specdec.decoding.disco import Disco, Recorder, StopClassifier, fit
@@ -97,7 +98,9 @@ def strategy(
         table = cost_table(target, drafter, prompts[0], gamma, cfg)
         goodput = typed(Goodput.Config, settings, "decode.settings")
         return Strategy(chain, lambda: Goodput(goodput, table), Learned(table=table))
-    classifier = stop_classifier(cfg, target, drafter, learning, sampler, gamma)
+    recorder = Recorder(gamma)  # of what is accepted at this temperature, by this rule
+    rounds_of(cfg, target, drafter, learning, sampler, gamma, recorder)
+    classifier = fit(*recorder.records())
     disco = typed(Disco.Config, settings, "decode.settings")
     return Strategy(chain, lambda: Disco(disco, classifier), Learned(classifier=classifier))
 
@@ -130,31 +133,32 @@ def _static(
     return Strategy(shape, None, Learned([list(p) for p in paths], found_DR.tolist()))
 
 
-def stop_classifier(
+def rounds_of(
     cfg: DecodeConfig,
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
     gamma: int,
-) -> StopClassifier:
-    """DISCO's classifier, fitted to what was accepted while decoding `prompts`, drafting γ in
-    every round, at this temperature and by this rule."""
-    recorder = Recorder(gamma)
+    length: Length | None = None,
+) -> list[Round]:
+    """The rounds of answering each prompt as `cfg` says, drafting γ tokens a round or as many of
+    them as `length` decides."""
+    rounds: list[Round] = []
     for i, prompt in enumerate(prompts):
-        generate(
+        rounds += generate(
             target,
             prompt,
             max_new_tokens=cfg.max_new_tokens,
             drafter=drafter,
             gamma=gamma,
             seed=cfg.seed + i,
-            length=recorder,
+            length=length,
             sampler=sampler,
             rule=cfg.rule,
             greedy_draft=cfg.greedy_draft,
-        )
-    return fit(*recorder.records())
+        ).rounds
+    return rounds
 
 
 def fastest_shape(
