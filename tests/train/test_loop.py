@@ -22,7 +22,7 @@ from torch import nn
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from specdec.forcing.teacher import Batch
+from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.measure.results import Results
 from specdec.target import loading
 from specdec.target.base import Target
@@ -285,11 +285,28 @@ def cut_back(run: Path) -> None:
 
 @pytest.mark.parametrize("objective", ["expected_length", "eagle"])
 def test_drawn_anchors_and_a_changing_objective_resume_exactly(
-    tiny: Tiny, tmp_path: Path, training_alone: None, objective: str
+    tiny: Tiny,
+    tmp_path: Path,
+    training_alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
 ) -> None:
-    """4 anchors a row, of some 24, drawn anew at every step; terms over depths and features."""
+    """4 anchors a row, of some 24, drawn anew at each of 12 steps of 2 rows; terms over depths and
+    features."""
     more = ["drafter.anchors.per_row=4", f"objective={objective}"]
-    tiny.job(tmp_path / "whole", "eagle3", *more)
+    drawn: list[tuple[int, ...]] = []
+    anchors = TeacherForcing.anchors
+
+    def seen(self: TeacherForcing, *given: Any) -> Any:
+        found = anchors(self, *given)
+        drawn.append(tuple(found.position_N.tolist()))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TeacherForcing, "anchors", seen)
+        tiny.job(tmp_path / "whole", "eagle3", *more)
+    assert len(drawn) == 24 and all(len(positions) == 4 for positions in drawn)
+    assert len(set(drawn)) > 20
     curve = [record["loss"] for _, record in losses(tmp_path / "whole")]
     assert len(curve) == 12 and all(math.isfinite(x) for line in curve for x in line)
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
@@ -364,7 +381,7 @@ def test_the_held_out_figures_are_those_of_the_best_draft(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """Read back from disk and measured anew, by another path: one row at a time, online."""
-    from specdec.forcing.teacher import TeacherForcing, batch_of
+    from specdec.forcing.teacher import batch_of
     from specdec.formats import draft as checkpoint
     from train.data.split import split_documents
 

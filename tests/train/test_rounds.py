@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/test_rounds.py
 """
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,9 +88,18 @@ def test_by_a_lossless_rule_the_text_is_the_target_s(tiny: Tiny, tmp_path: Path)
     assert len(found) == 24 and all(ids == alone[name] for name, ids in found.items())
 
 
-def test_mixed_rounds_ask_both_for_every_second_prompt(tiny: Tiny, tmp_path: Path) -> None:
-    tiny.job(tmp_path / "run", "medusa", *ROUNDS, "rounds.count=2", "rounds.data=mixed")
-    assert len(written(tmp_path / "run", 1)) == 12
+def test_mixed_rounds_ask_both_for_every_second_prompt(
+    tiny: Tiny, tmp_path: Path, whole: Path
+) -> None:
+    """What was written is what is trained on: the first round, of 4 steps, is that of any run, and
+    the second is neither the target's alone nor the draft's."""
+    curves = [losses(whole)]
+    for data in ("mixed", "target"):
+        tiny.job(tmp_path / data, "medusa", *ROUNDS, f"rounds.data={data}")
+        curves.append(losses(tmp_path / data))
+    assert len(written(tmp_path / "mixed", 1)) == 12
+    for ours, theirs in itertools.combinations(curves, 2):
+        assert ours[:4] == theirs[:4] and ours[4] != theirs[4]
 
 
 @pytest.mark.parametrize(("temperature", "texts"), [(0.0, 1), (1.0, 2)])
