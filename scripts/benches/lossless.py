@@ -194,16 +194,11 @@ def two_samples(folder: Path, count: int, samples: int, rule: str) -> None:
 def homogeneity(one: Counter, two: Counter, least: int = 10) -> tuple[float, int]:
     """χ² of two samples being of one law, and its degrees of freedom; cells of fewer than `least`
     draws in both together are pooled."""
-    pooled = [0, 0]
-    cells = []
-    for cell in set(one) | set(two):
-        pair = [one[cell], two[cell]]
-        if sum(pair) < least:
-            pooled = [a + b for a, b in zip(pooled, pair, strict=True)]
-        else:
-            cells.append(pair)
-    if sum(pooled):
-        cells.append(pooled)
+    pairs = [(one[cell], two[cell]) for cell in set(one) | set(two)]
+    cells = [pair for pair in pairs if sum(pair) >= least]
+    rare = [pair for pair in pairs if sum(pair) < least]
+    if rare:
+        cells.append((sum(a for a, _ in rare), sum(b for _, b in rare)))
     totals = [sum(c[j] for c in cells) for j in (0, 1)]
     chi = 0.0
     for pair in cells:

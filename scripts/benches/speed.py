@@ -134,9 +134,7 @@ def theory(
             f"{walltime_factor(alpha[0], at.gamma, c):.2f}",
             str(best_gamma(alpha, c, at.gamma)),
         )
-        spent = at.seconds_spent.values()
-        seconds = sum(p.emitted for p in at.prompts) / at.tokens_per_second.value
-        cells = [f"{s / at.rounds * 1e3:.2f}" for s in (*spent, seconds - sum(spent))]
+        cells = [f"{s / at.rounds * 1e3:.2f}" for s in at.seconds_spent.values()]
         parts.add_row(name, *cells, f"{at.cost.step_seconds.value * 1e3:.2f}")
     console.print(
         f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}, "
@@ -167,47 +165,47 @@ def speed(
     assistants = drafts_of(folders, theirs)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     plain = "transformers, plain"
-    variants = {plain: transformers(model, target, new)}
-    against: dict[str, list[str]] = {}
+    variants: dict[str, Variant] = {}
+    against: dict[str, list[str]] = {}  # the names of the rivals that each is compared with
     drafts: dict[str, str] = {}  # how many tokens a round
+
+    def add(name: str, variant: Variant, drafted: str = "", rivals: Sequence[str] = ()) -> str:
+        variants[name], drafts[name], against[name] = variant, drafted, list(rivals)
+        return name
+
+    add(plain, transformers(model, target, new))
     for mode, through in modes.items():
-        variants[f"ours, plain{mode}"] = ours(target, new, compiled=through)
-        against[f"ours, plain{mode}"] = [plain]
+        add(f"ours, plain{mode}", ours(target, new, compiled=through), "", [plain])
     for name, drafter in drafters.items():
         depth = gamma or min(drafter.depth, 5)
-        rivals: dict[str, Variant] = {}
+        rivals = []
         theirs_alike = partial(transformers, model, target, new)
         if drafter is lookup:
-            rivals["transformers, prompt lookup"] = theirs_alike(
-                prompt_lookup_num_tokens=depth, max_matching_ngram_size=lookup.config.max_ngram
-            )
-            drafts["transformers, prompt lookup"] = str(depth)
+            largest = lookup.config.max_ngram
+            alike = theirs_alike(prompt_lookup_num_tokens=depth, max_matching_ngram_size=largest)
+            rivals.append(add("transformers, prompt lookup", alike, str(depth)))
         elif drafter.in_transformers == "assistant":
             assisted, assistant = f"transformers, assisted by {name}", assistants[name].model
-            rivals[assisted] = theirs_alike(
+            alike = theirs_alike(
                 assistant,
                 num_assistant_tokens=depth,
                 num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,
             )
-            rivals[f"{assisted}, defaults"] = theirs_alike(assistant)
-            drafts |= {assisted: str(depth), f"{assisted}, defaults": "up to 20"}
-        variants |= rivals
+            rivals.append(add(assisted, alike, str(depth)))
+            rivals.append(add(f"{assisted}, defaults", theirs_alike(assistant), "up to 20"))
         for mode, through in modes.items():
-            variants[f"ours, {name}{mode}"] = ours(
-                target, new, drafter=drafter, gamma=depth, compiled=through
-            )
-            against[f"ours, {name}{mode}"] = list(rivals) or [plain]
-            drafts[f"ours, {name}{mode}"] = str(depth)
+            way = ours(target, new, drafter=drafter, gamma=depth, compiled=through)
+            add(f"ours, {name}{mode}", way, str(depth), rivals or [plain])
     seconds = in_turn(variants, asked)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     table = Table("", "drafted", "tokens/s, median", "times faster than", "")
     for name, times in seconds.items():
         cells = ["", ""]
-        if rivals_of := against.get(name):
-            best = min(rivals_of, key=middle.__getitem__)
+        if against[name]:
+            best = min(against[name], key=middle.__getitem__)
             cells = [ratio(seconds[best], times), best]
-        table.add_row(name, drafts.get(name, ""), f"{1 / middle[name]:.1f}", *cells)
+        table.add_row(name, drafts[name], f"{1 / middle[name]:.1f}", *cells)
     console.print(
         f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}, "
         f"{torch.get_num_threads()} threads; whole calls, with prefill; prompt lookup by n-grams "

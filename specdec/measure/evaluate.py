@@ -160,7 +160,9 @@ def _answered(
         made.tokens.append(tokens)
         made.plain_seconds.append(tokens * statistics.median(_a_token(p) for p, _ in pairs))
         made.seconds.append(tokens * statistics.median(_a_token(s) for _, s in pairs))
-        made.spent.append(max(pairs[0][1], key=lambda g: g.seconds).spent)
+        slowest = max(pairs[0][1], key=lambda g: g.seconds)
+        other = slowest.seconds - sum(slowest.spent.values())
+        made.spent.append(slowest.spent | {"other": other})
         if on_prompt:
             so_far = sum(g.emitted for g in made.drafted) / max(1, len(made.rounds))
             for _ in batch:
