@@ -157,7 +157,9 @@ def speed(
     same number of drafted tokens and, for prompt lookup, n-grams of the same size."""
     target = target_of(folders[0], dtype)
     theirs = target_of(folders[0], dtype, packed=False)
-    model = as_transformers(theirs)
+    model = theirs.model
+    if model.config._attn_implementation == "grouped":  # ours: transformers has sdpa there
+        model.set_attn_implementation("sdpa")
     asked = held_out(folders[0], target, count)
     (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")
     lookup = kind.build(kind.Config(), target)
@@ -213,14 +215,6 @@ def speed(
     )
     console.print(table)
     _step(target, model, asked[0])
-
-
-def as_transformers(target: Target) -> Any:
-    """The target's model as transformers loads it: sdpa, where the model can."""
-    model = target.model
-    if model.config._attn_implementation == "grouped":
-        model.set_attn_implementation("sdpa")
-    return model
 
 
 def _step(target: Target, model: Any, prompt: list[int], rounds: int = 5) -> None:

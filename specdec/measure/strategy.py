@@ -80,10 +80,25 @@ def strategy(
         return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
     if cfg.tree == "best_first":
         return Strategy(BestFirst(gamma, cfg.nodes or NODES))
+    if cfg.tree == "static" and cfg.paths:
+        return Strategy(Static(cfg.paths))
     if cfg.tree == "static":
-        if cfg.paths:
-            return Strategy(Static(cfg.paths))
-        return _static(cfg, target, drafter, learning, sampler, gamma)
+        found_DR = acceptance_by_rank(
+            target,
+            drafter,
+            learning,
+            cfg.max_new_tokens,
+            gamma,
+            sampler=sampler,
+            rule=cfg.rule,
+            greedy_draft=cfg.greedy_draft,
+        )
+        if cfg.nodes is None:
+            shape = fastest_shape(found_DR, target, drafter, learning, cfg, sampler)
+        else:
+            shape = best_static(found_DR, cfg.nodes)
+        paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
+        return Strategy(shape, None, Learned([list(p) for p in paths], found_DR.tolist()))
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit))
@@ -103,34 +118,6 @@ def strategy(
     classifier = fit(*recorder.records())
     disco = typed(Disco.Config, settings, "decode.settings")
     return Strategy(chain, lambda: Disco(disco, classifier), Learned(classifier=classifier))
-
-
-def _static(
-    cfg: DecodeConfig,
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-    depth: int,
-) -> Strategy:
-    """The best static tree of `cfg.nodes`, or the fastest shape where none are given."""
-    found_DR = acceptance_by_rank(
-        target,
-        drafter,
-        prompts,
-        cfg.max_new_tokens,
-        depth,
-        sampler=sampler,
-        rule=cfg.rule,
-        greedy_draft=cfg.greedy_draft,
-    )
-    shape: Shape
-    if cfg.nodes is None:
-        shape = fastest_shape(found_DR, target, drafter, prompts, cfg, sampler)
-    else:
-        shape = best_static(found_DR, cfg.nodes)
-    paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
-    return Strategy(shape, None, Learned([list(p) for p in paths], found_DR.tolist()))
 
 
 def rounds_of(
