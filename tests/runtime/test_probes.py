@@ -21,7 +21,7 @@ from specdec.runtime.probes import Answer, Choice, compare, native_dtype
 from specdec.target import loading
 from specdec.target.loading import TargetConfig, load_target, opening, resolved
 from tests.tiny import Tiny, process
-from train import pipeline
+from train import folder, pipeline
 
 ONE, TWO = torch.ones(3), torch.full((3,), 2.0)
 
@@ -169,7 +169,7 @@ def test_a_run_keeps_the_dtype_with_which_it_began(
         monkeypatch.setattr(pipeline.console, "print", lambda *x, to=said, **_: to.extend(x))
         for native in (began, elsewhere):
             choice = Choice(native, f"{native} is native")
-            for module in (loading, pipeline):
+            for module in (loading, folder):
                 monkeypatch.setattr(module, "native_dtype", lambda _, found=choice: found)
             tiny.job(run, "medusa", "target.dtype=auto")
             assert json.loads((run / "config.json").read_text())["target"]["dtype"] == began
