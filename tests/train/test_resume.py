@@ -126,7 +126,7 @@ KILLS = {
     "between_checkpoints": [("log", 2, 1), ("log", 6, 1), ("log", 3, 0)],
     "around_a_checkpoint": [("checkpoint", 2, 0), ("checkpoint", 1, 1), ("checkpoint", 2, 1)],
     "in_the_middle_of_writing": [("half", 2, 0), ("half", 1, 1), ("half_best", 1, 1)],
-    "between_two_renames": [("rename", 1, 0), ("rename", 2, 1), ("rename", 3, 1), ("rename", 4, 1)],
+    "between_two_renames": [("rename", 1, 0), ("rename", 2, 1), ("rename", 3, 1), ("rename", 2, 1)],
     "before_and_after_resuming": [("features", 1, 1), ("lr", 5, 0), ("rewind", 1, 1)],
 }
 
