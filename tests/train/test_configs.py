@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -608,6 +609,7 @@ def test_scripts_tell_a_mistake_in_one_line(tiny: Tiny, trained: Path, tmp_path:
         data = file.read_bytes()
         half = data[: len(data) // 2] if file.suffix == ".safetensors" else data
         (cut / file.name).write_bytes(half)
+    shutil.copy(trained / "config.json", cut.parent)
     other = str(save_target(tmp_path / "other", seed=1))
     for arguments, parts in (
         ([str(cut)], ["draft.safetensors", "cut short"]),
@@ -647,7 +649,7 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
             "search=lr",
             *given,
             "optim.lr=choice(0.005,1e30)",
-            "loss.depth_decay=choice(0.6,1.0)",
+            "objective.depth_decay=choice(0.6,1.0)",
             "hydra.sweeper.n_trials=3",
             "hydra.sweeper.sampler.seed=4",
             f"hydra.sweep.dir={tmp_path / 'sweep'}",

@@ -60,14 +60,14 @@ OF_DRAFTERS = {name: list(settings_of(kind.Config, "drafter.")) for name, kind i
 
 @st.composite
 def overrides(draw: st.DrawFn) -> list[str]:
-    """A drafter, and up to three settings: mostly of the right type, else of any, else misspelt."""
+    """A drafter, and one or two settings: mostly of the right type, else of any, else misspelt."""
     name = draw(st.sampled_from(sorted(DRAFTERS)))
     chosen = [f"drafter={name}"]
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(1, 2))):
         key, kind = draw(st.sampled_from(ALL + 3 * OF_DRAFTERS[name]))
         of = (
             VALUES.get(kind, TEXT)
-            if draw(st.integers(0, 3))
+            if draw(st.integers(0, 7))
             else draw(st.sampled_from(list(VALUES.values())))
         )
         if not draw(st.integers(0, 15)):
