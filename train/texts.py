@@ -19,6 +19,7 @@ from specdec.drafters import family
 from specdec.errors import UserError, require
 from specdec.files import read_record, write_whole
 from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.strategy import LEARNING
 from specdec.progress import console
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand
@@ -141,7 +142,8 @@ def _fitting(
     body = target.whole()
     rehearsed = _rehearsal(cfg, body, train, accelerator)
     speeds = measured(body, [t.ids.tolist() for t in train], batch, rehearsed)
-    evaluated = min(cfg.decode.prompts, len(held_out)) * cfg.decode.max_new_tokens
+    prompts = min(cfg.decode.prompts, len(held_out))
+    evaluated = (prompts + LEARNING) * cfg.decode.max_new_tokens  # LEARNING more for the oracle
     work = Work(
         epochs=cfg.loop.epochs * cfg.rounds.count if family(cfg.drafter.name).trainable else 0,
         new=cfg.answers.max_new_tokens if theirs else 0,
@@ -192,6 +194,7 @@ def _rehearsal(
         with accelerator.autocast():
             loss, _ = forcing(batch, anchors)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
         optimizer.step()
         optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
