@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import math
 import os
 import re
 import signal
@@ -42,10 +43,25 @@ def require_between(
     name: str, value: float | None, least: float, most: float | None = None
 ) -> None:
     """Raise UserError unless a setting is unset or lies from `least` to `most` (None: no bound)."""
-    if value is None or (least <= value and (most is None or value <= most)):
+    if value is None or (least <= value < math.inf if most is None else least <= value <= most):
         return
     bounds = f"give {least} or more" if most is None else f"give {least} to {most}"
     raise UserError(f"{name}={value}: {bounds}")
+
+
+def require_within(owner: str, config: object, **bounds: float | tuple[float, float]) -> None:
+    """`require_between` for settings of an owner, each with its least value or with both ends."""
+    for name, bound in bounds.items():
+        least, most = bound if isinstance(bound, tuple) else (bound, None)
+        require_between(f"{owner}.{name}", getattr(config, name), least, most)
+
+
+def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
+    """Raise UserError unless each setting of an owner is unset or has one of the known values."""
+    for name, values in known.items():
+        value, values = getattr(config, name), list(values)
+        if value is not None and value not in values:
+            raise UserError(f"{owner}.{name}={value!r} is unknown{nearest(value, values)}")
 
 
 def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
