@@ -108,7 +108,7 @@ def _run(
     drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, seed, console)
     _require_positions(target.parts, drafter, [*texts.train, *texts.held_out])
     require_fitting(cfg.decode, drafter)
-    measured = texts.prompts[: cfg.decode.prompts]
+    measured = texts.prompts[: texts.measured]
     require_room(target.parts, [p.ids.tolist() for p in measured], cfg.decode.max_new_tokens)
     of = {"target": fingerprint, "training data": digest(texts.train)}
     of["held-out data"] = digest(texts.held_out)
@@ -256,12 +256,12 @@ def _finish(
 ) -> Results:
     """Measure the best draft with the decoder; report, W&B and export."""
     drafter = drafts.load(folder / "best", target)
-    count = min(len(texts.prompts), cfg.decode.prompts)
+    count = min(len(texts.prompts), texts.measured)
     task = progress.add_task("decoding", total=count * len(cfg.decode.temperatures))
     results = evaluate(
         Subject(cfg.name, target, drafter, cfg.data.path),
         [p.ids.tolist() for p in texts.prompts],
-        cfg.decode,
+        replace(cfg.decode, prompts=texts.measured),
         lambda line: progress.update(task, advance=1, description=f"decoding  {line}"),
         [p.words for p in texts.prompts],
     )

@@ -1,8 +1,9 @@
 """How much of the data fits a budget of minutes on this machine.
 
-`measured` times for some seconds what the run will do: the target's passes and the drafter's
+`timed` times for some seconds what the run will do: the target's passes and the drafter's
 training steps. `fitted` then takes as many training conversations as leave the whole run within
-its budget. The pipeline keeps the plan in the run's folder, so that a resumed run keeps its size.
+its budget, of which the final evaluation gets a share. The pipeline keeps the plan in the run's
+folder, so that a resumed run keeps its size.
 """
 
 import statistics
@@ -18,11 +19,14 @@ from specdec.errors import require
 from specdec.target.base import Target
 
 TOKENS, NEW = 48, 5  # last tokens of a prompt, and new ones, that are timed
+SINGLE = 25  # new tokens of a row by itself: the final evaluation is made of such steps
 STEPS = 3  # training steps that are timed, after one that warms up
 SAID = 0.9  # share of answers.max_new_tokens that an answer takes up, from quickstarts
 FORWARD = 1 / 3  # of a training step's time is its forward pass
 POOR = 300  # training conversations below which a head has hardly begun to learn
 AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
+MEASURED = 0.4  # share of a budget above which the final evaluation takes fewer prompts
+FEWEST = 12  # prompts of the final evaluation, however slow the machine
 
 
 @dataclass
@@ -30,7 +34,7 @@ class BudgetConfig:
     """How long the whole run may take. `minutes` null sets no limit: all conversations are used.
 
     However slow the machine, `floor` training conversations are used; `data.limit` is the
-    ceiling. `spent` are seconds used up before `train.py` began, such as those of installation.
+    ceiling. The final evaluation takes up to `decode.prompts`. `spent` are seconds used up before `train.py` began, such as those of installation.
     """
 
     minutes: float | None = None
@@ -63,7 +67,9 @@ class Work:
     epochs: int
     new: int  # tokens of an answer that the target writes; 0: the data have answers
     kept: bool  # whether features are stored while the target answers, and not read again
-    decoded: int  # tokens that the final evaluation writes, plainly and speculatively together
+    prompts: int  # of the final evaluation
+    decoded: int  # tokens that it writes for each, plainly and speculatively together
+    learned: int  # tokens that it writes for other prompts, whatever their number
     watched: float  # evaluations of the held-out side for each token trained on
 
 
@@ -73,6 +79,7 @@ class Plan:
 
     conversations: int  # of the training side
     available: int
+    prompts: int  # of the final evaluation
     answering: float
     reading: float
     training: float
@@ -97,7 +104,7 @@ class Plan:
             f"this machine {answers}reads {1 / speeds.read:,.0f} and trains on "
             f"{1 / speeds.trained:,.0f} tokens/s\n"
             f"plan: {self.conversations:,} of {self.available:,} training conversations, about "
-            f"{_minutes(self.seconds)} ({parts})"
+            f"{_minutes(self.seconds)} ({parts}; {self.prompts} prompts are measured)"
         )
 
 
@@ -123,7 +130,13 @@ def fitted(
         return 0.0 if work.kept else (tokens + texts * answer) * speeds.read
 
     watching = (sum(held_out) + len(held_out) * answer) * speeds.trained * FORWARD
-    measuring = work.decoded * speeds.step + AFTER
+
+    def measuring(prompts: int) -> float:
+        return (prompts * work.decoded + work.learned) * speeds.step + AFTER
+
+    prompts = work.prompts
+    while seconds is not None and prompts > FEWEST and measuring(prompts) > MEASURED * seconds:
+        prompts -= 1
 
     def plan(n: int, tokens: int) -> Plan:
         texts, read = n + len(held_out), tokens + sum(held_out)
@@ -132,10 +145,11 @@ def fitted(
         return Plan(
             conversations=n,
             available=len(train),
+            prompts=prompts,
             answering=answering(texts, read),
             reading=reading(texts, read),
             training=trained * speeds.trained + evaluations * watching,
-            measuring=measuring,
+            measuring=measuring(prompts),
             speeds=speeds,
         )
 
@@ -145,7 +159,7 @@ def fitted(
     return max([least, *fitting], key=lambda p: p.conversations)
 
 
-def measured(
+def timed(
     target: Target,
     prompts: Sequence[Sequence[int]],
     batch: int,
@@ -155,7 +169,7 @@ def measured(
     which takes one training step and returns how many tokens it read."""
     rows = [list(p[-TOKENS:]) for p in prompts[:batch]]
     many = decode(target, rows, max_new_tokens=NEW, eos=())
-    one = decode(target, rows[:1], max_new_tokens=2 * NEW, eos=())[0]
+    one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]
     last = max(many, key=lambda g: g.seconds)
     times = []
     for turn in range(1 + STEPS):
@@ -168,7 +182,7 @@ def measured(
     return Speeds(
         read=last.prefill_seconds / len(rows) / max(map(len, rows)),
         answered=last.seconds / (NEW - 1) / len(rows),
-        step=one.seconds / (2 * NEW - 1),
+        step=one.seconds / (SINGLE - 1),
         trained=statistics.median(times),
     )
 

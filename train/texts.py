@@ -32,7 +32,7 @@ from train.data.template import Document, Prompt, prompt_of
 from train.features.decoded import Decoded
 from train.features.source import Online
 from train.features.store import Kind, Store
-from train.plan import POOR, Plan, Work, fitted, measured
+from train.plan import POOR, Plan, Work, fitted, timed
 from train.stages import StageConfig, starting
 
 
@@ -43,6 +43,7 @@ class Texts:
     train: list[Document]
     held_out: list[Document]
     prompts: list[Prompt]  # held out, for the decoder
+    measured: int  # how many of these prompts the final evaluation answers
     records: int  # of the data that were read
     asked: list[Prompt] = dataclasses.field(default_factory=list)  # whose answers `train` has
 
@@ -58,7 +59,9 @@ def texts_of(
     """Conversations as documents: with the data's answers, or with the target's own; as many as
     fit the budget of a run that began at `started`."""
 
-    def fitting(train: Sequence[Document | Prompt], held_out: Sequence[Document | Prompt]) -> int:
+    def fitting(
+        train: Sequence[Document | Prompt], held_out: Sequence[Document | Prompt]
+    ) -> tuple[int, int]:
         return _fitting(cfg, folder, target, train, held_out, accelerator, started)
 
     tokenizer = target.parts.tokenizer
@@ -66,10 +69,12 @@ def texts_of(
         texts = split_documents(cfg.data, tokenizer)
         tally = texts.tally
         found = [prompt_of(c, tokenizer, cfg.data.max_prompt) for c in texts.conversations]
+        size, measured = fitting(texts.train, texts.held_out)
         made = Texts(
-            texts.train[: fitting(texts.train, texts.held_out)],
+            texts.train[:size],
             texts.held_out,
             [p for p in found if not isinstance(p, str)],
+            measured,
             tally.read,
         )
         if why := Counter(p for p in found if isinstance(p, str)):
@@ -88,11 +93,13 @@ def texts_of(
                 "raise the last, or lower data.max_prompt or answers.max_new_tokens"
             )
         keep = _keeping(cfg, target)
-        asked = split.train[: fitting(split.train, split.held_out)]
+        size, measured = fitting(split.train, split.held_out)
+        asked = split.train[:size]
         made = Texts(
             answered(target, asked, cfg.answers, accelerator, progress, keep),
             answered(target, split.held_out, cfg.answers, accelerator, progress, keep),
             split.held_out,
+            measured,
             tally.read,
             asked,
         )
@@ -126,29 +133,30 @@ def _fitting(
     held_out: Sequence[Document | Prompt],
     accelerator: Accelerator,
     started: float,
-) -> int:
-    """How many training conversations fit `cfg.budget`, printed with the time that each stage
-    should take. A resumed run keeps the number in its plan.json."""
+) -> tuple[int, int]:
+    """How many training conversations and prompts of the final evaluation fit `cfg.budget`, printed
+    with the time that each stage should take. A resumed run keeps the numbers in its plan.json."""
     path = folder / "plan.json"
     if path.exists():
         kept = read_record(Plan, path)
         console.print(f"{path}: {kept.conversations:,} training conversations, as planned before")
-        return kept.conversations
+        return kept.conversations, kept.prompts
     if cfg.budget.minutes is None or not train or not held_out:
-        return len(train)
+        return len(train), cfg.decode.prompts
     console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for some seconds")
     theirs = cfg.data.answers == "target"
     batch = cfg.answers.batch if theirs else cfg.loop.rows
     body = target.whole()
     rehearsed = _rehearsal(cfg, body, train, accelerator)
-    speeds = measured(body, [t.ids.tolist() for t in train], batch, rehearsed)
-    prompts = min(cfg.decode.prompts, len(held_out))
-    evaluated = (prompts + LEARNING) * cfg.decode.max_new_tokens  # LEARNING more for the oracle
+    speeds = timed(body, [t.ids.tolist() for t in train], batch, rehearsed)
+    drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     work = Work(
         epochs=cfg.loop.epochs * cfg.rounds.count if family(cfg.drafter.name).trainable else 0,
         new=cfg.answers.max_new_tokens if theirs else 0,
         kept=theirs and _keeping(cfg, target) is not None,
-        decoded=2 * evaluated * len(cfg.decode.temperatures) * cfg.decode.repeats,
+        prompts=min(cfg.decode.prompts, len(held_out)),
+        decoded=2 * drafted * cfg.decode.repeats,
+        learned=LEARNING * drafted,  # for the oracle
         watched=1 / (cfg.loop.eval_every * cfg.loop.rows * cfg.data.max_length)
         if cfg.loop.eval_every
         else 0.0,
@@ -165,7 +173,7 @@ def _fitting(
         )
     if accelerator.is_main_process:
         write_whole(path, json.dumps(dataclasses.asdict(plan), indent=1))
-    return plan.conversations
+    return plan.conversations, plan.prompts
 
 
 def _rehearsal(

@@ -11,11 +11,23 @@ import pytest
 from specdec.errors import UserError
 from specdec.files import read_record
 from tests.tiny import Tiny, architectures, random_target
-from train.plan import AFTER, FORWARD, SAID, BudgetConfig, Plan, Speeds, Work, fitted, measured
+from train.plan import (
+    AFTER,
+    FEWEST,
+    FORWARD,
+    MEASURED,
+    SAID,
+    BudgetConfig,
+    Plan,
+    Speeds,
+    Work,
+    fitted,
+    timed,
+)
 
 SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
-WORK = Work(epochs=3, new=100, kept=False, decoded=200, watched=0.001)
-FIXED = 200 * 0.05 + AFTER  # of the final evaluation, whatever is trained on
+WORK = Work(epochs=3, new=100, kept=False, prompts=FEWEST, decoded=15, learned=20, watched=0.001)
+FIXED = (FEWEST * 15 + 20) * 0.05 + AFTER  # of the final evaluation, whatever is trained on
 
 
 def by_hand(n: int, tokens: int = 40, held: int = 5) -> float:
@@ -51,6 +63,20 @@ def test_the_floor_is_used_however_slow_the_machine() -> None:
     assert plan(by_hand(200) + 1e-6, floor=120).conversations == 200
 
 
+def test_a_slow_machine_measures_fewer_prompts() -> None:
+    more = dataclasses.replace(WORK, prompts=30)
+    each = 15 * 0.05
+    room = (20 * each + 20 * 0.05 + AFTER) / MEASURED  # for the evaluation of 20 prompts
+    assert plan(None, work=more).prompts == 30, "without a budget all are measured"
+    assert plan(room + 1e-6, work=more).prompts == 20
+    assert plan(room - 1e-6, work=more).prompts == 19
+    assert plan(1.0, work=more).prompts == FEWEST
+    fewer = dataclasses.replace(WORK, prompts=FEWEST - 1)
+    assert plan(1.0, work=fewer).prompts == FEWEST - 1, "no more than there are"
+    saved = plan(room - 1e-6, work=more).measuring - plan(room + 1e-6, work=more).measuring
+    assert saved == pytest.approx(-each)
+
+
 def test_longer_conversations_fill_a_budget_sooner() -> None:
     lengths = [10] * 100 + [400] * 100
     short_first = fitted(60, 1, SPEEDS, WORK, lengths, [40] * 5)
@@ -83,7 +109,7 @@ def test_speeds_are_measured_on_the_work_at_hand() -> None:
         steps.append(1)
         return 10
 
-    speeds = measured(target, [[3, 4, 5], [6, 7]], 2, step)
+    speeds = timed(target, [[3, 4, 5], [6, 7]], 2, step)
     assert len(steps) > 2, "one step warms up, others are timed"
     assert all(seconds > 0 for seconds in dataclasses.astuple(speeds))
 
