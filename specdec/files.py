@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, located, nearest, require
 
 T = TypeVar("T")
 LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
@@ -107,10 +107,8 @@ def record(kind: type[T], value: Any, where: str) -> T:
         required = f.default is MISSING and f.default_factory is MISSING
         require(name in value or not required, f"{where}: the key {name!r} is missing")
     checked = {key: _as(hints[key], x, f"{where}: {key}") for key, x in value.items()}
-    try:
+    with located(where):  # what the dataclass itself requires
         return kind(**checked)
-    except UserError as error:  # what the dataclass itself requires
-        raise UserError(f"{where}: {error}") from error
 
 
 def _as(kind: Any, value: Any, where: str) -> Any:

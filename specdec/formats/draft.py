@@ -6,23 +6,21 @@ against the family's dataclasses, the network that it describes is laid out with
 compared with the header of the weights, and only then are weights read.
 """
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter, family
-from specdec.drafters.base import Sizes
-from specdec.errors import UserError, require
+from specdec.errors import UserError, located, require
 from specdec.files import read_record, record, replaced
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
@@ -49,23 +47,12 @@ class TargetOf:
 
 @dataclass(frozen=True)
 class Card:
-    """What a draft's card says, checked. `notes` are kept as they were given."""
-
-    family: str
-    config: Any  # the family's `Config`
-    sizes: Any  # the family's `Sizes`
-    target: TargetOf
-    notes: dict[str, Any]
-
-
-@dataclass
-class _File:
-    """A card as JSON. `shape` holds the sizes."""
+    """What a draft's card says. `notes` are kept as they were given."""
 
     format: int
     family: str
-    config: dict[str, Any]
-    shape: dict[str, Any]
+    config: Any  # the family's `Config`
+    shape: Any  # the family's `Sizes`
     target: TargetOf
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -88,19 +75,14 @@ def save(
         kept = untied(type(drafter)(drafter.config, drafter.sizes).state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
     require_finite(tensors, f"{folder}: not written")
-    card = _File(
-        format=FORMAT,
-        family=drafter.config.name,
-        config=dataclasses.asdict(drafter.config),
-        shape=dataclasses.asdict(drafter.sizes),
-        target=TargetOf(
-            target.name, target.revision, target.fingerprint(), target.vocab_size, target.width
-        ),
-        notes=notes or {},
+    theirs = TargetOf(
+        target.name, target.revision, target.fingerprint(), target.vocab_size, target.width
     )
+    name, config, sizes = drafter.config.name, drafter.config, drafter.sizes
+    card = Card(FORMAT, name, config, sizes, theirs, notes or {})
     with replaced(folder) as partial:
         save_file(tensors, partial / WEIGHTS)
-        (partial / CARD).write_text(json.dumps(dataclasses.asdict(card), indent=1))
+        (partial / CARD).write_text(json.dumps(asdict(card), indent=1))
 
 
 def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
@@ -130,30 +112,32 @@ def read(folder: Path | str, target: Parts) -> Drafter:
     """
     folder = Path(folder)
     card = read_card(folder)
-    _require_target(card, target, folder)
-    kind, where = family(card.family), folder / WEIGHTS
+    theirs, kind, path = card.target, family(card.family), folder / CARD
+    require(
+        theirs.vocab_size == target.vocab_size,
+        f"{folder}: this draft is for a target with a vocabulary of {theirs.vocab_size} "
+        f"({theirs.name}), {target.name} has {target.vocab_size}: give that target",
+    )
+    require(
+        theirs.fingerprint == target.fingerprint(),
+        f"{folder}: this draft was trained for {theirs.name} with other weights than "
+        f"{target.name} has: give that target, or train a draft for this one",
+    )
     try:
-        with torch.device("meta"):
-            planned = kind(card.config, card.sizes)
-    except UserError as error:
-        raise UserError(f"{folder / CARD}: {error}") from error
+        with located(path), torch.device("meta"):
+            planned = kind(card.config, card.shape)
+    except UserError:
+        raise
     except Exception as error:  # whatever transformers' and torch's own checks raise
         raise UserError(
-            f"{folder / CARD}: no {card.family} can be built from this card ({_line(error)}): "
-            "train the draft again"
+            f"{path}: no {card.family} can be built from this card ({_line(error)}): train the "
+            "draft again"
         ) from error
-    _require_header(where, untied(planned.state_dict()))
-    try:
-        tensors = load_file(where)
-    except (SafetensorError, OSError) as error:
-        raise _damaged(where, error) from error
-    require_finite(tensors, where)
-    drafter = kind(card.config, card.sizes)
+    tensors = _read_weights(folder / WEIGHTS, untied(planned.state_dict()))
+    drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: what is tied comes along
-    try:
+    with located(folder / WEIGHTS):
         drafter.require_sound()
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
     return drafter
 
 
@@ -168,53 +152,51 @@ def digest(folder: Path | str) -> str:
 def read_card(folder: Path | str) -> Card:
     """The card of a draft folder. Raises UserError where there is none, where it is of another
     version, and, naming file and key, for a value of a wrong type or out of range."""
-    folder = Path(folder)
-    path = folder / CARD
+    path = Path(folder) / CARD
     require(
         path.is_file(),
         f"{folder} holds no draft ({CARD} is missing): give the checkpoint folder of a run, such "
         "as runs/NAME/best",
     )
-    file = read_record(_File, path)
-    require(
-        file.format == FORMAT,
-        f"{path}: format {file.format} is not the one that this version reads ({FORMAT})",
-    )
-    try:
-        kind = family(file.family)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    config: Any = record(kind.Config, file.config, f"{path}: config")
-    sizes = record(kind.Sizes, file.shape, f"{path}: shape")
-    if config.name != file.family:
-        raise UserError(f"{path}: config: the name {config.name!r} is not {file.family!r}")
-    for part, given in (("config", file.config), ("shape", file.shape)):
-        _require_sane(given, f"{path}: {part}")
-    _require_sizes(sizes, file.target, f"{path}: shape")
-    return Card(file.family, config, sizes, file.target, file.notes)
+    card = read_record(Card, path)
+    with located(path):
+        require(
+            card.format == FORMAT,
+            f"format {card.format} is not the one that this version reads ({FORMAT})",
+        )
+        kind = family(card.family)
+        config: Any = record(kind.Config, card.config, "config")
+        sizes = record(kind.Sizes, card.shape, "shape")
+        require(
+            config.name == card.family, f"config: the name {config.name!r} is not {card.family!r}"
+        )
+        _require_sane(card.config, "config")
+        _require_sane(card.shape, "shape")
+        ours, theirs = sizes.target_vocab, card.target.vocab_size
+        require(
+            ours == theirs >= 1,
+            f"shape: target_vocab is {ours}, the target's vocabulary has {theirs} tokens",
+        )
+        require(
+            sizes.draft_vocab is None or 1 <= sizes.draft_vocab <= ours,
+            f"shape: draft_vocab is {sizes.draft_vocab}: expected 1 to {ours}",
+        )
+    return replace(card, config=config, shape=sizes)
 
 
 def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict without the second name of a tensor that has two (tied embeddings)."""
-    seen: set[Any] = set()
-    kept = {}
+    first: dict[Any, str] = {}
     for name, x in state.items():
-        place = (x.untyped_storage()._cdata, x.storage_offset(), x.shape)
-        if place not in seen:
-            kept[name] = x
-            seen.add(place)
-    return kept
+        first.setdefault((x.untyped_storage()._cdata, x.storage_offset(), x.shape), name)
+    return {name: state[name] for name in first.values()}
 
 
 def require_same(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: Path | str
 ) -> None:
     """Raise UserError naming the first tensor that is missing, extra or of another shape."""
-    _require_shapes(
-        {name: list(x.shape) for name, x in found.items()},
-        {name: list(x.shape) for name, x in wanted.items()},
-        where,
-    )
+    _require_shapes({name: x.shape for name, x in found.items()}, wanted, where)
 
 
 def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
@@ -225,97 +207,72 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
 
 
 def _require_shapes(
-    found: Mapping[str, list[int]], wanted: Mapping[str, list[int]], where: Path | str
+    found: Mapping[str, Sequence[int]], wanted: Mapping[str, Tensor], where: Path | str
 ) -> None:
-    for name, shape in wanted.items():
+    for name, x in wanted.items():
         require(name in found, f"{where}: tensor {name!r} is missing")
-        if found[name] != shape:
-            raise UserError(f"{where}: tensor {name!r} has shape {found[name]}, not {shape}")
+        ours, theirs = list(x.shape), list(found[name])
+        require(ours == theirs, f"{where}: tensor {name!r} has shape {theirs}, not {ours}")
     for name in found:
         require(name in wanted, f"{where}: tensor {name!r} does not belong there")
 
 
-def _require_header(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Compare the tensors that a file announces with those of a network, before any is read."""
+def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file. What its header announces is compared with those of a network before
+    any is read."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: list(x.get_shape()) for name, x in slices.items()}
-            types = {name: x.get_dtype() for name, x in slices.items()}
+            _require_shapes({name: x.get_shape() for name, x in slices.items()}, wanted, path)
+            for name, x in wanted.items():
+                kind = slices[name].get_dtype()
+                known = FLOATS if x.is_floating_point() else (WHOLE[x.dtype],)
+                require(
+                    kind in known,
+                    f"{path}: tensor {name!r} is of type {kind}, expected {' or '.join(known)}",
+                )
+            tensors = {name: file.get_tensor(name) for name in slices}
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from error
-    _require_shapes(shapes, {name: list(x.shape) for name, x in wanted.items()}, path)
-    for name, x in wanted.items():
-        known = FLOATS if x.is_floating_point() else (WHOLE[x.dtype],)
-        if types[name] not in known:
-            raise UserError(
-                f"{path}: tensor {name!r} is of type {types[name]}, expected {' or '.join(known)}"
-            )
-
-
-def _require_target(card: Card, target: Parts, folder: Path) -> None:
-    theirs = card.target
-    if theirs.vocab_size != target.vocab_size:
         raise UserError(
-            f"{folder}: this draft is for a target with a vocabulary of {theirs.vocab_size} "
-            f"({theirs.name}), {target.name} has {target.vocab_size}: give that target"
-        )
-    if theirs.fingerprint != target.fingerprint():
-        raise UserError(
-            f"{folder}: this draft was trained for {theirs.name} with other weights than "
-            f"{target.name} has: give that target, or train a draft for this one"
-        )
+            f"{path} cannot be read ({_line(error)}): the file is cut short or damaged; copy it "
+            "again, or train the draft again"
+        ) from error
+    require_finite(tensors, path)
+    return tensors
 
 
-def _require_sizes(sizes: Sizes, target: TargetOf, where: str) -> None:
-    if not sizes.target_vocab == target.vocab_size >= 1:
-        raise UserError(
-            f"{where}: target_vocab is {sizes.target_vocab}, the target's vocabulary has "
-            f"{target.vocab_size} tokens"
-        )
-    if sizes.draft_vocab is not None and not 1 <= sizes.draft_vocab <= sizes.target_vocab:
-        raise UserError(
-            f"{where}: draft_vocab is {sizes.draft_vocab}: expected 1 to {sizes.target_vocab}"
-        )
-
-
-def _require_sane(given: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for numbers that no network has, and for counts of modules that would
-    take for ever to build."""
-    for key, value in _numbers(given, ""):
-        most = MOST_MODULES if "layer" in key or "expert" in key or "depth" in key else 2**31
-        if not abs(value) <= most:  # nor is NaN
-            raise UserError(f"{where}: {key} is {str(value)[:24]}: expected at most {most}")
-
-
-def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
-    """All numbers within a value of JSON, each with the keys that lead to it."""
+def _require_sane(value: Any, where: str, key: str = "") -> None:
+    """Raise UserError for numbers that no network has, and for counts of modules that would take
+    for ever to build. `key` leads to the value."""
     if isinstance(value, dict):
         for name, part in value.items():
-            yield from _numbers(part, f"{key}.{name}".lstrip("."))
+            _require_sane(part, where, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list):
         for part in value:
-            yield from _numbers(part, key)
+            _require_sane(part, where, key)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield key, value
+        most = MOST_MODULES if "layer" in key or "expert" in key or "depth" in key else 2**31
+        fits = abs(value) <= most  # NaN does not
+        require(fits, f"{where}: {key} is {str(value)[:24]}: expected at most {most}")
 
 
 @torch.no_grad()
 def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
-    """Draft once, on features of zeros: a network that is whole and yet not one for this target
-    shows here, not in the middle of an answer."""
-    layers = target.config.num_hidden_layers if drafter.needs.layers else 0
-    if any(not 0 < k <= layers for k in drafter.needs.layers):
-        raise UserError(
-            f"{folder}: this draft reads layers {list(drafter.needs.layers)}, and "
-            f"{target.name} has {layers}: train it again"
-        )
+    """Draft once, on features of zeros, so that a whole network that does not fit this target shows
+    here and not in the middle of an answer."""
+    read = drafter.needs.layers
+    layers = target.config.num_hidden_layers if read else 0
+    require(
+        all(0 < k <= layers for k in read),
+        f"{folder}: this draft reads layers {list(read)}, and {target.name} has {layers}: train it "
+        "again",
+    )
     T = 6
     ids_BT = torch.arange(T, device=target.device)[None] % target.vocab_size
     if isinstance(target, Seq2SeqTarget):  # whose texts hold a start token, or (BART) two in a row
         ids_BT[:] = (target.seq2seq.start + 1) % target.vocab_size
         ids_BT[:, 2:4] = target.seq2seq.start
-    features = torch.zeros(1, T, target.width * max(1, len(drafter.needs.layers)))
+    features = torch.zeros(1, T, target.width * max(1, len(read)))
     features = features.to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])
     try:
@@ -326,13 +283,6 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
             f"{folder}: this draft cannot draft for {target.name} ({_line(error)}): train it again"
         ) from error
     require(finite, f"{folder}: this draft's logits are not numbers: train it again")
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path} cannot be read ({_line(error)}): the file is cut short or damaged; copy it again, "
-        "or train the draft again"
-    )
 
 
 def _line(error: Exception) -> str:

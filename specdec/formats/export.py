@@ -17,11 +17,11 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, read_record, replaced
 from specdec.formats import eagle, eagle3, lm, medusa
 from specdec.formats.draft import require_finite, require_same, untied
-from specdec.formats.layout import Layout
+from specdec.formats.layout import Layout, renamed
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
 
@@ -42,6 +42,9 @@ class Mark:
     drafter: str
     layout: str
     target: str
+
+    def write(self, folder: Path) -> None:
+        (folder / MARK).write_text(json.dumps(asdict(self), indent=1))
 
 
 def layout_names(family: str) -> list[str]:
@@ -70,21 +73,23 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     folder, family = Path(folder), drafter.config.name
     chosen = layout_of(family, layout)
     require_free(folder)
-    tensors, config = chosen.write(drafter, target)
+    tensors = chosen.write(drafter, untied(drafter.state_dict()))
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{folder}: not written")
     dtype = next(x.dtype for x in tensors.values() if x.is_floating_point())
+    config = chosen.config(drafter, target)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     with replaced(folder) as partial:
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        theirs = renamed(tensors, chosen.ours, chosen.theirs)
+        save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        _mark(partial, Mark(family, layout, target.name))
+        Mark(family, layout, target.name).write(partial)
         if chosen.whole_model:
             target.tokenizer.save_pretrained(partial)
-        ours, theirs = (logits(d, target) for d in (drafter, read(partial, drafter, target)))
-        if objection := chosen.objection(drafter, ours):
-            raise UserError(f"{folder}: not written, {objection}")
-        if (gap := float((ours - theirs).abs().max())) > 0:
+        before, after = (logits(d, target) for d in (drafter, read(partial, drafter, target)))
+        if chosen.objection and (said := chosen.objection(drafter, before)):
+            raise UserError(f"{folder}: not written, {said}")
+        if (gap := float((before - after).abs().max())) > 0:
             raise UserError(f"{folder}: not written, logits read back differ by {gap:.2g}")
     return f"{len(tensors)} tensors read back, logits identical"
 
@@ -94,7 +99,7 @@ def write_target(folder: Path, target: Target) -> None:
     require_free(folder)
     with replaced(folder) as partial:
         target.save(partial)
-        _mark(partial, Mark("target", "hf", target.name))
+        Mark("target", "hf", target.name).write(partial)
 
 
 def require_free(folder: Path) -> None:
@@ -118,11 +123,10 @@ def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
         raise UserError(f"{folder} is not a complete export: {error}") from error
     read_json(folder / CONFIG)
     mark = read_record(Mark, folder / MARK)
+    with located(folder / WEIGHTS):
+        layout = layout_of(mark.drafter, mark.layout)
+        tensors = layout.read(like, renamed(tensors, layout.theirs, layout.ours))
     drafter = type(like)(like.config, like.sizes)
-    try:
-        tensors = layout_of(mark.drafter, mark.layout).read(like, tensors)
-    except UserError as error:
-        raise UserError(f"{folder / WEIGHTS}: {error}") from error
     require_same(tensors, untied(drafter.state_dict()), folder / WEIGHTS)
     drafter.load_state_dict(tensors, strict=False)
     drafter.to(target.device, next(like.parameters()).dtype)
@@ -130,10 +134,6 @@ def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
     if is_packed(like):  # products are then summed in one order
         pack(drafter)
     return drafter.eval()
-
-
-def _mark(folder: Path, mark: Mark) -> None:
-    (folder / MARK).write_text(json.dumps(asdict(mark), indent=1))
 
 
 @torch.no_grad()

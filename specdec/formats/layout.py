@@ -9,31 +9,46 @@ from torch import Tensor
 from specdec.target.base import Target
 
 Tensors = dict[str, Tensor]
-Checkpoint = tuple[Tensors, dict[str, Any]]  # tensors and config.json, as an engine reads them
+Description = dict[str, Any]  # config.json
 
 
-def nothing_wrong(drafter: Any, logits_NS: Tensor) -> str | None:
-    return None
+def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
+    return tensors
 
 
 @dataclass(frozen=True)
 class Layout:
     """A family's weights as an engine names, shapes and describes them.
 
-    `method` is vLLM's name for drafting with them. `write` turns a drafter into a checkpoint and
-    `read` the tensors of one back into the drafter's own; `objection` says why an engine would
-    draft something else than the drafter, whose logits on a short text it is given, or None.
-    A draft that is a `whole_model` is written with the target's tokenizer.
+    `method` is vLLM's name for drafting with them, and `config` makes their config.json. Names of
+    tensors that begin with `ours` in the drafter begin with `theirs` in the file. `write` changes
+    the drafter's own tensors into the engine's before they are renamed, and `read` back after it.
+    `objection` says why an engine would draft something else than the drafter, whose logits on a
+    short text it is given, or None. A draft that is a `whole_model` is written with the target's
+    tokenizer.
     """
 
     method: str
-    write: Callable[[Any, Target], Checkpoint]
-    read: Callable[[Any, Tensors], Tensors]
-    objection: Callable[[Any, Tensor], str | None] = nothing_wrong
+    config: Callable[[Any, Target], Description]
+    write: Callable[[Any, Tensors], Tensors] = unchanged
+    read: Callable[[Any, Tensors], Tensors] = unchanged
+    objection: Callable[[Any, Tensor], str | None] | None = None
+    ours: str = ""
+    theirs: str = ""
     whole_model: bool = False
 
 
-def special_tokens(target: Target) -> dict[str, Any]:
+def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    """The tensors, those whose names begin with `old` under names that begin with `new`."""
+    return {new + n.removeprefix(old) if n.startswith(old) else n: x for n, x in tensors.items()}
+
+
+def one_layer(drafter: Any) -> Description:
+    """The layer of a recurrent drafter as a Llama of one layer."""
+    return {**drafter.llama.to_dict(), "model_type": "llama", "num_hidden_layers": 1}
+
+
+def special_tokens(target: Target) -> Description:
     """The ids of the target's special tokens, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(target.config, name, None) for name in names}

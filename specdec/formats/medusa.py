@@ -8,21 +8,15 @@ logit is above 0. That is checked on a short text; any trained head passes.
 from torch import Tensor
 
 from specdec.drafters.parallel.medusa import Medusa
-from specdec.formats.layout import Checkpoint, Layout, Tensors
+from specdec.formats.layout import Description, Layout, Tensors
 from specdec.target.base import Target
 
 HEAD = "lm_heads."  # with the number of the head behind it
 
 
-def hf(drafter: Medusa, target: Target) -> Checkpoint:
+def config(drafter: Medusa, target: Target) -> Description:
     """`architectures: [MedusaModel]`, for vLLM."""
-    tensors = dict(drafter.state_dict())
-    if (vocab_S := tensors.pop("vocab_S", None)) is not None:
-        for name in [n for n in tensors if n.startswith(HEAD)]:
-            whole = tensors[name].new_zeros(target.vocab_size, target.width)
-            whole[vocab_S] = tensors[name]
-            tensors[name] = whole
-    config = {
+    return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": target.width,
@@ -32,11 +26,20 @@ def hf(drafter: Medusa, target: Target) -> Checkpoint:
         "medusa_fc_bias": False,
         "original_lm_head": drafter.config.shared_head,
     }
-    return tensors, config
+
+
+def write(drafter: Medusa, tensors: Tensors) -> Tensors:
+    """Heads over the target's whole vocabulary."""
+    if (vocab_S := tensors.pop("vocab_S", None)) is not None:
+        for name in [n for n in tensors if n.startswith(HEAD)]:
+            pruned_SD = tensors[name]
+            tensors[name] = pruned_SD.new_zeros(drafter.target_vocab, pruned_SD.shape[1])
+            tensors[name][vocab_S] = pruned_SD
+    return tensors
 
 
 def read(drafter: Medusa, tensors: Tensors) -> Tensors:
-    """Tensors by the drafter's own names; the rows that are not zero are its vocabulary."""
+    """Heads over the draft vocabulary: the rows that are not zero."""
     if drafter.vocab_S is None or f"{HEAD}0.weight" not in tensors:
         return tensors
     vocab_S = tensors[f"{HEAD}0.weight"].any(-1).nonzero()[:, 0]
@@ -54,4 +57,4 @@ def objection(drafter: Medusa, logits_NS: Tensor) -> str | None:
     )
 
 
-LAYOUTS = {"hf": Layout("medusa", hf, read, objection)}
+LAYOUTS = {"hf": Layout("medusa", config, write, read, objection)}
