@@ -17,25 +17,20 @@ SAMPLES = 3
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
     """The whole report."""
-    lines = [
+    blocks = [
         f"# {results.name}: {results.drafter} for {results.target}",
-        "",
         _setting(results),
-        "",
         f"Machine: {results.machine}.",
-        "",
-        *_headline(results),
-        "",
+        _headline(results),
         *_costs(results),
-        *_learned(results),
+        *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
         *_acceptance(results),
-        "",
-        *(f"![{name}]({path.name})" for name, path in pictures.items()),
+        "\n".join(f"![{name}]({path.name})" for name, path in pictures.items()),
         *theory.section(results),
         *_training(results),
-        *_samples(results),
+        *_samples(results.temperatures[0]),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def drafted(results: Results, at: AtTemperature) -> str:
@@ -48,12 +43,12 @@ def drafted(results: Results, at: AtTemperature) -> str:
 
 def _setting(results: Results) -> str:
     """What was measured, in a paragraph."""
-    words = [drafted(results, at) for at in results.temperatures]
-    same = len(set(words)) == 1
-    shapes = [
-        word if same else f"{word} at T = {at.temperature:g}"
-        for word, at in zip(words[:1] if same else words, results.temperatures, strict=False)
-    ]
+    shapes = [drafted(results, at) for at in results.temperatures]
+    if len(set(shapes)) == 1:
+        del shapes[1:]
+    else:
+        ats = zip(shapes, results.temperatures, strict=True)
+        shapes = [f"{shape} at T = {at.temperature:g}" for shape, at in ats]
     batches = ", those of seconds over batches" * (results.batch > 1)
     return (
         f"{results.prompts} held-out prompts ({results.data}), up to {results.max_new_tokens} new "
@@ -64,25 +59,21 @@ def _setting(results: Results) -> str:
     )
 
 
-def _headline(results: Results) -> list[str]:
-    rows: list[tuple[str, Cell]] = [
-        ("**speedup over plain decoding**", lambda at: f"**{at.speedup.text(2)}**"),
-        ("τ (tokens a target pass, pooled)", lambda at: at.tau.text()),
-        ("tokens/s, speculative", lambda at: at.tokens_per_second.text(1)),
-        ("tokens/s, plain", lambda at: at.plain_tokens_per_second.text(1)),
-        ("rounds", lambda at: f"{at.rounds:,}"),
-        ("verification", _rule),
-        ("same tokens as plain decoding", lambda at: _identical(at, results)),
-        ("repeated 4-grams in the answers", lambda at: at.repetition.text(2)),
-        ("speedup that τ / (γc + v) foresees", lambda at: theory.foreseen_speedup(at).text(2)),
-    ]
+def _headline(results: Results) -> str:
+    rows: dict[str, Cell] = {
+        "**speedup over plain decoding**": lambda at: f"**{at.speedup.text(2)}**",
+        "τ (tokens a target pass, pooled)": lambda at: at.tau.text(),
+        "tokens/s, speculative": lambda at: at.tokens_per_second.text(1),
+        "tokens/s, plain": lambda at: at.plain_tokens_per_second.text(1),
+        "rounds": lambda at: f"{at.rounds:,}",
+        "verification": lambda at: f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
+        "same tokens as plain decoding": lambda at: _identical(at, results),
+        "repeated 4-grams in the answers": lambda at: at.repetition.text(2),
+        "speedup that τ / (γc + v) foresees": lambda at: theory.foreseen_speedup(at).text(2),
+    }
     if any(at.oracle for at in results.temperatures):
-        rows.append(("speedup of an oracle length, with the same c and v", _oracle))
+        rows["speedup of an oracle length, with the same c and v"] = _oracle
     return by_temperature(results.temperatures, rows)
-
-
-def _rule(at: AtTemperature) -> str:
-    return f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})"
 
 
 def _identical(at: AtTemperature, results: Results) -> str:
@@ -96,8 +87,7 @@ def _identical(at: AtTemperature, results: Results) -> str:
 
 def _oracle(at: AtTemperature) -> str:
     """What knowing each first rejection would give, and from which rounds that is known."""
-    found = at.oracle
-    if found is None:
+    if (found := at.oracle) is None:
         return "—"
     return (
         f"{found.speedup:.2f}, the best fixed γ ({found.fixed_gamma}) {found.fixed_speedup:.2f}; "
@@ -107,70 +97,85 @@ def _oracle(at: AtTemperature) -> str:
 
 def _costs(results: Results) -> list[str]:
     """A line for each shape that was measured."""
-    lines, seen = [], set()
+    shapes: dict[tuple[int, int], AtTemperature] = {}
     for at in results.temperatures:
-        if (at.gamma, at.nodes) in seen:
-            continue
-        seen.add((at.gamma, at.nodes))
-        step, verify, draft = (
-            theory.through(x, lambda s: 1e3 * s).text(1)
-            for x in (at.cost.step_seconds, at.cost.verify_seconds, at.cost.draft_seconds)
+        shapes.setdefault((at.gamma, at.nodes), at)
+    lines = []
+    for at in shapes.values():
+        costs = at.costs
+        step, verify, draft = map(
+            theory.milliseconds, (costs.step_seconds, costs.verify_seconds, costs.draft_seconds)
         )
         lines.append(
-            f"Costs ({drafted(results, at)}; medians of {at.cost.c.n} turns): a plain step {step} "
-            f"ms, a verification of {at.nodes + 1} tokens {verify} ms (v = {at.cost.v.text(2)}), "
-            f"drafting {at.nodes} tokens {draft} ms (c = {at.cost.c.text()})."
+            f"Costs ({drafted(results, at)}; medians of {costs.c.n} turns): a plain step {step} "
+            f"ms, a verification of {at.nodes + 1} tokens {verify} ms (v = {costs.v.text(2)}), "
+            f"drafting {at.nodes} tokens {draft} ms (c = {costs.c.text()})."
         )
-    lines.append(
-        "What the measured speedup lacks of τ / (γc + v) is the decoder's own"
-        f"{', and that a batch waits for its slowest row' * (results.batch > 1)}."
-    )
-    return ["\n\n".join(lines)]
+    slowest = ", and that a batch waits for its slowest row" * (results.batch > 1)
+    own = f"What the measured speedup lacks of τ / (γc + v) is the decoder's own{slowest}."
+    return [*lines, own]
 
 
-def _learned(results: Results) -> list[str]:
+def _learned(at: AtTemperature, learned_on: str) -> list[str]:
     """What was chosen by measuring first, at which temperature, and on what."""
-    lines = []
-    for at in results.temperatures:
-        where = f"for T = {at.temperature:g} on {results.learned_on}, at that temperature"
-        learned = at.learned
-        if learned.paths:
-            kind = "chain" if at.chain else "tree"
-            lines.append(f"The {kind} was chosen {where}: {learned.paths}.")
-        if learned.acceptance_by_rank:
-            shares = "; ".join(
-                f"depth {d}: " + " ".join(f"{a:.2f}" for a in ranks)
-                for d, ranks in enumerate(learned.acceptance_by_rank)
-            )
-            lines.append(f"Acceptance by rank that it was chosen by: {shares}.")
-        if learned.c is not None and learned.v is not None:
-            lines.append(
-                f"Length optimal was given c = {learned.c.text()} and v = {learned.v.text(2)}, "
-                f"measured {where}."
-            )
-        if learned.table is not None:
-            lines.append(f"Rounds were timed {where}: see cost-table-T{at.temperature:g}.json.")
-        if learned.classifier is not None:
-            lines.append(
-                f"The stop classifier was fitted {where}, to {learned.classifier.records:,} "
-                f"drafted tokens: see stop-classifier-T{at.temperature:g}.json."
-            )
-    return ["", "\n\n".join(lines)] if lines else []
+    where = f"for T = {at.temperature:g} on {learned_on}, at that temperature"
+    learned, lines = at.learned, []
+    if learned.paths:
+        kind = "chain" if at.chain else "tree"
+        lines.append(f"The {kind} was chosen {where}: {learned.paths}.")
+    if learned.acceptance_by_rank:
+        shares = "; ".join(
+            f"depth {d}: " + " ".join(f"{a:.2f}" for a in ranks)
+            for d, ranks in enumerate(learned.acceptance_by_rank)
+        )
+        lines.append(f"Acceptance by rank that it was chosen by: {shares}.")
+    if learned.c is not None and learned.v is not None:
+        given = f"c = {learned.c.text()} and v = {learned.v.text(2)}"
+        lines.append(f"Length optimal was given {given}, measured {where}.")
+    if learned.table is not None:
+        lines.append(f"Rounds were timed {where}: see cost-table-T{at.temperature:g}.json.")
+    if learned.classifier is not None:
+        lines.append(
+            f"The stop classifier was fitted {where}, to {learned.classifier.records:,} "
+            f"drafted tokens: see stop-classifier-T{at.temperature:g}.json."
+        )
+    return lines
 
 
 def _acceptance(results: Results) -> list[str]:
-    lines = [
-        "",
+    blocks = [
         "## Acceptance",
-        "",
         "α *over all positions* of the target's own text is not what a decoder sees: its rounds "
         "start where the last one failed, and those anchors are harder. *At visited anchors* is "
         "taken by teacher forcing at the anchors where this decoder's rounds started: the share of "
         "rounds that would accept depth k and all before it, as engines count it.",
     ]
     for at in results.temperatures:
-        lines += ["", f"### T = {at.temperature:g}", "", *_by_depth(at), "", _compare(at)]
-    return lines
+        blocks += [f"### T = {at.temperature:g}", _by_depth(at), _compare(at)]
+    return blocks
+
+
+def _by_depth(at: AtTemperature) -> str:
+    gamma, everywhere, visited = at.gamma, at.alpha.all, at.alpha.visited
+    shown = VARIANTS if at.temperature > 0 else {"greedy": VARIANTS["greedy"]}
+    figures = {
+        f"{words}; {where}": getattr(alpha, variant)[:gamma]
+        for where, alpha in (
+            ("all positions, given the text", everywhere),
+            ("visited anchors", visited),
+        )
+        for variant, words in shown.items()
+    }
+    figures["**decoder's own count**"] = at.reached
+    figures["decoder, given that all before were accepted"] = at.conditional_acceptance
+    counts = {
+        "all positions, n": [x.n for x in everywhere.greedy[:gamma]],
+        "visited anchors, n": [x.n for x in visited.greedy[:gamma]],
+        "rounds": [at.rounds] * gamma,
+    }
+    rows = [(name, [x.text() for x in found]) for name, found in figures.items()]
+    rows += [(name, [f"{n:,}" for n in found]) for name, found in counts.items()]
+    return table("", [f"depth {k}" for k in range(gamma)], rows)
 
 
 def _compare(at: AtTemperature) -> str:
@@ -192,47 +197,23 @@ def _compare(at: AtTemperature) -> str:
     )
 
 
-def _by_depth(at: AtTemperature) -> list[str]:
-    gamma = at.gamma
-    shown = VARIANTS if at.temperature > 0 else {"greedy": VARIANTS["greedy"]}
-    sides = {"all positions, given the text": at.alpha.all, "visited anchors": at.alpha.visited}
-    rows = [
-        (f"{words}; {where}", [x.text() for x in getattr(alpha, variant)[:gamma]])
-        for where, alpha in sides.items()
-        for variant, words in shown.items()
-    ]
-    conditional = [x.text() for x in at.conditional_acceptance]
-    rows += [
-        ("**decoder's own count**", [x.text() for x in at.reached]),
-        ("decoder, given that all before were accepted", conditional),
-        ("all positions, n", [f"{x.n:,}" for x in at.alpha.all.greedy[:gamma]]),
-        ("visited anchors, n", [f"{x.n:,}" for x in at.alpha.visited.greedy[:gamma]]),
-        ("rounds", [f"{at.rounds:,}"] * gamma),
-    ]
-    return table("", [f"depth {k}" for k in range(gamma)], rows)
-
-
 def _training(results: Results) -> list[str]:
-    training = results.training
-    if training is None:
+    if (training := results.training) is None:
         return []
+    held_out = training.held_out
     return [
-        "",
         "## Training",
-        "",
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s. By walking the anchors of the held-out "
-        f"texts, the best checkpoint has τ {training.held_out.tau_greedy:.3f} (greedy) and "
-        f"{training.held_out.tau_sampled:.3f} (sampled), over "
-        f"{training.held_out.positions[0]:,} positions.",
+        f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "
+        f"{held_out.tau_sampled:.3f} (sampled), over {held_out.positions[0]:,} positions.",
     ]
 
 
-def _samples(results: Results) -> list[str]:
+def _samples(at: AtTemperature) -> list[str]:
     """What the user said last, and the answer, at the first temperature."""
-    at = results.temperatures[0]
-    lines = ["", f"## Samples, T = {at.temperature:g}"]
+    blocks = [f"## Samples, T = {at.temperature:g}"]
     for sample in at.samples[:SAMPLES]:
         prompt, answer = (" ".join(text.split()) for text in (sample.prompt, sample.answer))
-        lines += ["", f"> {prompt}", "", f"{answer} *(τ {sample.tau:.2f})*"]
-    return lines
+        blocks += [f"> {prompt}", f"{answer} *(τ {sample.tau:.2f})*"]
+    return blocks

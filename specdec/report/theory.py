@@ -28,91 +28,84 @@ def through(x: Interval, formula: Callable[[float], float]) -> Interval:
     return Interval(formula(x.value), low, high, x.n)
 
 
+def milliseconds(seconds: Interval) -> str:
+    return through(seconds, lambda s: 1e3 * s).text(1)
+
+
 def foreseen_speedup(at: AtTemperature) -> Interval:
     """τ / (γc + v): the measured τ over what a round should cost, so that what is missing from
     the measured speedup is the decoder's own."""
     share = at.drafted_per_round.value / at.gamma if at.chain else 1.0
-    cost = round_cost(at.gamma, at.cost.c.value, at.cost.v.value, share)
+    cost = round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
 def section(results: Results) -> list[str]:
-    """The section of the report, in lines. The closed forms are about rounds that draft a chain
-    of γ whatever happens."""
+    """The section of the report, in paragraphs. The closed forms are about rounds that draft a
+    chain of γ whatever happens."""
     chains = [at for at in results.temperatures if at.chain and results.length == "fixed"]
-    lines = ["", "## What theory says", ""]
-    if not chains:
-        lines += [
+    blocks = ["## What theory says"]
+    if chains:
+        blocks += _closed_forms(results.operations, chains)
+    else:
+        blocks.append(
             "The closed forms of Leviathan et al. (2023) describe chains of a fixed length, and "
             "this run drafted others: they are left out."
-        ]
-    else:
-        lines += _closed_forms(results, chains)
+        )
     for at in results.temperatures:
-        if at.foreseen is not None:
-            lines += _measured_law(at)
-    lines += _reads(results)
-    return lines
+        blocks += _measured_law(at)
+    return blocks + _reads(results)
 
 
-def _closed_forms(results: Results, chains: list[AtTemperature]) -> list[str]:
+def _closed_forms(c_hat: float | None, chains: list[AtTemperature]) -> list[str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
-    c_hat = results.operations
 
     def of(formula: Callable[[float, int, float], float], digits: int = 2) -> Cell:
         """The cells of a formula of α at depth 0, γ and c, with the interval of α."""
+        return lambda at: through(
+            _alpha(at)[0], lambda a: formula(a, at.gamma, at.costs.c.value)
+        ).text(digits)
 
-        def cell(at: AtTemperature) -> str:
-            gamma, c = at.gamma, at.cost.c.value
-            return through(_alpha(at)[0], lambda a: formula(a, gamma, c)).text(digits)
+    def growth(alpha: float, gamma: int, c: float) -> float:
+        return operations_factor(alpha, gamma, c_hat or 0.0)
 
-        return cell
-
-    def operations(at: AtTemperature) -> str:
-        if c_hat is None:
-            return "—"
-        return of(lambda a, gamma, c: operations_factor(a, gamma, c_hat))(at)
-
-    rows: list[tuple[str, Cell]] = [
-        ("α at depth 0, all positions", lambda at: _alpha(at)[0].text()),
-        (
-            "tokens a pass, one α for all depths (Equation 1)",
-            of(lambda a, gamma, c: expected_tokens(a, gamma), digits=3),
+    rows: dict[str, Cell] = {
+        "α at depth 0, all positions": lambda at: _alpha(at)[0].text(),
+        "tokens a pass, one α for all depths (Equation 1)": of(
+            lambda a, gamma, c: expected_tokens(a, gamma), digits=3
         ),
-        ("tokens a pass, α of each depth", _tokens_by_depth),
-        ("**tokens a pass, measured (τ)**", lambda at: f"**{at.tau.text()}**"),
-        ("speedup (Theorem 3.8, v = 1)", of(walltime_factor)),
-        ("**speedup, measured**", lambda at: f"**{at.speedup.text(2)}**"),
-        (
-            "speedup that the best γ gains at least (Corollary 3.9)",
-            of(lambda a, gamma, c: guaranteed_factor(a, c)),
+        "tokens a pass, α of each depth": _tokens_by_depth,
+        "**tokens a pass, measured (τ)**": lambda at: f"**{at.tau.text()}**",
+        "speedup (Theorem 3.8, v = 1)": of(walltime_factor),
+        "**speedup, measured**": lambda at: f"**{at.speedup.text(2)}**",
+        "speedup that the best γ gains at least (Corollary 3.9)": of(
+            lambda a, gamma, c: guaranteed_factor(a, c)
         ),
-        ("best γ, with the measured v", _best_gamma),
-        (
-            "speedup if rejections were known beforehand, v = 1 (Section 3.5)",
-            of(lambda a, gamma, c: oracle_factor(a, c)),
+        "best γ, with the measured v": _best_gamma,
+        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(
+            lambda a, gamma, c: oracle_factor(a, c)
         ),
-        (
-            "reads of the target's weights shrink by (Section 3.4)",
-            of(lambda a, gamma, c: memory_factor(a, gamma)),
+        "reads of the target's weights shrink by (Section 3.4)": of(
+            lambda a, gamma, c: memory_factor(a, gamma)
         ),
-        ("arithmetic operations grow by (Theorem 3.11)", operations),
-    ]
-    lines = by_temperature(chains, rows)
-    counted = "" if c_hat is None else f" ĉ = {c_hat:.3f}, counted in products of matrices."
-    lines += [
-        "",
+        "arithmetic operations grow by (Theorem 3.11)": (
+            (lambda at: "—") if c_hat is None else of(growth)
+        ),
+    }
+    note = (
         "The closed forms (Leviathan et al. 2023) take every position to accept with the α of "
         "depth 0, independently of the others, and Theorem 3.8 takes a verification to cost one "
         "plain step. In truth acceptance falls with depth, and rounds start where the last one "
-        "failed. Their intervals are those of α." + counted,
-    ]
+        "failed. Their intervals are those of α."
+    )
+    if c_hat is not None:
+        note += f" ĉ = {c_hat:.3f}, counted in products of matrices."
     if any(at.temperature > 0 for at in chains):
-        lines[-1] += (
+        note += (
             " At T > 0 they describe the rule `rejection`, whose acceptance at one position is α; "
             "the decoder's own rule is named above."
         )
-    return lines
+    return [by_temperature(chains, rows), note]
 
 
 def _alpha(at: AtTemperature) -> list[Interval]:
@@ -125,52 +118,47 @@ def _tokens_by_depth(at: AtTemperature) -> str:
 
 
 def _best_gamma(at: AtTemperature) -> str:
-    v = pass_cost({at.gamma: at.cost.v.value})
-    best = best_gamma(_alpha(at)[0].value, at.cost.c.value, FURTHEST, v)
+    v = pass_cost({at.gamma: at.costs.v.value})
+    best = best_gamma(_alpha(at)[0].value, at.costs.c.value, FURTHEST, v)
     return f"{best} (measured with {at.gamma})"
 
 
 def _measured_law(at: AtTemperature) -> list[str]:
     """What p and q at every position of the text give at T > 0, without a closed form."""
-    found = at.foreseen
-    assert found is not None
-    divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
-    lines = ["", f"### p and q along the text, T = {at.temperature:g}", ""]
+    if (found := at.foreseen) is None:
+        return []
+    blocks = [f"### p and q along the text, T = {at.temperature:g}"]
     if at.chain:
         rows = [
             ("rule `rejection`, expected", [found.rejection_tokens.text()]),
             ("rule `block`, expected (never less)", [found.block_tokens.text()]),
             (f"rule `{at.rule}`, measured (τ)", [at.tau.text()]),
         ]
-        lines += [*table("tokens a pass at the visited anchors", [""], rows), ""]
+        blocks.append(table("tokens a pass at the visited anchors", [""], rows))
+    divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
-    one = at.alpha.all.sampled[0].text()
     return [
-        *lines,
+        *blocks,
         f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; it is 1 − α of the "
         "sampled variant (Corollary 3.6), computed apart from it.",
-        "",
         f"With lenience l (Appendix A.5, lossy) α at depth 0 would be {lenience}, where it is "
-        f"{one} at l = 1.",
+        f"{at.alpha.all.sampled[0].text()} at l = 1.",
     ]
 
 
 def _reads(results: Results) -> list[str]:
     """What a pass reads, and what beam search would add to it."""
-    at = results.temperatures[0]
-    lines = []
-    if results.weight_bytes:
-        size, step = results.weight_bytes, at.cost.step_seconds
+    at, size, blocks = results.temperatures[0], results.weight_bytes, []
+    if size:
+        step = at.costs.step_seconds
         rate = through(step, lambda seconds: size / seconds / 1e9)
-        lines += [
-            "",
+        blocks.append(
             f"A plain step reads the target's weights, {size / 1e6:,.0f} MB, in "
-            f"{through(step, lambda s: 1e3 * s).text(1)} ms: {rate.text(1)} GB/s. A round reads "
-            "them once however many tokens it commits.",
-        ]
+            f"{milliseconds(step)} ms: {rate.text(1)} GB/s. A round reads them once however many "
+            "tokens it commits."
+        )
     return [
-        *lines,
-        "",
+        *blocks,
         f"A beam search of width {BEAMS} behind a draft beam of the same width would have the "
         f"target judge {beam_passes(BEAMS, BEAMS, at.gamma)} positions a pass at γ = {at.gamma} "
         "(Appendix A.4).",
