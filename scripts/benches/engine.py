@@ -23,6 +23,7 @@ from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.costs import timed
+from specdec.measure.job import Job
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
@@ -115,9 +116,8 @@ def engine(
     found = acceptance_by_rank(target, drafter, learning, new, drafter.depth)
     modes = {"": False} | ({", compiled": True} if compiled else {})
     for mode, through in modes.items():
-        fastest = fastest_shape(
-            found, target, drafter, learning[:1], DecodeConfig(compile=through), Sampler(0.0)
-        )
+        job = Job(target, drafter, DecodeConfig(compile=through), Sampler(0.0))
+        fastest = fastest_shape(job, learning[:1], found)
         mine = partial(ours, target, new, compiled=through)
         ways[f"plain{mode}"] = mine()
         ways[f"speculative{mode}"] = mine(drafter=drafter, shape=Chain(gamma))

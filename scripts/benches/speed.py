@@ -21,6 +21,7 @@ from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.job import Job
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars
 from specdec.report.theory import foreseen_speedup
@@ -120,7 +121,7 @@ def theory(
             subject = Subject(name, target, drafter, str(folders[0]))
             found = evaluate(subject, asked, cfg, lambda _: progress.advance(task))  # noqa: B023
         (at,) = found.temperatures
-        c, v, bound = at.cost.c.value, at.cost.v.value, foreseen_speedup(at).value
+        c, v, bound = at.costs.c.value, at.costs.v.value, foreseen_speedup(at).value
         alpha = [x.value for x in at.conditional_acceptance]
         table.add_row(
             name,
@@ -135,7 +136,7 @@ def theory(
             str(best_gamma(alpha, c, at.gamma)),
         )
         cells = [f"{s / at.rounds * 1e3:.2f}" for s in at.seconds_spent.values()]
-        parts.add_row(name, *cells, f"{at.cost.step_seconds.value * 1e3:.2f}")
+        parts.add_row(name, *cells, f"{at.costs.step_seconds.value * 1e3:.2f}")
     console.print(
         f"{len(asked)} held-out prompts, {new} new tokens, greedy, batch 1, {target.dtype}, "
         f"{torch.get_num_threads()} threads{', compiled' if compiled else ''}"
@@ -280,9 +281,8 @@ def trees(
     asked, learning = apart(held_out(folder, target, count + LEARNING), count)
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
     found = acceptance_by_rank(target, drafter, learning, new, depth)
-    fastest = fastest_shape(
-        found, target, drafter, learning[:1], DecodeConfig(compile=compiled), Sampler(0.0)
-    )
+    job = Job(target, drafter, DecodeConfig(compile=compiled), Sampler(0.0))
+    fastest = fastest_shape(job, learning[:1], found)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
         if not drafter.parallel:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -305,16 +305,16 @@ def length(name: str, settings: Mapping[str, Any] | None = None) -> Length:
     return found
 
 
-class Oracle(NamedTuple):
-    """What one would gain by knowing where each first rejection falls, beside the best fixed γ."""
+@dataclass(frozen=True)
+class Oracle:
+    """What drafting exactly as far as will be accepted would give, beside the best fixed γ."""
 
-    tau: float
-    time_per_token: float  # in target steps
     speedup: float
     fixed_gamma: int
     fixed_speedup: float
-    gain: float  # speedup over fixed_speedup
     censored: float  # share of rounds that were accepted whole, so that no rejection was reached
+    rounds: int = 0
+    drafted: int = 0  # tokens a round, at most
 
 
 def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = None) -> Oracle:
@@ -333,21 +333,18 @@ def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = Non
     require(bool(found), "the oracle has no rounds: decode some first")
     longest = max(max(d, a) for d, a in found)
     cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
-    cheapest = [(0.0, 0)]  # (time, rounds) to emit m tokens all of which the draft would get
+    cheapest = [0.0]  # time to emit m tokens all of which the draft would get
     for m in range(1, longest + 2):
-        splits = [(cost[g], cheapest[m - g - 1]) for g in range(m)]
-        cheapest.append(min((t + time, count + 1) for t, (time, count) in splits))
+        cheapest.append(min(cost[g] + cheapest[m - g - 1] for g in range(m)))
     tokens = sum(a + 1 for _, a in found)
-    time = sum(cheapest[a + 1][0] for _, a in found)
-    passes = sum(cheapest[a + 1][1] for _, a in found)
+    time = sum(cheapest[a + 1] for _, a in found)
     fixed = [sum(a // (g + 1) + 1 for _, a in found) * cost[g] for g in range(longest + 1)]
     best = min(range(longest + 1), key=lambda g: (fixed[g], g))
     return Oracle(
-        tau=tokens / passes,
-        time_per_token=time / tokens,
         speedup=tokens / time,
         fixed_gamma=best,
         fixed_speedup=tokens / fixed[best],
-        gain=fixed[best] / time,
         censored=sum(a >= d for d, a in found) / len(found),
+        rounds=len(found),
+        drafted=longest,
     )

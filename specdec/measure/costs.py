@@ -10,23 +10,20 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from specdec.context import Context, Needs
-from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import capacity, decode, prefill
+from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
-from specdec.drafters.base import Drafter
+from specdec.measure.job import Job
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.target.base import Target
 from specdec.theory.intervals import Interval, median_interval
 
 T = TypeVar("T")
@@ -50,14 +47,7 @@ class Costs:
 
 
 @torch.inference_mode()
-def costs(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    shape: Shape,
-    cfg: DecodeConfig,
-    turns: int = TURNS,
-) -> Costs:
+def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
     """The parts of a round that drafts `shape`, measured after a prompt on `cfg.batch` rows.
 
     The verification is of the anchor and as many tokens as the shape can draft. Parts take turns,
@@ -65,10 +55,10 @@ def costs(
     the room for `cfg.max_new_tokens`. Of a prompt that leaves the draft no positions, only the
     end is read.
     """
-    batch, slots = cfg.batch, None
-    if cfg.compile:
-        slots = capacity(len(prompt) + cfg.max_new_tokens, drafter, shape)
-    rows, cache, draft = _prepared(target, drafter, prompt, shape, batch, slots)
+    target, batch, slots = job.target, job.cfg.batch, None
+    if job.cfg.compile:
+        slots = capacity(len(prompt) + job.cfg.max_new_tokens, job.drafter, shape)
+    rows, cache, draft = _prepared(job, prompt, shape, batch, slots)
 
     def verify(count: int, needs: Needs, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
@@ -77,12 +67,11 @@ def costs(
         logits.float().argmax(-1)
         cache.drop()
 
-    room = target.positions - max(cache.lengths)
-    width = min(1 + shape.nodes, room)
+    width = min(1 + shape.nodes, target.positions - max(cache.lengths))
     parts: list[Callable[[], object]] = [
         lambda: verify(1, Needs()),
         draft,
-        lambda: verify(width, drafter.needs, not isinstance(shape, Chain)),
+        lambda: verify(width, job.drafter.needs, not isinstance(shape, Chain)),
     ]
     times = [[timed(part)[0] for part in parts] for _ in range(turns + 2)][2:]
     plain, drafted, checked = map(list, zip(*times, strict=True))
@@ -96,32 +85,29 @@ def costs(
 
 
 @torch.inference_mode()
-def operations_ratio(
-    target: Target, drafter: Drafter, prompt: Sequence[int], gamma: int
-) -> float | None:
+def operations_ratio(job: Job, prompt: Sequence[int], gamma: int) -> float | None:
     """ĉ, the arithmetic operations of one draft step over those of one step of the target
     (Definition 3.10), counted in products of matrices while drafting γ tokens once. None where
     they are computed by operators that cannot be counted."""
-    rows, cache, draft = _prepared(target, drafter, prompt, Chain(gamma))
+    rows, cache, draft = _prepared(job, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
-    with FlopCounterMode(display=False, custom_mapping=_packed_product()) as counter:
+    counted = {}  # torch does not know a product by a packed weight
+    if (packed := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
+        counted[packed] = lambda x, *_, out_shape, **__: 2 * x[-1] * math.prod(out_shape)
+    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()
         drafted = counter.get_total_flops()
-        target.step(rows.anchors(), Needs(), cache, None)
+        job.target.step(rows.anchors(), Needs(), cache, None)
         step = counter.get_total_flops() - drafted
     return drafted / gamma / step if step else None
 
 
 def _prepared(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    shape: Shape,
-    batch: int = 1,
-    slots: int | None = None,
+    job: Job, prompt: Sequence[int], shape: Shape, batch: int = 1, slots: int | None = None
 ) -> tuple[Rows, SlotCache, Callable[[], object]]:
     """Rows that have read the prompt and stand at an anchor, the target's cache of them, and a
     call that drafts there. With `slots`, caches are of that fixed size and passes are compiled."""
+    target, drafter = job.target, job.drafter
     if drafter.positions is not None:
         prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
     half = max(1, len(prompt) // 2)
@@ -136,70 +122,40 @@ def _prepared(
     return rows, cache, lambda: drafter.draft(ctx, shape, choose, draft_cache)
 
 
-def _packed_product() -> dict[object, Callable[..., int]]:
-    """How many operations a product by a packed weight takes, for torch's counter."""
-    operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-    def count(x: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
-        return 2 * x[-1] * math.prod(out_shape)
-
-    return {operator: count} if operator is not None else {}
-
-
 def timed(run: Callable[[], T]) -> tuple[float, T]:
     """Seconds of a call, with the work that it left to a GPU, and its result."""
-    _finish()
+    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    finish()
     start = time.perf_counter()
     result = run()
-    _finish()
+    finish()
     return time.perf_counter() - start, result
 
 
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def cost_table(
-    target: Target, drafter: Drafter, prompt: Sequence[int], gamma: int, cfg: DecodeConfig
-) -> CostTable:
+def cost_table(job: Job, prompt: Sequence[int], gamma: int) -> CostTable:
     """Seconds of a round by rows, up to `cfg.batch`, and drafted tokens, for length goodput."""
-    batches = sorted({1, (cfg.batch + 1) // 2, cfg.batch})
-    gammas = sorted({1, (gamma + 1) // 2, gamma})
+    most = job.cfg.batch
+    batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (most, gamma))
     seconds = []
     for rows in batches:
-        of_rows = replace(cfg, batch=rows)
-        found = [costs(target, drafter, prompt, Chain(g), of_rows, OF_A_TABLE) for g in gammas]
+        of_rows = replace(job, cfg=replace(job.cfg, batch=rows))
+        found = [costs(of_rows, prompt, Chain(g), OF_A_TABLE) for g in gammas]
         rounds = [cost.verify_seconds.value + cost.draft_seconds.value for cost in found]
         seconds.append([found[0].step_seconds.value, *rounds])
     return CostTable(batches, [0, *gammas], seconds)
 
 
 def rounds_in_turn(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    shapes: Sequence[Shape],
-    cfg: DecodeConfig,
-    sampler: Sampler,
+    job: Job, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[tuple[float, float]]:
     """For each shape the seconds of a round of decoding `cfg.batch` prompts together, and those
     of its drafting: medians of `OF_ROUNDS` turns, after one that warms up."""
-    answer = partial(
-        decode,
-        target,
-        [prompts[b % len(prompts)] for b in range(cfg.batch)],
-        drafter=drafter,
-        sampler=sampler,
-        greedy_draft=cfg.greedy_draft,
-        max_new_tokens=min(cfg.max_new_tokens, TIMED),
-        eos=(),
-        compiled=cfg.compile,
-    )
-    found: list[list[tuple[float, float]]] = [[] for _ in shapes]
+    cfg, found = job.cfg, [list[tuple[float, float]]() for _ in shapes]
+    batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
+    tokens = min(cfg.max_new_tokens, TIMED)
     for turn in range(1 + OF_ROUNDS):
         for shape, times in zip(shapes, found, strict=True):
-            made = answer(shape=shape)
+            made = job.answers(batch, shape, rule="auto", eos=(), max_new_tokens=tokens)
             last = max(made, key=lambda g: g.seconds)
             rounds = max(1, max(len(g.rounds) for g in made))
             if turn:

@@ -108,19 +108,15 @@ def decoded(found: Along, made: Generation, gamma: int, greedy: bool) -> Text:
 def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced:
     """α by depth over all positions, and at visited anchors, with intervals over the answers."""
 
-    def alone(variant: str) -> list[Interval]:
-        return by_depth([getattr(t.found.alpha, variant)[t.anchors] for t in every])
+    def in_a_row(text: Text, column_TK: Tensor) -> Tensor:
+        product_TK = column_TK[text.anchors, :gamma].cumprod(-1)
+        depths_K = torch.arange(product_TK.shape[1])
+        return product_TK * (torch.tensor(text.drafted)[:, None] > depths_K)
 
-    def in_a_row(variant: str) -> list[Interval]:
-        tables = []
-        for text in visited:
-            product_TK = getattr(text.found.alpha, variant)[text.anchors, :gamma].cumprod(-1)
-            depths_K = torch.arange(product_TK.shape[1])
-            tables.append(product_TK * (torch.tensor(text.drafted)[:, None] > depths_K))
-        return by_depth(tables)
-
-    variants = Acceptance._fields
-    return Forced(Alpha(*map(alone, variants)), Alpha(*map(in_a_row, variants)))
+    variants = range(len(Acceptance._fields))
+    alone = (by_depth([t.found.alpha[v][t.anchors] for t in every]) for v in variants)
+    rounds = (by_depth([in_a_row(t, t.found.alpha[v]) for t in visited]) for v in variants)
+    return Forced(Alpha(*alone), Alpha(*rounds))
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:
@@ -130,7 +126,7 @@ def mean(columns: Sequence[Tensor]) -> Interval:
 
 def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
     """`mean` at each depth of tables [T, K], one an answer."""
-    return [mean([table[:, k] for table in tables]) for k in range(tables[0].shape[1])]
+    return [mean(columns) for columns in zip(*(table.unbind(1) for table in tables))]
 
 
 def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Foreseen | None:
@@ -140,21 +136,18 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
         return None
     divergences = [text.found.divergence[text.anchors] for text in every]
     ratios = [text.found.ratio[text.anchors, :gamma] for text in visited]
-    return Foreseen(
-        by_depth(divergences),
-        [
-            Lenient(factor, mean([text.found.lenient[i][text.anchors, 0] for text in every]))
-            for i, factor in enumerate(LENIENCES)
-        ],
-        mean([rejection_expected_tokens(r) for r in ratios]),
-        mean([block_expected_tokens(r) for r in ratios]),
+    lenient = [
+        Lenient(factor, mean([text.found.lenient[i][text.anchors, 0] for text in every]))
+        for i, factor in enumerate(LENIENCES)
+    ]
+    tokens = (
+        mean([expected(r) for r in ratios])
+        for expected in (rejection_expected_tokens, block_expected_tokens)
     )
+    return Foreseen(by_depth(divergences), lenient, *tokens)
 
 
 def prompt_counts(every: Text, made: Generation) -> PromptCounts:
-    sampled, greedy = (
-        column[every.anchors].sum(0).tolist()
-        for column in (every.found.alpha.sampled, every.found.alpha.greedy)
-    )
+    sampled, _, greedy = (column[every.anchors].sum(0).tolist() for column in every.found.alpha)
     positions = [len(every.anchors)] * len(sampled)
     return PromptCounts(made.emitted, len(made.rounds), positions, sampled, greedy)

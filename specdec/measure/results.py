@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from specdec.decoding.length import Oracle
 from specdec.errors import UserError
 from specdec.files import read_json, record, write_whole
 from specdec.measure.costs import Costs
@@ -16,6 +17,7 @@ from specdec.measure.strategy import Learned
 from specdec.theory.intervals import Interval
 
 FILE = "results.json"
+HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,6 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
-class OracleBound:
-    """What drafting exactly as far as will be accepted would give (see `length.oracle`)."""
-
-    speedup: float
-    fixed_gamma: int  # the best fixed γ for the same rounds
-    fixed_speedup: float
-    censored: float  # share of rounds that were accepted whole, whose end is not known
-    rounds: int = 0
-    drafted: int = 0  # tokens a round, at most
-
-
-@dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, by which two drafts can be compared pair by pair."""
 
@@ -127,21 +117,16 @@ class AtTemperature:
     accepted: list[int]  # rounds that accepted it
     repetition: Interval  # share of 4-grams that occurred earlier in the same answer
     alpha: Forced
+    costs: Costs
     reached: list[Interval] = field(default_factory=list)  # accepted / rounds
     conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
     identical: int | None = None  # answers equal to plain decoding's, at T = 0
-    costs: Costs | None = None
     learned: Learned = field(default_factory=Learned)
     foreseen: Foreseen | None = None
-    oracle: OracleBound | None = None
+    oracle: Oracle | None = None
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
-
-    @property
-    def cost(self) -> Costs:
-        assert self.costs is not None  # every evaluation measures them
-        return self.costs
 
 
 @dataclass
@@ -220,13 +205,11 @@ class Results:
         """The figures that runs are compared by, with one flat name each."""
         out: dict[str, float] = {}
         for at in self.temperatures:
-            prefix = f"T{at.temperature:g}/"
-            for name in ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second"):
-                out[prefix + name] = getattr(at, name).value
-            out |= {prefix + "c": at.cost.c.value, prefix + "v": at.cost.v.value}
-            for variant in ("sampled", "greedy_draft", "greedy"):
-                by_depth: list[Interval] = getattr(at.alpha.all, variant)
-                out |= {f"{prefix}alpha_{variant}/{k}": a.value for k, a in enumerate(by_depth)}
+            figures = {name: getattr(at, name) for name in HEADLINE}
+            figures |= {"c": at.costs.c, "v": at.costs.v}
+            for variant, by_depth in vars(at.alpha.all).items():
+                figures |= {f"alpha_{variant}/{k}": x for k, x in enumerate(by_depth)}
+            out |= {f"T{at.temperature:g}/{name}": x.value for name, x in figures.items()}
         return out
 
     def write(self, folder: Path) -> None:
@@ -250,32 +233,28 @@ def _completed(found: Any) -> Any:
     """Results of a version before the typed ones, which wrote once a file what now stands at each
     temperature, and some figures without their intervals."""
 
+    def known(kind: type, value: Any) -> Any:
+        """The entries that are fields of `kind`."""
+        return value and {f.name: value[f.name] for f in fields(kind) if f.name in value}
+
     def number(x: Any) -> Any:
         return {"value": x, "low": x, "high": x, "n": 0} if isinstance(x, int | float) else x
 
-    notes = found.get("notes") or {}
-    costs = found.get("costs") and {k: number(x) for k, x in found["costs"].items()}
-    once = {"gamma": found.get("gamma"), "nodes": found.get("nodes"), "costs": costs}
+    once = {name: found.get(name) for name in ("gamma", "nodes")}
+    once["costs"] = {name: number(x) for name, x in (found.get("costs") or {}).items()}
     once["chain"] = found.get("tree") is None
-    once["learned"] = {"paths": notes.get("paths")}
+    once["learned"] = {"paths": (found.get("notes") or {}).get("paths")}
     temperatures = []
     for at in found.get("temperatures", []):
         at = once | at
-        for name in ("drafted_per_round", "repetition"):
-            at[name] = number(at.get(name))
+        at |= {name: number(at.get(name)) for name in ("drafted_per_round", "repetition")}
         at["conditional_acceptance"] = [number(x) for x in at.get("conditional_acceptance", [])]
-        at["oracle"] = at.get("oracle") and _known(OracleBound, at["oracle"])
-        temperatures.append(_known(AtTemperature, at))
-    training = found.get("training") and _known(Training, found["training"])
+        at["oracle"] = known(Oracle, at.get("oracle"))
+        temperatures.append(known(AtTemperature, at))
     drafter = found.get("drafter")
-    return _known(Results, found) | {
+    return known(Results, found) | {
         "drafter": drafter.get("name", "") if isinstance(drafter, dict) else drafter,
-        "machine": {k: found[k] for k in ("dtype", "threads") if k in found},
+        "machine": {name: found[name] for name in ("dtype", "threads") if name in found},
         "temperatures": temperatures,
-        "training": training,
+        "training": known(Training, found.get("training")),
     }
-
-
-def _known(kind: type, value: Any) -> Any:
-    """The entries that are fields of `kind`."""
-    return {f.name: value[f.name] for f in fields(kind) if f.name in value}

@@ -13,9 +13,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from specdec.decoding.answers import Round
-from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
-from specdec.decoding.decode import generate
+from specdec.decoding.config import is_measured, require_fitting
 from specdec.decoding.disco import Disco, Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, Fixed, Goodput, length
 from specdec.decoding.policy import Length
@@ -25,12 +23,10 @@ from specdec.decoding.static_tree import (
     expected_static,
     fastest_static,
 )
-from specdec.drafters.base import Drafter
 from specdec.errors import typed
 from specdec.measure.costs import cost_table, costs, rounds_in_turn
-from specdec.sampling.sampler import Sampler
+from specdec.measure.job import Job
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import interpolate
 
@@ -61,21 +57,15 @@ class Strategy:
     learned: Learned = field(default_factory=Learned)
 
 
-def strategy(
-    cfg: DecodeConfig,
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-) -> Strategy:
-    """The shape and the length that `cfg` asks for, at the temperature of `sampler`.
+def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
+    """The shape and the length that a configuration asks for.
 
     Whatever must be measured is measured on the first of `prompts`, which should not be those
     that the result is then evaluated on. Raises UserError where the drafter cannot do it.
     """
+    cfg, drafter, learning = job.cfg, job.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-    learning = prompts[:LEARNING]
     if cfg.tree == "dynamic":
         return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
     if cfg.tree == "best_first":
@@ -84,17 +74,17 @@ def strategy(
         return Strategy(Static(cfg.paths))
     if cfg.tree == "static":
         found_DR = acceptance_by_rank(
-            target,
+            job.target,
             drafter,
             learning,
             cfg.max_new_tokens,
             gamma,
-            sampler=sampler,
+            sampler=job.sampler,
             rule=cfg.rule,
             greedy_draft=cfg.greedy_draft,
         )
         if cfg.nodes is None:
-            shape = fastest_shape(found_DR, target, drafter, learning, cfg, sampler)
+            shape = fastest_shape(job, learning, found_DR)
         else:
             shape = best_static(found_DR, cfg.nodes)
         paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
@@ -105,65 +95,30 @@ def strategy(
     if not is_measured(cfg):
         return Strategy(chain, lambda: length(cfg.length, settings))
     if cfg.length == "optimal":
-        found = costs(target, drafter, prompts[0], chain, cfg)
+        found = costs(job, prompts[0], chain)
         settings |= {"c": found.c.value, "v": {gamma: found.v.value}}
         learned = Learned(c=found.c, v=found.v)
         return Strategy(chain, lambda: length(cfg.length, settings), learned)
     if cfg.length == "goodput":
-        table = cost_table(target, drafter, prompts[0], gamma, cfg)
+        table = cost_table(job, prompts[0], gamma)
         goodput = typed(Goodput.Config, settings, "decode.settings")
         return Strategy(chain, lambda: Goodput(goodput, table), Learned(table=table))
     recorder = Recorder(gamma)  # of what is accepted at this temperature, by this rule
-    rounds_of(cfg, target, drafter, learning, sampler, gamma, recorder)
+    job.rounds(learning, gamma, recorder)
     classifier = fit(*recorder.records())
     disco = typed(Disco.Config, settings, "decode.settings")
     return Strategy(chain, lambda: Disco(disco, classifier), Learned(classifier=classifier))
 
 
-def rounds_of(
-    cfg: DecodeConfig,
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-    gamma: int,
-    length: Length | None = None,
-) -> list[Round]:
-    """The rounds of answering each prompt as `cfg` says, drafting γ tokens a round or as many of
-    them as `length` decides."""
-    rounds: list[Round] = []
-    for i, prompt in enumerate(prompts):
-        rounds += generate(
-            target,
-            prompt,
-            max_new_tokens=cfg.max_new_tokens,
-            drafter=drafter,
-            gamma=gamma,
-            seed=cfg.seed + i,
-            length=length,
-            sampler=sampler,
-            rule=cfg.rule,
-            greedy_draft=cfg.greedy_draft,
-        ).rounds
-    return rounds
-
-
-def fastest_shape(
-    acceptance_DR: Tensor,
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    cfg: DecodeConfig,
-    sampler: Sampler,
-) -> Shape:
+def fastest_shape(job: Job, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
     """The static tree, or the chain, that should commit most tokens a second among those of depth
     D or less: by acceptance (see `acceptance_by_rank`), and by the seconds of whole rounds,
     measured while decoding `prompts`."""
     depth = len(acceptance_DR)
-    sizes = SIZES.get(target.device.type, MORE)
+    sizes = SIZES.get(job.target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
     shapes += [Static([[rank] for rank in range(nodes)]) for nodes in sizes]  # stars
-    times = rounds_in_turn(target, drafter, prompts, shapes, cfg, sampler)
+    times = rounds_in_turn(job, prompts, shapes)
     chains = times[:depth]
     stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
 

@@ -23,6 +23,7 @@ from specdec.decoding.verify import law
 from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.measure.costs import costs
+from specdec.measure.job import Job
 from specdec.measure.strategy import strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
@@ -276,7 +277,7 @@ def test_a_stop_string_of_many_bytes_is_found() -> None:
 def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
     drafter = make_drafter("lm", target)
     with pytest.raises(UserError, match=words):
-        strategy(DecodeConfig(**options), target, drafter, PROMPTS, T1)
+        strategy(Job(target, drafter, DecodeConfig(**options), T1), PROMPTS)
 
 
 def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
@@ -289,9 +290,9 @@ def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
 def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
     for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
         with pytest.raises(UserError, match="copies tokens"):
-            strategy(DecodeConfig(**options), target, make_drafter(name, target), PROMPTS, T1)
+            strategy(Job(target, make_drafter(name, target), DecodeConfig(**options), T1), PROMPTS)
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
-    how = strategy(cfg, target, make_drafter("early_exit", target), PROMPTS, T1)
+    how = strategy(Job(target, make_drafter("early_exit", target), cfg, T1), PROMPTS)
     assert how.shape.nodes == 4
 
 
@@ -307,7 +308,7 @@ def test_a_verification_costs_all_that_the_shape_can_draft(
         return step(ids_BT, *args)
 
     monkeypatch.setattr(target, "step", recorded)
-    costs(target, make_drafter("ngram", target), [5], shape, DecodeConfig(), turns=1)
+    costs(Job(target, make_drafter("ngram", target), DecodeConfig(), T1), [5], shape, turns=1)
     assert widths == {1, 1 + shape.nodes}
 
 

@@ -15,11 +15,13 @@ from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.measure import evaluate as module
+from specdec.measure import job
 from specdec.measure.costs import Costs
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
 from specdec.report import markdown
 from specdec.target.base import Target
+from specdec.theory.intervals import Interval
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 TOKENIZER = make_tokenizer()
@@ -177,7 +179,7 @@ def test_the_oracle_sees_long_rounds_and_uses_v(
 
     def bound(v: float) -> float:
         def costs(*_: Any, **__: Any) -> Costs:
-            return Costs(*(module.Interval(x, x, x, 1) for x in (1.0, v, 0.1, 0.1, v)))
+            return Costs(*(Interval(x, x, x, 1) for x in (1.0, v, 0.1, 0.1, v)))
 
         monkeypatch.setattr(module, "costs", costs)
         (at,) = measured(target, lm(target), replace(GREEDY, gamma=1)).temperatures
@@ -192,11 +194,11 @@ def test_costs_and_seconds_are_those_of_the_batch(
 ) -> None:
     """Each batch counts once, by its slowest row; c and v are measured on as many rows."""
     asked: list[int] = []
-    measure, decode = module.costs, module.decode
+    measure, decode = module.costs, job.decode
 
-    def costs(*args: Any) -> Costs:
-        asked.append(args[-1].batch)
-        return measure(*args)
+    def costs(what: job.Job, *args: Any) -> Costs:
+        asked.append(what.cfg.batch)
+        return measure(what, *args)
 
     def timed(*args: Any, **options: Any) -> list[Generation]:
         made = decode(*args, **options)
@@ -205,7 +207,7 @@ def test_costs_and_seconds_are_those_of_the_batch(
         return made
 
     monkeypatch.setattr(module, "costs", costs)
-    monkeypatch.setattr(module, "decode", timed)
+    monkeypatch.setattr(job, "decode", timed)
     cfg = DecodeConfig(batch=2, prompts=4, max_new_tokens=9, temperatures=[0.0])
     (at,) = measured(target, medusa(target), cfg).temperatures
     assert asked == [2]

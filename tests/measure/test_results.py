@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.decoding.disco import StopClassifier
-from specdec.decoding.length import CostTable
+from specdec.decoding.length import CostTable, Oracle
 from specdec.errors import UserError
 from specdec.measure.costs import Costs
 from specdec.measure.results import (
@@ -23,7 +23,6 @@ from specdec.measure.results import (
     HeldOut,
     Lenient,
     Machine,
-    OracleBound,
     PromptCounts,
     Results,
     Sample,
@@ -68,7 +67,7 @@ def temperature(t: float) -> AtTemperature:
         foreseen=Foreseen([at(0.6), at(0.7)], [Lenient(0.5, at(0.6))], at(1.4), at(1.5))
         if t
         else None,
-        oracle=OracleBound(1.5, 2, 1.2, 0.1, 300, 8),
+        oracle=Oracle(1.5, 2, 1.2, 0.1, 300, 8),
         seconds_spent={"draft": 1.0, "verify": 5.0},
         samples=[Sample("Why is the sky blue?", "Because.", 1.5)],
         prompts=[PromptCounts(40, 27, [38, 38], [15.0, 12.0], [17.0, 12.0])],
@@ -166,7 +165,7 @@ def test_what_an_earlier_version_wrote_is_read(tmp_path: Path) -> None:
     assert read.drafter == "eagle3" and read.machine.dtype == "bfloat16"
     first = read.temperatures[0]
     assert (first.gamma, first.chain, first.learned.paths) == (2, True, [[0]])
-    assert first.cost.c == Interval(0.075, 0.075, 0.075, 0) and first.tau == at(1.5)
+    assert first.costs.c == Interval(0.075, 0.075, 0.075, 0) and first.tau == at(1.5)
     text = markdown.page(read, {})
     assert "c = 0.075)" in text and "Theorem 3.8" in text
 

@@ -1,0 +1,47 @@
+"""What is measured at one temperature."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.decoding.answers import Generation, Round
+from specdec.decoding.config import DecodeConfig
+from specdec.decoding.decode import decode
+from specdec.decoding.policy import Length
+from specdec.drafters.base import Drafter
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Shape
+from specdec.target.base import Target
+
+
+@dataclass(frozen=True)
+class Job:
+    """A drafter that decodes for a target as `cfg` says, at the temperature of `sampler`."""
+
+    target: Target
+    drafter: Drafter
+    cfg: DecodeConfig
+    sampler: Sampler
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], shape: Shape | None, **options: Any
+    ) -> list[Generation]:
+        """Continue prompts together, in rounds that draft `shape`; None: plainly. `options` of
+        `decode` stand in for those of `cfg`."""
+        cfg = self.cfg
+        given: dict[str, Any] = {"max_new_tokens": cfg.max_new_tokens, "compiled": cfg.compile}
+        if shape is not None:
+            given |= {"drafter": self.drafter, "shape": shape}
+            given |= {"rule": cfg.rule, "greedy_draft": cfg.greedy_draft}
+        return decode(self.target, prompts, sampler=self.sampler, **given | options)
+
+    def rounds(
+        self, prompts: Sequence[Sequence[int]], gamma: int, length: Length | None = None
+    ) -> list[Round]:
+        """The rounds of answering each prompt alone, drafting γ tokens a round or as many of them
+        as `length` decides."""
+        made: list[Generation] = []
+        for i, prompt in enumerate(prompts, self.cfg.seed):
+            options = {"seeds": [i], "length": length, "compiled": False}
+            made += self.answers([prompt], Chain(gamma), **options)
+        return [r for g in made for r in g.rounds]
