@@ -34,7 +34,8 @@ class BudgetConfig:
     """How long the whole run may take. `minutes` null sets no limit: all conversations are used.
 
     However slow the machine, `floor` training conversations are used; `data.limit` is the
-    ceiling. The final evaluation takes up to `decode.prompts`. `spent` are seconds used up before `train.py` began, such as those of installation.
+    ceiling. The final evaluation takes up to `decode.prompts`. `spent` are seconds used up before
+    `train.py` began, such as those of installation.
     """
 
     minutes: float | None = None
