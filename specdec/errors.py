@@ -35,7 +35,6 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise UserError with this message unless the condition holds."""
     if not condition:
         raise UserError(message)
 
@@ -75,8 +74,9 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
 
 
 def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """A dataclass from values as a user writes them, each made its field's type. Raises UserError
-    for a field that is not there and for a value of another type; `where` names the owner."""
+    """A dataclass from values as a user writes them, each converted to its field's type, as "2" is
+    to 2 (`files.record` converts nothing). Raises UserError for an unknown field and for a value of
+    another type; `where` names the owner."""
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for key in given:
         require(key in names, f"{where}.{key} is unknown{nearest(str(key), names)}")
@@ -91,8 +91,8 @@ def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 def of_files(error: OSError | SafetensorError) -> UserError:
     """The message for a full disk or a place that cannot be written. Any other error is raised
     again as it is."""
-    code = error.errno if isinstance(error, OSError) else None
-    if found := re.search(r"\(os error (\d+)\)", str(error)):
+    code = getattr(error, "errno", None)
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells it
         code = int(found[1])
     if code not in OF_FILES:
         raise error

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from specdec.errors import UserError, located, nearest, require
 T = TypeVar("T")
 LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
 MOST_NESTED = 64  # levels of lists and objects within one another
+NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
+NAMES |= {bool: "true or false", list: "a list", tuple: "a list", dict: "an object"}
 
 
 def make_folder(folder: Path) -> Path:
@@ -63,6 +65,20 @@ def replaced(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The records that have these keys, of JSON lines that a run wrote itself and may have been
+    interrupted in: a line that is cut short or damaged is left out."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and all(key in value for key in keys):
+            found.append(value)
+    return found
+
+
 def read_record(kind: type[T], path: Path, remedy: str = "") -> T:
     """The dataclass that a JSON file holds. Raises UserError as `read_json` and `record` do, with
     the `remedy` at the end of the message."""
@@ -86,19 +102,20 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged or cannot be read: {error}") from error
     level = [value]
     for _ in range(MOST_NESTED):
-        level = [x for part in level if isinstance(part, dict | list) for x in _within(part)]
+        level = [list(x.values()) if isinstance(x, dict) else x for x in level]
+        level = [inner for x in level if isinstance(x, list) for inner in x]
     require(not level, f"{path} is damaged: it nests more than {MOST_NESTED} brackets")
     return value
 
 
 def record(kind: type[T], value: Any, where: str) -> T:
-    """A dataclass from what JSON gave, every field checked against its type.
+    """A dataclass from what JSON gave, every field checked against its type: JSON's lists become
+    tuples where those are asked for, and whole numbers floats; nothing else is converted.
 
     `where` begins the message: a file, and the keys that lead to the value. Raises UserError for
     a key that is missing or unknown, and for a value of another type.
     """
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: expected an object, found {_shown(value)}")
+    require(isinstance(value, dict), f"{where}: expected an object, found {_shown(value)}")
     hints = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     for key in value:
@@ -112,21 +129,25 @@ def record(kind: type[T], value: Any, where: str) -> T:
 
 
 def _as(kind: Any, value: Any, where: str) -> Any:
-    """A value as its field's type: JSON's lists become tuples where those are asked for, and
-    whole numbers floats; nothing else is converted."""
-    origin, args = get_origin(kind), get_args(kind)
+    """A value checked against its type, as `record` says."""
+    plain, args = get_origin(kind) or kind, get_args(kind)
     if kind is Any:
         return value
     if is_dataclass(kind):
         return record(kind, value, where)  # type: ignore[arg-type]
-    if origin in (Union, types.UnionType):
-        return _as_one_of(args, value, where)
-    if origin is Literal:
+    if plain in (Union, types.UnionType):
+        errors = []
+        for one in args:
+            try:
+                return _as(one, value, where)
+            except UserError as error:
+                errors.append(error)
+        raise errors[0]
+    if plain is Literal:
         require(value in args, f"{where}: expected one of {args}, found {_shown(value)}")
         return value
-    if kind is float and type(value) is int and abs(value) < 2**53:
+    if plain is float and type(value) is int and abs(value) < 2**53:
         return float(value)
-    plain = origin or kind
     found = tuple(value) if plain is tuple and isinstance(value, list) else value
     if type(found) is not plain:
         name = NAMES.get(plain, getattr(plain, "__name__", str(plain)))
@@ -136,34 +157,11 @@ def _as(kind: Any, value: Any, where: str) -> Any:
         require(whole, f"{where}: {_shown(value)} is not text")
     if plain is dict and args:
         return {_as(args[0], k, where): _as(args[1], x, f"{where}.{k}") for k, x in value.items()}
-    if plain is list and args:
-        return [_as(args[0], x, f"{where}[{i}]") for i, x in enumerate(value)]
-    if plain is tuple and args:
-        of = [args[0]] * len(found) if args[-1] is ... else args
+    if plain in (list, tuple) and args:
+        of = [args[0]] * len(found) if plain is list or args[-1] is ... else args
         require(len(of) == len(found), f"{where}: expected {len(of)} values, found {len(found)}")
-        return tuple(
-            _as(a, x, f"{where}[{i}]") for i, (a, x) in enumerate(zip(of, found, strict=True))
-        )
+        return plain(_as(a, found[i], f"{where}[{i}]") for i, a in enumerate(of))
     return found
-
-
-def _as_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """A value as the first of these types that it fits."""
-    said = []
-    for kind in kinds:
-        if kind is types.NoneType:
-            if value is None:
-                return None
-            continue
-        try:
-            return _as(kind, value, where)
-        except UserError as error:
-            said.append(error)
-    raise said[0] if len(said) == 1 else UserError(f"{where}: {_shown(value)} is of no known kind")
-
-
-NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-NAMES |= {list: "a list", tuple: "a list", dict: "an object"}
 
 
 def _shown(value: Any) -> str:
@@ -172,7 +170,3 @@ def _shown(value: Any) -> str:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = ascii(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _within(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value

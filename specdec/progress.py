@@ -6,21 +6,14 @@ from functools import cache
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID, TimeElapsedColumn
 
 console = Console(highlight=False, soft_wrap=True)  # quiet in all processes but the first
 SECONDS = 20.0  # between two lines where the output is no terminal
 
 
 class Lines(Progress):
-    """A progress bar for output that is no terminal: prints a line now and then instead."""
+    """Progress for output that is no terminal: prints a line now and then in place of a bar."""
 
     _last = 0.0
 
@@ -33,24 +26,17 @@ class Lines(Progress):
         self._print(task_id)
 
     def _print(self, task_id: TaskID) -> None:
-        now = time.monotonic()
-        if now - self._last >= SECONDS:
-            self._last = now
+        if time.monotonic() - self._last >= SECONDS:
+            self._last = time.monotonic()
             task = self._tasks[task_id]
             self.console.print(f"  {task.percentage:3.0f}%  {task.description}")
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
     """Bars in a terminal; `Lines` elsewhere; nothing where not `shown`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     if shown and not console.is_terminal:
-        return Lines(*columns, console=console, disable=True)
+        return Lines(console=console, disable=True)
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     return Progress(*columns, console=console, disable=not shown)
 
 

@@ -32,7 +32,7 @@ from specdec.target.loading import TargetOnDemand, opening
 from specdec.target.parts import Parts
 from train.config import Config
 from train.data.packing import pack
-from train.data.sources import require_readable
+from train.data.split import require_readable
 from train.data.template import Document
 from train.features.source import Online, Source
 from train.features.store import Disk, Kind, Store, megabytes

@@ -4,7 +4,6 @@ as fit its budget."""
 import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from train.config import Config
 from train.data.answers import answered
 from train.data.packing import pack
 from train.data.split import split_documents, split_prompts
-from train.data.template import Document, Prompt, prompt_of
-from train.features.decoded import Decoded
+from train.data.template import Document, Prompt
 from train.features.source import Online
 from train.features.store import Kind, Store
 from train.plan import POOR, Plan, Work, fitted, timed
@@ -68,19 +66,14 @@ def texts_of(
     if cfg.data.answers == "data":
         texts = split_documents(cfg.data, tokenizer)
         tally = texts.tally
-        found = [prompt_of(c, tokenizer, cfg.data.max_prompt) for c in texts.conversations]
         size, measured = fitting(texts.train, texts.held_out)
         made = Texts(
             texts.train[:size],
             texts.held_out,
-            [p for p in found if not isinstance(p, str)],
+            texts.prompts,
             measured,
             tally.read,
         )
-        if why := Counter(p for p in found if isinstance(p, str)):
-            said = ", ".join(f"{n:,} {reason}" for reason, n in why.most_common())
-            require(bool(made.prompts), f"{cfg.data.path}: no held-out prompt to decode: {said}")
-            console.print(f"held out, but not decoded: {said}")
     else:
         split = split_prompts(cfg.data, tokenizer)
         tally = split.tally
@@ -105,6 +98,11 @@ def texts_of(
         )
     console.print(f"conversations from {cfg.data.path}\n{tally}")
     _require_both(made.train, made.held_out)
+    require(
+        bool(made.prompts),
+        f"{cfg.data.path}: no held-out prompt to decode: raise "
+        f"data.max_prompt={cfg.data.max_prompt}",
+    )
     for name, documents in (("train", made.train), ("held out", made.held_out)):
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
@@ -113,7 +111,7 @@ def texts_of(
     return made
 
 
-def _keeping(cfg: Config, target: TargetOnDemand) -> Decoded | None:
+def _keeping(cfg: Config, target: TargetOnDemand) -> Store | None:
     """What stores the features of answers as they are decoded, where features are stored at all."""
     kind = family(cfg.drafter.name)
     if not kind.trainable or cfg.features.cache != "disk":
@@ -122,7 +120,7 @@ def _keeping(cfg: Config, target: TargetOnDemand) -> Decoded | None:
         needs = kind(cfg.drafter, kind.plan(cfg.drafter, target.parts)).needs
     store = Store(cfg.features, Kind.of(target.parts, needs, cfg.sampler))
     store.prepare(0)
-    return Decoded(store, needs, cfg.sampler)
+    return store
 
 
 def _fitting(

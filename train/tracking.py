@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.errors import nearest, require
-from specdec.files import write_whole
+from specdec.files import read_lines, write_whole
 from specdec.measure.results import Curve, Results
-from train.data.jsonl import records
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -76,7 +75,7 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: a resumed run writes them again."""
         if self.main and self.path.exists():
-            kept = [r for r in records(self.path, ("step",)) if r["step"] <= step]
+            kept = [r for r in read_lines(self.path, ("step",)) if r["step"] <= step]
             write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def report(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
@@ -110,7 +109,7 @@ def curve(path: Path) -> Curve | None:
     nothing was trained."""
     if not path.exists():
         return None
-    train, held_out = (records(path, ("step", side)) for side in ("train", "held_out"))
+    train, held_out = (read_lines(path, ("step", side)) for side in ("train", "held_out"))
     if not train:
         return None
     return Curve(

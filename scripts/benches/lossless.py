@@ -20,12 +20,12 @@ from specdec.decoding.decode import decode
 from specdec.decoding.rules import RULES, Law, Rule
 from specdec.drafters import Drafter
 from specdec.errors import require
+from specdec.files import read_lines
 from specdec.formats import draft as checkpoint
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
-from train.data.jsonl import records
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Kept:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.jsonl")):
-                for record in records(path, ("of", "what", "found")):
+                for record in read_lines(path, ("of", "what", "found")):
                     if record["of"] == self.of:
                         self.known[json.dumps(record["what"])] = record["found"]
 

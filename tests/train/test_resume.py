@@ -26,7 +26,7 @@ from rich.console import Console
 from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from specdec.files import write_whole
+from specdec.files import read_lines, write_whole
 from specdec.target.loading import TargetOnDemand
 from tests.runs import draft, require_same_run
 from tests.tiny import (
@@ -39,7 +39,6 @@ from tests.tiny import (
     records,
 )
 from train import pipeline
-from train.data import jsonl
 from train.data.packing import Row
 from train.data.template import Document
 from train.features import store as features
@@ -189,7 +188,7 @@ def test_train_py_killed_at_a_length_of_metrics_and_started_again(
             time.sleep(0.002)
         running.kill()
         assert running.wait() == -signal.SIGKILL, "it ended before it was killed"
-        assert 0 < jsonl.records(folder / "metrics.jsonl", ["step"])[-1]["step"] < 42, (
+        assert 0 < read_lines(folder / "metrics.jsonl", ["step"])[-1]["step"] < 42, (
             "it was killed, but not while it trained"
         )
         seen = (folder / "metrics.jsonl").read_bytes().count(b"\n")

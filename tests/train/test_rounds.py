@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.errors import UserError
+from specdec.files import read_lines
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses
 from train import optim
-from train.data.jsonl import records
 from train.rounds import RoundsConfig
 
 # 24 prompts with answers of 12 tokens fill 8 rows: 4 steps of 2 rows a round
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def written(run: Path, number: int) -> dict[str, list[int]]:
     """The answers of a round, by prompt."""
     files = sorted((run / "rounds" / str(number) / "answers").glob("*.jsonl"))
-    return {r["prompt"]: r["ids"] for path in files for r in records(path, ("prompt", "ids"))}
+    return {r["prompt"]: r["ids"] for path in files for r in read_lines(path, ("prompt", "ids"))}
 
 
 def of_target(tiny: Tiny) -> dict[str, list[int]]:
     files = sorted((tiny.root / "answers").rglob("*.jsonl"))
-    return {r["prompt"]: r["ids"] for path in files for r in records(path, ("prompt", "ids"))}
+    return {r["prompt"]: r["ids"] for path in files for r in read_lines(path, ("prompt", "ids"))}
 
 
 @pytest.fixture(scope="module")

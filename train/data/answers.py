@@ -14,15 +14,14 @@ from rich.progress import Progress
 
 from specdec.decoding.decode import decode
 from specdec.drafters import Drafter
-from specdec.errors import require, require_between
-from specdec.files import make_folder
+from specdec.errors import require, require_within
+from specdec.files import make_folder, read_lines
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.loading import TargetOnDemand
 from specdec.target.parts import Parts
-from train.data.jsonl import records
 from train.data.template import Document, Prompt
-from train.features.decoded import Decoded
+from train.features.store import Store
 
 
 @dataclass
@@ -37,10 +36,8 @@ class AnswersConfig:
     root: str = "cache/answers"
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch"):
-            require_between(f"answers.{name}", getattr(self, name), 1)
-        require_between("answers.temperature", self.temperature, 0)
-        require_between("answers.seed", self.seed, 0, 2**32 - 1)
+        seeds = (0, 2**32 - 1)
+        require_within("answers", self, temperature=0, max_new_tokens=1, batch=1, seed=seeds)
         require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a share above 0, up to 1")
         require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
@@ -62,7 +59,7 @@ def answered(
     cfg: AnswersConfig,
     accelerator: Accelerator,
     progress: Progress,
-    keep: Decoded | None = None,
+    keep: Store | None = None,
     author: Author | None = None,
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
@@ -75,10 +72,9 @@ def answered(
     """
     folder = author.folder if author else Path(cfg.root) / _key(target.parts, cfg)
     make_folder(folder)
-    names = [_name(p.ids) for p in prompts]
+    asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
     known = _read(folder)
     accelerator.wait_for_everyone()
-    asked = {name: p.ids.tolist() for name, p in zip(names, prompts, strict=True)}
     world, rank = accelerator.num_processes, accelerator.process_index
     batches = _batches(asked, known, cfg.batch)[rank::world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
@@ -107,8 +103,11 @@ def answered(
                 file.write(json.dumps({"prompt": name, "ids": answer.ids}) + "\n")
     progress.remove_task(task)
     accelerator.wait_for_everyone()
-    known = _read(folder)
-    return [_document(p, known[name]) for name, p in zip(names, prompts, strict=True)]
+    known, documents = _read(folder), []
+    for prompt in prompts:
+        ids = np.concatenate([prompt.ids, known[_name(prompt)]])
+        documents.append(Document(prompt.id, ids, np.arange(len(ids)) >= len(prompt.ids)))
+    return documents
 
 
 def _batches(
@@ -136,11 +135,6 @@ def _batches(
     return batches
 
 
-def _document(prompt: Prompt, answer: NDArray[np.int32]) -> Document:
-    ids = np.concatenate([prompt.ids, answer])
-    return Document(prompt.id, ids, np.arange(len(ids)) >= len(prompt.ids))
-
-
 def _key(target: Parts, cfg: AnswersConfig) -> str:
     """One folder for each target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
@@ -149,12 +143,12 @@ def _key(target: Parts, cfg: AnswersConfig) -> str:
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _name(ids: NDArray[np.int32]) -> str:
-    return hashlib.blake2b(json.dumps(ids.tolist()).encode(), digest_size=12).hexdigest()
+def _name(prompt: Prompt) -> str:
+    return hashlib.blake2b(json.dumps(prompt.ids.tolist()).encode(), digest_size=12).hexdigest()
 
 
 def _read(folder: Path) -> dict[str, NDArray[np.int32]]:
     """The answers of all runs and processes."""
     files = sorted(folder.glob("*.jsonl"))
-    found = (r for path in files for r in records(path, ("prompt", "ids")))
+    found = (r for path in files for r in read_lines(path, ("prompt", "ids")))
     return {r["prompt"]: np.array(r["ids"], np.int32) for r in found}

@@ -1,7 +1,7 @@
 """Conversations in their normal form, and the count of everything that is left out.
 
 A `Tally` says what became of every record; `conversation_of` turns a ShareGPT or messages record
-into a `Conversation`, or names the reason why it cannot.
+into a `Conversation`, or raises the reason why it cannot.
 """
 
 import re
@@ -9,12 +9,16 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.errors import nearest, require, require_between
+from specdec.errors import require, require_known, require_within
 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 SHAPES = {"sharegpt": "conversations", "messages": "messages"}  # format → its key in a record
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can spell
+
+
+class Unusable(Exception):
+    """Why a record or a conversation is left out, in the words in which it is counted."""
 
 
 @dataclass
@@ -39,16 +43,10 @@ class DataConfig:
     answers: str = "data"  # data | target: whose answers are trained on
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("format", ("auto", *SHAPES)),
-            ("too_long", ("drop", "truncate")),
-            ("answers", ("data", "target")),
-        ):
-            value = getattr(self, name)
-            require(value in known, f"data.{name}={value!r} is unknown{nearest(value, known)}")
-        for name in ("max_length", "max_prompt", "min_answer", "limit", "records"):
-            require_between(f"data.{name}", getattr(self, name), 1)
-        require_between("data.seed", self.seed, 0, 2**32 - 1)
+        known = {"too_long": ("drop", "truncate"), "answers": ("data", "target")}
+        require_known("data", self, format=("auto", *SHAPES), **known)
+        require_within("data", self, max_length=1, max_prompt=1, min_answer=1, limit=1, records=1)
+        require_within("data", self, seed=(0, 2**32 - 1))
         require(
             0 <= self.held_out < 1,
             f"data.held_out={self.held_out}: give a fraction that is at least 0 and below 1",
@@ -63,12 +61,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`opening` is the first prompt of the whole chat, where the file has cut the chat into pieces
-    and this is a later one; else it is empty."""
+    """`opening` is the first prompt of the whole chat, also where the file has cut the chat into
+    pieces and this is a later one. `roles` are those of the record's turns as they stood in it."""
 
     id: str
     messages: tuple[Message, ...]
-    opening: str = ""
+    opening: str
+    roles: tuple[str, ...] = ()
 
 
 class Tally:
@@ -105,55 +104,31 @@ class Tally:
         return "\n".join([*lines, f"{self.kept:>9,}  kept"])
 
 
-def turns_of(record: Any, format: str) -> list[Any] | None:
-    """The turns of a record as they stand in it; None where it is no conversation."""
-    keys = SHAPES.values() if format == "auto" else (SHAPES[format],)
-    record = record if isinstance(record, dict) else {}
-    return next((record[k] for k in keys if isinstance(record.get(k), list)), None)
-
-
-def role_of(turn: Any) -> str | None:
-    """Who speaks in a turn: system, user or assistant; None for anybody else."""
-    role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
-    return ROLES.get(role) if isinstance(role, str) else None
-
-
-def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation | str:
-    """A record in the normal form, or the reason why it has none. `name` is its id where it has
-    none of its own.
+def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
+    """A record in the normal form; `name` is its id where it has none of its own. Raises Unusable.
 
     The normal form has at most one system turn, then user and assistant in turn, nothing blank,
     and no white space around any text: a space before an answer would be part of the answer's
     first token.
     """
-    if (turns := turns_of(record, format)) is None:
-        return "not a conversation"
-    messages: list[Message] = []
-    for turn in turns:
-        if (role := role_of(turn)) is None:
-            return "a turn of another role"
-        text = turn.get("value", turn.get("content"))
-        if isinstance(text, list) and all(_is_text(part) for part in text):
-            text = "".join(part["text"] for part in text)
-        if not isinstance(text, str):
-            return "content that is not text"
-        if SURROGATE.search(text):
-            return "text that is not Unicode"
-        messages.append(Message(role, text.strip()))
-    id = record.get("id")
-    if isinstance(id, int) or (isinstance(id, str) and id and not SURROGATE.search(id)):
-        name = str(id)
-    if not messages:
-        return "no turns"
-    system = [messages.pop(0)] if messages[0].role == "system" else []
-    if any(m.role == "system" for m in messages):
-        return "a system turn that is not the first"
-    users = [i for i, m in enumerate(messages) if m.role == "user"]
-    if not users:
-        return "no user turn"
-    changes = ["answers before the first prompt left out"] if users[0] > 0 else []
+    keys = SHAPES.values() if format == "auto" else (SHAPES[format],)
+    record = record if isinstance(record, dict) else {}
+    turns = next((record[k] for k in keys if isinstance(record.get(k), list)), None)
+    if turns is None:
+        raise Unusable("not a conversation")
+    messages = [_message(turn) for turn in turns]
+    roles = tuple(m.role for m in messages)
+    if not roles:
+        raise Unusable("no turns")
+    if "system" in roles[1:]:
+        raise Unusable("a system turn that is not the first")
+    if "user" not in roles:
+        raise Unusable("no user turn")
+    system = [m for m in messages[:1] if m.role == "system"]
+    first = roles.index("user")
+    changes = ["answers before the first prompt left out"] if first > len(system) else []
     kept: list[Message] = []
-    for message in messages[users[0] :]:
+    for message in messages[first:]:
         if not message.content:
             changes.append("cut at a blank turn")
             break
@@ -162,17 +137,25 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
             changes.append("turns of one role in a row joined")
         kept.append(message)
     if not kept:
-        return "a blank first prompt"
+        raise Unusable("a blank first prompt")
     for change in dict.fromkeys(changes):
         tally.count(tally.changed, change)
-    return Conversation(name, (*(m for m in system if m.content), *kept))
+    id = record.get("id")
+    if isinstance(id, int) or (isinstance(id, str) and id and not SURROGATE.search(id)):
+        name = str(id)
+    return Conversation(name, (*(m for m in system if m.content), *kept), kept[0].content, roles)
 
 
-def opening_of(conversation: Conversation) -> str:
-    """The first user prompt of the chat."""
-    first = (m.content for m in conversation.messages if m.role == "user")
-    return conversation.opening or next(first, "")
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
+def _message(turn: Any) -> Message:
+    turn = turn if isinstance(turn, dict) else {}
+    role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise Unusable("a turn of another role")
+    parts: list[Any] = text if isinstance(text, list) else [None]
+    if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        text = "".join(part["text"] for part in parts)
+    if not isinstance(text, str):
+        raise Unusable("content that is not text")
+    if SURROGATE.search(text):
+        raise Unusable("text that is not Unicode")
+    return Message(ROLES[role], text.strip())

@@ -6,40 +6,104 @@ import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from specdec.errors import UserError
-from train.data.conversations import Conversation, DataConfig, Tally, opening_of
-from train.data.sources import read
-from train.data.template import (
-    PATIENCE,
-    Document,
-    Prompt,
-    encode,
-    prompt_of,
-    require_spans,
-)
+from train.data.conversations import Conversation, DataConfig, Tally, Unusable, conversation_of
+from train.data.sources import files_of, records
+from train.data.template import PATIENCE, Chat, Document, Prompt, require_spans
 
 NEAR = 70  # percent: Jaccard similarity of word 3-shingles from which two prompts are the same
+ACCEPTED = (
+    'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
+    '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one a line'
+)
 T = TypeVar("T")
 
 
 @dataclass
 class Split(Generic[T]):
-    """What each side was made into, in one order with `conversations`, the held-out side's own."""
+    """What each side was made into, and the prompts of the held-out one for the decoder."""
 
-    train: list[T]
-    held_out: list[T]
-    conversations: list[Conversation] = field(repr=False)
-    tally: Tally = field(repr=False)
+    train: list[T] = field(default_factory=list)
+    held_out: list[T] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list, repr=False)
+    tally: Tally = field(default_factory=Tally, repr=False)
 
 
-def load(cfg: DataConfig, use: Callable[[Conversation], T | str]) -> Split[T]:
-    """Read and split conversations, each made into something by `use` once, or dropped for the
-    reason that it returns. With `cfg.limit`, reading stops when so many were usable.
+def read(
+    cfg: DataConfig, tally: Tally, use: Callable[[Conversation], T]
+) -> Iterator[tuple[Conversation, T]]:
+    """The conversations of `cfg.path`, in order and under ids that differ from one another, with
+    what `use` makes of each; dropped and counted where that is Unusable. Stops after `cfg.limit`
+    of them. Raises UserError where there is no conversation."""
+    last, first_record, usable, seen = None, "", 0, Counter[str]()
+    for name, record in records(cfg, tally):
+        tally.read += 1
+        try:
+            conversation = conversation_of(record, name, cfg.format, tally)
+            if last is not None and _goes_on(last, conversation):
+                conversation = replace(conversation, opening=last.opening)
+            last = conversation
+            seen[last.id] += 1
+            if (n := seen[last.id]) > 1:
+                conversation = replace(last, id=f"{last.id}#{n}")
+            made = use(conversation)
+        except Unusable as reason:
+            tally.count(tally.dropped, str(reason))
+            if last is None and not first_record:
+                first_record = f"; the first record: {_described(record)}"
+            if not usable:
+                require_spans(tally, PATIENCE)
+        else:
+            usable += 1
+            yield conversation, made
+            if usable == cfg.limit:
+                tally.count(tally.unread, f"whatever follows, after data.limit={cfg.limit}")
+                return
+        if tally.read == cfg.records:
+            tally.count(tally.unread, f"whatever follows, after data.records={cfg.records}")
+            break
+    if last is None:
+        why = (tally.reasons() or "it is empty") + first_record
+        raise UserError(f"{cfg.path}: no conversation in it ({why}); accepted: {ACCEPTED}")
+
+
+def require_readable(cfg: DataConfig) -> None:
+    """Raise UserError where a local `cfg.path` is missing or holds no conversation. Reads up to the
+    first conversation; a hub dataset is not looked at."""
+    if files_of(cfg.path) is not None:
+        next(read(cfg, Tally(), lambda conversation: conversation))
+
+
+def _described(record: Any) -> str:
+    if isinstance(record, dict):
+        return f"keys {', '.join(map(str, record))}"[:100]
+    return f"a list of {len(record)}" if isinstance(record, list) else repr(record)[:100]
+
+
+def _goes_on(last: Conversation, following: Conversation) -> bool:
+    """Whether a record goes on with the chat of the one before. ShareGPT files a long chat in
+    pieces xyz_0, xyz_11, …: the number counts turns, and where a piece begins with an answer, that
+    is the last one of the piece before, again."""
+    name = re.fullmatch(r"(.+)_([0-9]{1,9})", last.id, re.DOTALL)
+    if name is None or last.roles[-1] != "assistant":
+        return False
+    turns = len(last.roles) - (following.roles[0] == "assistant")
+    return following.id == f"{name[1]}_{int(name[2]) + turns}"
+
+
+def load(
+    cfg: DataConfig,
+    use: Callable[[Conversation], T],
+    ask: Callable[[Conversation], Prompt] | None = None,
+) -> Split[T]:
+    """Read and split conversations, each made into something by `use` once; `ask` makes the prompts
+    of the held-out ones.
 
     The side of a conversation depends on its opening prompt alone (`is_held_out`): it stays the
     same when data, or a limit, are added. Near-duplicates that fall on both sides are dropped
@@ -47,31 +111,33 @@ def load(cfg: DataConfig, use: Callable[[Conversation], T | str]) -> Split[T]:
 
     Raises UserError where the data is missing, has no conversation in it, or none is usable.
     """
-    tally = Tally()
-    openings: list[str] = []
-    train: list[T] = []
-    held_out: list[T] = []
-    conversations: list[Conversation] = []
-    for conversation, made in _usable(cfg, use, tally):
-        if is_held_out(conversation, cfg.held_out):
-            held_out.append(made)
-            conversations.append(conversation)
-        else:
-            train.append(made)
-            openings.append(opening_of(conversation))
-    if not train and not held_out:
-        require_spans(tally, 1)
-        raise UserError(f"{cfg.path}: no usable conversation: {tally.reasons()}")
-    if near := near_duplicates(openings, [opening_of(c) for c in conversations]):
-        tally.dropped["prompt nearly the same as a held-out one"] = len(near)
-    train = [made for i, made in enumerate(train) if i not in near]
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(cfg.seed))
-    return Split([train[i] for i in order.tolist()], held_out, conversations, tally)
+    split, train = Split[T](), list[T]()
+    openings: dict[bool, list[str]] = {True: [], False: []}
+    for conversation, made in read(cfg, split.tally, use):
+        held = is_held_out(conversation.opening, cfg.held_out)
+        (split.held_out if held else train).append(made)
+        openings[held].append(conversation.opening)
+        if held and ask is not None:
+            try:
+                split.prompts.append(ask(conversation))
+            except Unusable as reason:
+                what = f"held out, but not decoded: {reason}"
+                split.tally.count(split.tally.changed, what)
+    if not train and not split.held_out:
+        require_spans(split.tally, 1)
+        raise UserError(f"{cfg.path}: no usable conversation: {split.tally.reasons()}")
+    if near := near_duplicates(openings[False], openings[True]):
+        split.tally.dropped["prompt nearly the same as a held-out one"] = len(near)
+    kept = [made for i, made in enumerate(train) if i not in near]
+    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(cfg.seed))
+    split.train = [kept[i] for i in order.tolist()]
+    return split
 
 
 def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
     """The split of `load`, as documents with the answers that stand in the data."""
-    split = load(cfg, lambda conversation: encode(conversation, tokenizer, cfg))
+    chat = Chat(tokenizer)
+    split = load(cfg, lambda c: chat.document(c, cfg), lambda c: chat.prompt(c, cfg.max_prompt))
     if cut := sum(document.truncated for document in split.train + split.held_out):
         split.tally.changed[f"cut at max_length={cfg.max_length}"] = cut
     return split
@@ -79,7 +145,10 @@ def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
 
 def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
     """The split of `load`, as prompts for the target to answer."""
-    return load(cfg, lambda conversation: prompt_of(conversation, tokenizer, cfg.max_prompt))
+    chat = Chat(tokenizer)
+    split = load(cfg, lambda c: chat.prompt(c, cfg.max_prompt))
+    split.prompts = split.held_out
+    return split
 
 
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
@@ -89,54 +158,31 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
     counts what is usable of both. Raises UserError where the data is missing or has no conversation
     in it.
     """
+    chat = Chat(tokenizer)
 
-    def use(conversation: Conversation) -> Document | Prompt | str:
-        if cfg.answers == "data":
-            return encode(conversation, tokenizer, cfg)
-        return prompt_of(conversation, tokenizer, cfg.max_prompt)
+    def use(conversation: Conversation) -> bool:
+        held = is_held_out(conversation.opening, cfg.held_out)
+        if held or cfg.limit is not None:
+            if cfg.answers == "data":
+                chat.document(conversation, cfg)
+            else:
+                chat.prompt(conversation, cfg.max_prompt)
+        return held
 
-    tally = Tally()
-    found = read(cfg, tally) if cfg.limit is None else (c for c, _ in _usable(cfg, use, tally))
-    for conversation in found:
-        if not is_held_out(conversation, cfg.held_out) or isinstance(use(conversation), str):
-            continue
-        prompt = prompt_of(conversation, tokenizer, cfg.max_prompt)
-        if not isinstance(prompt, str):
-            yield prompt
-
-
-def _usable(
-    cfg: DataConfig, use: Callable[[Conversation], T | str], tally: Tally
-) -> Iterator[tuple[Conversation, T]]:
-    """Conversations that `use` makes something of, up to `cfg.limit` of them, under ids that differ
-    from one another."""
-    count, seen = 0, Counter[str]()
-    for conversation in read(cfg, tally):
-        seen[conversation.id] += 1
-        if (n := seen[conversation.id]) > 1:
-            conversation = replace(conversation, id=f"{conversation.id}#{n}")
-        made = use(conversation)
-        if isinstance(made, str):
-            tally.count(tally.dropped, made)
-            if not count:
-                require_spans(tally, PATIENCE)
-            continue
-        count += 1
-        yield conversation, made
-        if count == cfg.limit:
-            tally.count(tally.unread, f"whatever follows, after data.limit={cfg.limit}")
-            return
+    for conversation, held in read(cfg, Tally(), use):
+        if held:
+            with suppress(Unusable):
+                yield chat.prompt(conversation, cfg.max_prompt)
 
 
-def is_held_out(conversation: Conversation, fraction: float) -> bool:
-    """Whether a conversation is held out: by a hash of its first user prompt's words, without
+def is_held_out(opening: str, fraction: float) -> bool:
+    """Whether a conversation is held out: by a hash of the words of its opening prompt, without
     regard to case, punctuation and spaces; so it does not depend on any other data.
 
     A locality-sensitive hash would not do: where most prompts share a long instruction, it would
     put nearly all of them on one side. `near_duplicates` finds those that straddle.
     """
-    prompt = opening_of(conversation)
-    key = " ".join(_words(prompt)) or prompt
+    key = " ".join(_words(opening)) or opening
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 

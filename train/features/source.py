@@ -4,11 +4,11 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Needs
 from specdec.forcing.teacher import Batch, summarise
@@ -53,16 +53,9 @@ class Texts(NamedTuple):
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> Texts:
-    return Texts(
-        _padded([r.ids for r in rows], 0).to(device),
-        _padded([r.position for r in rows], 0).to(device),
-        _padded([r.document for r in rows], -1).to(device),
-        _padded([r.mask for r in rows], 0).bool().to(device),
-    )
+    def padded(name: str, fill: int = 0) -> Tensor:
+        parts = [torch.from_numpy(getattr(row, name)).long() for row in rows]
+        return pad_sequence(parts, batch_first=True, padding_value=fill).to(device)
 
-
-def _padded(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:
-    out = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.long)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.from_numpy(row)
-    return out
+    mask_BT = padded("mask").bool()
+    return Texts(padded("ids"), padded("position"), padded("document", -1), mask_BT)

@@ -9,9 +9,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
 import numpy as np
@@ -21,19 +22,23 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec.context import Context, Needs
-from specdec.errors import UserError, nearest, require
-from specdec.files import make_folder, read_json, write_whole
-from specdec.forcing.teacher import Batch
+from specdec.decoding.answers import Record
+from specdec.errors import UserError, require, require_known
+from specdec.files import make_folder, read_record, write_whole
+from specdec.forcing.teacher import Batch, summarise
 from specdec.sampling.sampler import Sampler, Summary
+from specdec.target.base import Target
 from specdec.target.parts import Parts
 from train.data.packing import Row
 from train.features.source import Source, texts
 
 SHARD = 64  # rows whose documents make a file
 OPEN = 64  # files kept open at a time
-CACHES = ("disk", "online")
+PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
+Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
 
 @dataclass
@@ -46,8 +51,7 @@ class FeaturesConfig:
     root: str = "cache/features"
 
     def __post_init__(self) -> None:
-        known = nearest(self.cache, CACHES)
-        require(self.cache in CACHES, f"features.cache={self.cache!r} is unknown{known}")
+        require_known("features", self, cache=("disk", "online"))
         require(bool(self.root.strip()), "features.root is empty: give a folder")
         require(self.path is None or bool(self.path.strip()), "features.path is empty: give null")
 
@@ -67,38 +71,17 @@ class Kind:
         dtype = str(target.dtype)
         return cls(target.fingerprint(), dtype, needs.layers, sampler, target.width)
 
-    def card(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
-
     def bytes(self, tokens: int) -> int:
         """Size on disk of so many tokens."""
         itemsize = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
         return tokens * (self.width * (len(self.layers) + 1) * itemsize + 12)
 
 
-@dataclass
-class Features:
-    """What the target says of the T tokens of one document, or of each token of rows [B, T]."""
-
-    final: Tensor  # [..., D], after the final norm
-    log_z: Tensor  # [...], with the two below a `Summary` of p
-    threshold: Tensor
-    argmax: Tensor
-    layers: Tensor | None = None  # [..., F]
-
-    @classmethod
-    def of(cls, batch: Batch) -> Self:
-        log_z, threshold, argmax = batch.summary
-        return cls(batch.final_BTD, log_z, threshold, argmax.int(), batch.ctx.layers_BTF)
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: x for name, x in found.items() if x is not None}
-
-    def at(self, row: int, start: int, end: int) -> Self:
-        """One document of rows, on the CPU, apart from the rows' memory."""
-        parts = {n: x[row, start:end].cpu().contiguous() for n, x in self.tensors().items()}
-        return replace(self, **parts)
+def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
+    """What is stored: the final hidden state [..., D], the summary of p, each [...], and the layers
+    [..., F] where there are any."""
+    parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
+    return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
 
 
 class Store:
@@ -110,16 +93,17 @@ class Store:
 
     def __init__(self, cfg: FeaturesConfig, kind: Kind) -> None:
         self.kind = kind
-        key = hashlib.blake2b(json.dumps(kind.card()).encode(), digest_size=8).hexdigest()
+        key = hashlib.blake2b(json.dumps(asdict(kind)).encode(), digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / key
         self._files: dict[str, Path] = {}  # by the name of a document
-        self._handles: dict[Path, Any] = {}  # the one used last comes last
-        self._check()
+        self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
+        self._decoded: dict[str, Features] = {}  # not written yet
+        self._require_kind()
         self.refresh()
 
     def refresh(self) -> None:
         """See what other processes have stored."""
-        self._handles.clear()
+        self._open.cache_clear()
         self._files.clear()
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
@@ -148,12 +132,40 @@ class Store:
         for start in range(0, len(source.rows), SHARD):
             found: dict[str, Features] = {}
             for i in range(start, min(start + SHARD, len(source.rows))):
-                row, read = source.rows[i], Features.of(source.batch([i]))
-                for x in documents(row):
-                    found[name_of(row.ids[x])] = read.at(0, x.start, x.stop)
+                row, batch = source.rows[i], source.batch([i])
+                parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
+                for x in documents(row):  # apart from the row's memory
+                    one = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
+                    found[name_of(row.ids[x])] = one
                 progress.advance(task, len(row.ids))
-            self.add(found)
+            self._add(found)
         progress.remove_task(task)
+
+    def record(self, target: Target) -> Record:
+        """What `decode` is to keep for a batch of answers, and `write` stores: the features that
+        the target computes as it answers, so that it need not read its own text again.
+
+        The last token of an answer was emitted but never read, and its features are stored as 0.
+        Nothing reads them: the p of that token stands one position before it, and anchors end
+        earlier still.
+        """
+
+        def keep(text: list[int], ctx: Context) -> None:
+            final = ctx.final_BTD
+            assert final is not None
+            parts = parts_of(final, summarise(target, final, self.kind.sampler), ctx.layers_BTF)
+            lacking = len(text) - final.shape[1]  # the last token
+            self._decoded[name_of(np.array(text, np.int32))] = {
+                n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu() for n, x in parts.items()
+            }
+
+        return Record(Needs(self.kind.layers), keep)
+
+    def write(self) -> None:
+        """Store what was recorded since the last call."""
+        if self._decoded:
+            self._add(self._decoded)
+            self._decoded = {}
 
     def prepare(self, tokens: int) -> None:
         """Make the folder. Raises UserError where its disk cannot hold so many tokens more."""
@@ -165,50 +177,33 @@ class Store:
                 f"of {self.folder} is {megabytes(short)} short of that: set features.cache=online, "
                 "or another features.root"
             )
-        write_whole(self.folder / "meta.json", json.dumps(self.kind.card(), indent=1))
+        write_whole(self.folder / "meta.json", json.dumps(asdict(self.kind), indent=1))
 
-    def add(self, found: Mapping[str, Features]) -> None:
+    def _add(self, found: Mapping[str, Features]) -> None:
         """Write documents, by their names, as one file."""
-        tensors = {f"{n}.{part}": x for n, f in found.items() for part, x in f.tensors().items()}
+        tensors = {f"{n}.{part}": x for n, f in found.items() for part, x in f.items()}
         name = hashlib.blake2b("".join(sorted(found)).encode(), digest_size=12).hexdigest()
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(f".partial-{uuid4().hex}")
         save_file(tensors, partial)
         partial.rename(path)
-        self._handles.pop(path, None)
+        self._open.cache_clear()  # where it holds the file that was replaced
         self._files |= dict.fromkeys(found, path)
 
     def read(self, name: str) -> Features:
         """A document's features, by its name; KeyError where it is not here."""
-        shard = self._opened(self._files[name])
-        names = (f.name for f in fields(Features))
-        has_layers = bool(self.kind.layers)
-        return Features(
-            **{n: shard.get_tensor(f"{name}.{n}") for n in names if n != "layers" or has_layers}
-        )
+        file = self._open(self._files[name])
+        parts = PARTS if self.kind.layers else PARTS[:-1]
+        return {part: file.get_tensor(f"{name}.{part}") for part in parts}
 
-    def _opened(self, path: Path) -> Any:
-        handle = self._handles.pop(path, None) or safe_open(path, framework="pt")
-        self._handles[path] = handle
-        if len(self._handles) > OPEN:
-            del self._handles[next(iter(self._handles))]
-        return handle
-
-    def _check(self) -> None:
+    def _require_kind(self) -> None:
         path = self.folder / "meta.json"
-        if not path.exists():
-            return
-        try:
-            theirs = dict(read_json(path))
-        except (UserError, ValueError, TypeError) as error:
-            raise UserError(
-                f"the feature cache's {path} is damaged ({error}): delete that folder"
-            ) from error
-        for name, ours in self.kind.card().items():
-            if theirs.get(name) != ours:
+        theirs = read_record(Kind, path, "delete that folder") if path.exists() else self.kind
+        for name, ours in asdict(self.kind).items():
+            if (was := asdict(theirs)[name]) != ours:
                 raise UserError(
-                    f"the feature cache {self.folder} was made with {name}={theirs.get(name)!r}, "
-                    f"this run has {ours!r}: give another features.path, or delete that folder"
+                    f"the feature cache {self.folder} was made with {name}={was!r}, this run has "
+                    f"{ours!r}: give another features.path, or delete that folder"
                 )
 
 
@@ -223,23 +218,24 @@ class Disk:
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]
         text = texts(rows, self.device)
-        found = self._stacked(rows, text.ids_BT.shape[1])
-        final = found.final if self.needs.final_hidden else None
-        ctx = Context(text.ids_BT, found.layers, final, text.document_BT, text.position_BT)
-        summary = Summary(found.log_z, found.threshold, found.argmax.long())
-        return Batch(ctx, found.final, summary, text.mask_BT)
-
-    def _stacked(self, rows: Sequence[Row], longest: int) -> Features:
-        """The documents of rows in their places [B, T, …], 0 at padding."""
-        out: dict[str, Tensor] = {}
+        parts: Features = {}  # the documents in their places [B, T, …], 0 at padding
         for b, row in enumerate(rows):
             for x in documents(row):
-                read = self.store.read(name_of(row.ids[x])).tensors()
-                for name, part in read.items():
-                    if name not in out:
-                        out[name] = part.new_zeros(len(rows), longest, *part.shape[1:])
-                    out[name][b, x] = part
-        return Features(**{name: part.to(self.device) for name, part in out.items()})
+                for name, part in self.store.read(name_of(row.ids[x])).items():
+                    if name not in parts:
+                        parts[name] = part.new_zeros(*text.ids_BT.shape, *part.shape[1:])
+                    parts[name][b, x] = part
+        found = {name: part.to(self.device) for name, part in parts.items()}
+        final, layers = found["final"], found.get("layers")
+        ctx = Context(
+            text.ids_BT,
+            layers,
+            final if self.needs.final_hidden else None,
+            text.document_BT,
+            text.position_BT,
+        )
+        summary = Summary(found["log_z"], found["threshold"], found["argmax"].long())
+        return Batch(ctx, final, summary, text.mask_BT)
 
 
 def documents(row: Row) -> Iterator[slice]:

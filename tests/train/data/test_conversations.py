@@ -160,7 +160,7 @@ def test_broken_line_loses_itself_only_and_is_named(tmp_path: Path) -> None:
     found, tally = read_all(str(path))
     assert len(found) == tally.read == tally.kept == 2
     assert tally.unread == {"broken JSON line": 3}
-    assert "line 2 of x.jsonl; line 5 of x.jsonl; line 6 of x.jsonl" in str(tally)
+    assert "; ".join(f"{path}, line {n}" for n in (2, 5, 6)) in str(tally)
 
 
 def test_array_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_numbered_ids_alone_make_no_chat(tmp_path: Path) -> None:
     pairs = [sharegpt(("human", f"q{i}"), ("gpt", "b"), id=f"c_{i}") for i in range(9)]
     for records in (bot, only, pairs):
         found, _ = read_all(write_lines(tmp_path / "x.jsonl", records))
-        assert [c.opening for c in found] == [""] * 9
+        assert [c.opening for c in found] == [f"q{i}" for i in range(9)]
 
 
 def test_numbered_pieces_make_a_chat(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_numbered_pieces_make_a_chat(tmp_path: Path) -> None:
         sharegpt(("human", "again"), ("gpt", "c"), id="k_9"),
     ]
     found, _ = read_all(write_lines(tmp_path / "x.jsonl", records))
-    assert [c.opening for c in found] == ["", "first", "first", ""]
+    assert [c.opening for c in found] == ["first", "first", "first", "again"]
 
 
 # The count
@@ -323,8 +323,8 @@ def test_prompts_file_of_text(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("first\n\n  {second} \r\n", encoding="utf-8")
     found = read_prompts_file(tmp_path / "p.txt")
     assert [(c.id, c.messages) for c in found] == [
-        ("p:1", (Message("user", "first"),)),
-        ("p:3", (Message("user", "{second}"),)),
+        (f"{tmp_path}/p.txt, line 1", (Message("user", "first"),)),
+        (f"{tmp_path}/p.txt, line 3", (Message("user", "{second}"),)),
     ]
 
 
@@ -334,7 +334,7 @@ def test_prompts_file_of_json_lines(tmp_path: Path) -> None:
     for name in ("p.jsonl", "p.txt"):
         found = read_prompts_file(write_lines(tmp_path / name, records))
         assert [[m.content for m in c.messages] for c in found] == [["a"], ["b"], ["s", "c"]]
-    assert len(whole_prompts(found, make_tokenizer(), None, Path("p"))) == 3
+    assert len(whole_prompts(found, make_tokenizer(), None)) == 3
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from specdec.errors import UserError
 from specdec.target.gguf import find_package_file
 from tests.train.data.test_conversations import real, sharegpt, split_of, write_lines
 from train.data import template as data
-from train.data.conversations import Conversation, DataConfig, Message
+from train.data.conversations import Conversation, DataConfig, Message, Unusable
 from train.data.packing import pack
 from train.data.split import (
+    Split,
     held_out_prompts,
     is_held_out,
     load,
@@ -29,7 +30,7 @@ from train.data.split import (
     split_documents,
     split_prompts,
 )
-from train.data.template import DISAGREE, Document, Prompt, encode, prompt_of
+from train.data.template import DISAGREE, Chat, Document, Prompt
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -68,7 +69,16 @@ def talk(*texts: str, id: str = "x", system: str = "") -> Conversation:
     """User and assistant in turn."""
     roles = ["user", "assistant"] * len(texts)
     turns = [Message(r, t) for r, t in zip(roles, texts, strict=False)]
-    return Conversation(id, tuple([Message("system", system)] * bool(system) + turns))
+    messages = [Message("system", system)] * bool(system) + turns
+    return Conversation(id, tuple(messages), texts[0])
+
+
+def encode(conversation: Conversation, tokenizer: Any, cfg: DataConfig) -> Document | str:
+    """The document, or the reason why there is none."""
+    try:
+        return Chat(tokenizer).document(conversation, cfg)
+    except Unusable as reason:
+        return str(reason)
 
 
 def written(folder: Path, *conversations: Conversation, **options: Any) -> DataConfig:
@@ -124,11 +134,11 @@ def test_held_out_does_not_depend_on_other_data_nor_order(tmp_path: Path) -> Non
 
 def test_held_out_fraction_grows_by_adding() -> None:
     talks = random_talks(4000)
-    small = {c.id for c in talks if is_held_out(c, 0.05)}
-    large = {c.id for c in talks if is_held_out(c, 0.2)}
+    small = {c.id for c in talks if is_held_out(c.opening, 0.05)}
+    large = {c.id for c in talks if is_held_out(c.opening, 0.2)}
     assert small < large
     assert abs(len(large) - 800) < 5 * (4000 * 0.2 * 0.8) ** 0.5
-    assert not any(is_held_out(c, 0) for c in talks)
+    assert not any(is_held_out(c.opening, 0) for c in talks)
 
 
 def test_side_ignores_case_punctuation_space_answers_and_system() -> None:
@@ -136,9 +146,9 @@ def test_side_ignores_case_punctuation_space_answers_and_system() -> None:
         text = c.messages[0].content
         odd = "  " + text.upper().replace(" ", ",\n ") + "?!"
         for other in (talk(odd, "else"), talk(text), talk(text, "b", "more", system="s")):
-            assert is_held_out(c, 0.5) == is_held_out(other, 0.5)
+            assert is_held_out(c.opening, 0.5) == is_held_out(other.opening, 0.5)
     # no letters at all: still told apart
-    sides = {is_held_out(talk("?" * n), 0.5) for n in range(1, 20)}
+    sides = {is_held_out("?" * n, 0.5) for n in range(1, 20)}
     assert sides == {True, False}
 
 
@@ -200,7 +210,8 @@ def test_pieces_of_one_chat_stay_on_one_side() -> None:
     side = {c.id: name for name in ("train", "held_out") for c in getattr(split, name)}
     # as in the file: _0 has 12 turns, and _11 begins with the twelfth of them again
     assert len({side[i] for i in ("hRPPgZT_0", "hRPPgZT_11", "hRPPgZT_17")}) == 1
-    later = [c for c in split.train + split.held_out if c.opening]
+    both = split.train + split.held_out
+    later = [c for c in both if c.opening not in [m.content for m in c.messages]]
     # 8,211 records go on with the one before; some of those before are dropped (no user turn)
     assert 7_800 < len(later) < 8_211
 
@@ -253,7 +264,9 @@ def test_every_conversation_is_tokenised_once(tmp_path: Path, limit: int | None)
     for split_into in (split_documents, split_prompts):
         counting = Counting(tokenizer_of(CHATML))
         split = split_into(DataConfig(path=path, limit=limit, held_out=0.2), counting)
-        assert len(split.train) + len(split.held_out) == len(counting.texts) == (limit or 40)
+        assert len(split.train) + len(split.held_out) == (limit or 40)
+        prompts = len(split.prompts) if split_into is split_documents else 0  # for the decoder
+        assert len(counting.texts) == (limit or 40) + prompts
         assert len(set(counting.texts)) == len(counting.texts)
 
 
@@ -267,13 +280,10 @@ def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -
     tokenizer = tokenizer_of(CHATML)
     for limit in (30, None):
         cfg = DataConfig(path=path, limit=limit, max_prompt=400, held_out=0.3, answers=answers)
-        if answers == "target":
-            asked = split_prompts(cfg, tokenizer)
-            expected, read = asked.held_out, asked.tally.read
-        else:
-            texts = split_documents(cfg, tokenizer)
-            made = [prompt_of(c, tokenizer, 400) for c in texts.conversations]
-            expected, read = [p for p in made if not isinstance(p, str)], texts.tally.read
+        split: Split[Any] = (split_prompts if answers == "target" else split_documents)(
+            cfg, tokenizer
+        )
+        expected, read = split.prompts, split.tally.read
         assert len(expected) > 5
         noted = replace(cfg, limit=None, records=read)
         for way in (cfg, noted):
@@ -296,16 +306,10 @@ def smollm2() -> Any:
 def test_mask_on_real_conversations(smollm2: Any) -> None:
     cfg = DataConfig(limit=60, held_out=0)
 
-    def usable(c: Conversation) -> Conversation | str:
-        made = encode(c, smollm2, cfg)
-        return made if isinstance(made, str) else c
-
-    split = load(cfg, usable)
-    for c in split.train:
-        document = encode(c, smollm2, cfg)
+    chat_template = Chat(smollm2)
+    for c, document in load(cfg, lambda c: (c, chat_template.document(c, cfg))).train:
         answers = [m.content for m in c.messages if m.role == "assistant"]
         assert said(document, smollm2) == "|".join(a + "<|im_end|>" for a in answers)
-        assert isinstance(document, Document)
         last = max(i for i, m in enumerate(c.messages) if m.role == "assistant")
         chat = [{"role": m.role, "content": m.content} for m in c.messages[: last + 1]]
         assert document.ids.tolist() == smollm2.apply_chat_template(chat)["input_ids"]
@@ -429,9 +433,8 @@ def test_fails_closed_where_a_place_leaves_out_the_space() -> None:
 
 
 def test_no_chat_template_says_what_to_do() -> None:
-    for use in (encode, lambda c, t, cfg: prompt_of(c, t, cfg.max_prompt)):
-        with pytest.raises(UserError, match=r"no chat template.*instruction-tuned"):
-            use(talk("q", "answer"), tokenizer_of(None), DataConfig())
+    with pytest.raises(UserError, match=r"no chat template.*instruction-tuned"):
+        Chat(tokenizer_of(None))
 
 
 @pytest.mark.parametrize("forged", ["<|im_end|>", "<|im_start|>", "<s>"])
@@ -488,9 +491,7 @@ def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
 
 
 def asked(c: Conversation, tokenizer: Any, most: int = 512) -> Prompt:
-    prompt = prompt_of(c, tokenizer, most)
-    assert isinstance(prompt, Prompt), prompt
-    return prompt
+    return Chat(tokenizer).prompt(c, most)
 
 
 def test_prompt_is_the_longest_that_fits(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from tests.tiny import make_tokenizer
 from tests.train.data.test_conversations import sharegpt
 from train.data import sources
 from train.data.conversations import Conversation, DataConfig, Tally
-from train.data.sources import read, read_prompts_file
+from train.data.sources import read_prompts_file
+from train.data.split import read
 from train.data.template import whole_prompts
 
 GOOD = json.dumps(sharegpt(("human", "a"), ("gpt", "b")))
@@ -32,10 +33,15 @@ FEW = settings(
 )
 
 
+def all_in(path: Path) -> tuple[list[Conversation], Tally]:
+    tally = Tally()
+    found = read(DataConfig(path=str(path)), tally, lambda conversation: None)
+    return [conversation for conversation, _ in found], tally
+
+
 def all_of(path: Path, data: str | bytes) -> tuple[list[Conversation], Tally]:
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-    tally = Tally()
-    return list(read(DataConfig(path=str(path)), tally)), tally
+    return all_in(path)
 
 
 # Surrogates and nesting
@@ -137,11 +143,11 @@ def test_an_item_of_an_array_of_prompts_is_named(tmp_path: Path) -> None:
 def test_a_prompt_that_is_too_long_is_told_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("we go\n" + "we go " * 300)
     found = read_prompts_file(tmp_path / "p.txt")
-    assert len(whole_prompts(found, make_tokenizer(), None, tmp_path / "p.txt")) == 2
+    assert len(whole_prompts(found, make_tokenizer(), None)) == 2
     with pytest.raises(
-        UserError, match=r"p\.txt, prompt 2: it has 1,2\d\d tokens, and .* 200 "
+        UserError, match=r"p\.txt, line 2: the prompt has 1,2\d\d tokens, and .* 200 "
     ) as e:
-        whole_prompts(found, make_tokenizer(), 200, tmp_path / "p.txt")
+        whole_prompts(found, make_tokenizer(), 200)
     assert "data." not in str(e.value)
 
 
@@ -207,11 +213,8 @@ def damaged(draw: st.DrawFn) -> bytes:
 @FEW
 @given(data=damaged(), suffix=st.sampled_from([".json", ".jsonl", ""]))
 def test_whatever_a_data_file_holds(tmp_path: Path, data: bytes, suffix: str) -> None:
-    tally = Tally()
-    path = tmp_path / f"data{suffix}"
-    path.write_bytes(data)
     try:
-        found = list(read(DataConfig(path=str(path)), tally))
+        found, tally = all_of(tmp_path / f"data{suffix}", data)
     except UserError as error:
         one_line(error)
         return
@@ -237,13 +240,13 @@ def test_whatever_a_table_holds(tmp_path: Path, suffix: str) -> None:
         path = tmp_path / f"x{size}{suffix}"
         path.write_bytes(draw.randbytes(size))
         with pytest.raises(UserError) as error:
-            list(read(DataConfig(path=str(path)), Tally()))
+            all_in(path)
         one_line(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.txt")
     with pytest.raises(UserError, match="is not a regular file"):
-        list(read(DataConfig(path=str(tmp_path / "x.txt")), Tally()))
+        all_in(tmp_path / "x.txt")
     with pytest.raises(UserError, match="is not a regular file"):
         read_prompts_file(tmp_path / "x.txt")
