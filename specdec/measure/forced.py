@@ -15,10 +15,9 @@ from specdec.drafters.base import Drafter
 from specdec.forcing.teacher import TeacherForcing, batch_of
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.target.base import Target
-from specdec.theory.alpha import Acceptance, Pair
+from specdec.theory.alpha import Acceptance, Pair, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import divergence, lenient_alpha
-from specdec.theory.verification import block_expected_tokens, rejection_expected_tokens
 
 LENIENCES = (0.8, 0.5, 0.2)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
 MOST = 1e6  # of q(x) / p(x): a text that the target would hardly write
@@ -140,11 +139,9 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
         Lenient(factor, mean([text.found.lenient[i][text.anchors, 0] for text in every]))
         for i, factor in enumerate(LENIENCES)
     ]
-    tokens = (
-        mean([expected(r) for r in ratios])
-        for expected in (rejection_expected_tokens, block_expected_tokens)
-    )
-    return Foreseen(by_depth(divergences), lenient, *tokens)
+    rejection = mean([expected_tokens(r.clamp_max(1)) for r in ratios])
+    block = mean([block_expected_tokens(r) for r in ratios])
+    return Foreseen(by_depth(divergences), lenient, rejection, block)
 
 
 def prompt_counts(every: Text, made: Generation) -> PromptCounts:

@@ -10,7 +10,6 @@ from specdec.theory.leviathan import (
     best_gamma,
     expected_tokens,
     guaranteed_factor,
-    memory_factor,
     operations_factor,
     oracle_factor,
     pass_cost,
@@ -86,7 +85,7 @@ def _closed_forms(c_hat: float | None, chains: list[AtTemperature]) -> list[str]
             lambda a, gamma, c: oracle_factor(a, c)
         ),
         "reads of the target's weights shrink by (Section 3.4)": of(
-            lambda a, gamma, c: memory_factor(a, gamma)
+            lambda a, gamma, c: expected_tokens(a, gamma)
         ),
         "arithmetic operations grow by (Theorem 3.11)": (
             (lambda at: "—") if c_hat is None else of(growth)

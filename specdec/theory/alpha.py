@@ -72,6 +72,22 @@ def expected_tokens(alpha_NK: Tensor) -> Tensor:
     return 1 + alpha_NK.cumprod(-1).sum(-1)
 
 
+def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
+    """E[tokens of a round] [N] by rule block, read off text that the target wrote itself.
+
+    `ratio_NK` is s = q(x) / p(x) at the text's own token x of each depth. Of a chain X ~ q with
+    r_l = p(X_l) / q(X_l), at least i tokens are accepted with the probability
+
+        rejection   Π_{l<=i} min(1, r_l)                    (Leviathan et al. 2023, Algorithm 1)
+        block       p_i = min(1, p_{i-1} r_i), p_0 = 1      (Sun et al. 2024, Algorithm 2)
+
+    and p_i = min over 0 <= j <= i of r_{j+1} … r_i. Its mean over X ~ q is a mean over text X ~ p
+    of the same times Π q / p: of Π_{l<=i} min(1, s_l) for rejection, whose tokens are therefore
+    `expected_tokens` of min(1, s), and of min over 0 <= j <= i of s_1 … s_j for block, never less.
+    """
+    return 1 + ratio_NK.cumprod(-1).clamp_max(1).cummin(-1).values.sum(-1)
+
+
 def visits(alpha_TK: Tensor) -> Tensor:
     """How often a decoder starts a round at each anchor of a text, expected [T].
 

@@ -4,7 +4,7 @@ Whole prompts (or turns of a clock) are resampled, never single positions, becau
 of one prompt are not independent of each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +33,7 @@ class Interval:
 
 
 def ratio_interval(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    *,
-    level: float = LEVEL,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
 ) -> Interval:
     """Σ numerators / Σ denominators, an entry a prompt; `n` is Σ denominators, rounded.
 
@@ -47,11 +42,11 @@ def ratio_interval(
     """
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
     num, den = num[den > 0], den[den > 0]
-    if len(den) == 0:
-        return Interval(0.0, 0.0, 0.0, 0)
-    index = _resampled(len(num), seed, resamples)
-    low, high = _quantiles(num[index].sum(1) / den[index].sum(1), level)
-    return Interval(float(num.sum() / den.sum()), low, high, round(den.sum()))
+
+    def figure(index: np.ndarray) -> np.ndarray:
+        return num[index].sum(-1) / den[index].sum(-1)
+
+    return _bootstrap(figure, len(den), round(den.sum()), seed)
 
 
 def difference_interval(
@@ -65,12 +60,11 @@ def difference_interval(
     columns = [np.asarray(x, float) for x in (*ours, *theirs)]
     kept = (columns[1] > 0) & (columns[3] > 0)
     a, b, c, d = (x[kept] for x in columns)
-    if len(a) == 0:
-        return Interval(0.0, 0.0, 0.0, 0)
-    index = _resampled(len(a), seed)
-    draws = a[index].sum(1) / b[index].sum(1) - c[index].sum(1) / d[index].sum(1)
-    low, high = _quantiles(draws)
-    return Interval(float(a.sum() / b.sum() - c.sum() / d.sum()), low, high, len(a))
+
+    def figure(index: np.ndarray) -> np.ndarray:
+        return a[index].sum(-1) / b[index].sum(-1) - c[index].sum(-1) / d[index].sum(-1)
+
+    return _bootstrap(figure, len(a), len(a), seed)
 
 
 def median_interval(
@@ -80,16 +74,20 @@ def median_interval(
     in the same turns; `n` counts the turns."""
     found = np.asarray(values, float)
     under = np.ones(len(found)) if per is None else np.asarray(per, float)
-    index = _resampled(len(found), seed)
-    low, high = _quantiles(np.median(found[index], 1) / np.median(under[index], 1))
-    return Interval(float(np.median(found) / np.median(under)), low, high, len(found))
+
+    def figure(index: np.ndarray) -> np.ndarray:
+        return np.median(found[index], -1) / np.median(under[index], -1)
+
+    return _bootstrap(figure, len(found), len(found), seed)
 
 
-def _resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Indices [resamples, count], drawn with replacement."""
-    return np.random.default_rng(seed).integers(0, count, (resamples, count))
-
-
-def _quantiles(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+def _bootstrap(
+    figure: Callable[[np.ndarray], np.ndarray], count: int, n: int, seed: int
+) -> Interval:
+    """The figure of all `count` observations, between the quantiles of those of resamples; it is
+    given the indices [..., count] of the observations to take."""
+    if count == 0:
+        return Interval(0.0, 0.0, 0.0, 0)
+    index = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    low, high = np.quantile(figure(index), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(figure(np.arange(count))), float(low), float(high), n)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.theory import intervals
 from specdec.theory.alpha import (
     Pair,
     acceptance,
@@ -203,27 +204,32 @@ def test_interval_of_equal_prompts_is_a_point() -> None:
     assert (one.value, one.low, one.high, one.n) == (1.5, 1.5, 1.5, 2)
 
 
-def test_interval_depends_on_the_seed_alone() -> None:
+def test_interval_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     den = rng.integers(1, 20, 30).tolist()
     num = rng.binomial(den, 0.4).tolist()
     assert ratio_interval(num, den, seed=1) == ratio_interval(num, den, seed=1)
     assert ratio_interval(num, den, seed=1) != ratio_interval(num, den, seed=2)
-    wide, narrow = (ratio_interval(num, den, level=level) for level in (0.99, 0.5))
+    found = {}
+    for level in (0.99, 0.5):
+        monkeypatch.setattr(intervals, "LEVEL", level)
+        found[level] = ratio_interval(num, den)
+    wide, narrow = found[0.99], found[0.5]
     assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
 
 
-def test_interval_covers_the_truth() -> None:
+def test_interval_covers_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 experiments of 40 prompts of 1 to 40 positions, whose own α's differ (Beta(4, 4)): the
     true pooled α is 1/2. A percentile bootstrap over 40 clusters covers a little less than 95 %:
     a share of .935 over 400 experiments has a standard error of .012, and the bounds are four of
     them away. An interval over positions, as if they were independent, covers far less."""
+    monkeypatch.setattr(intervals, "RESAMPLES", 400)
     rng = np.random.default_rng(7)
     covered = naive = 0
     for seed in range(400):
         den = rng.integers(1, 41, 40)
         num = rng.binomial(den, rng.beta(4, 4, 40))
-        interval = ratio_interval(num.tolist(), den.tolist(), resamples=400, seed=seed)
+        interval = ratio_interval(num.tolist(), den.tolist(), seed=seed)
         covered += interval.low <= 0.5 <= interval.high
         p = num.sum() / den.sum()
         naive += abs(p - 0.5) <= 1.96 * math.sqrt(p * (1 - p) / den.sum())

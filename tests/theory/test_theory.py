@@ -19,7 +19,6 @@ from specdec.theory.leviathan import (
     guaranteed_factor,
     interpolate,
     lenient_alpha,
-    memory_factor,
     operations_factor,
     oracle_factor,
     pass_cost,
@@ -47,7 +46,6 @@ def capped_geometric(alpha: float, gamma: int) -> float:
 @pytest.mark.parametrize("gamma", [0, 1, 2, 7, 30])
 def test_expected_tokens_is_the_mean_of_a_capped_geometric(alpha: float, gamma: int) -> None:
     assert expected_tokens(alpha, gamma) == pytest.approx(capped_geometric(alpha, gamma), rel=1e-12)
-    assert memory_factor(alpha, gamma) == expected_tokens(alpha, gamma)
 
 
 def test_expected_tokens_by_hand_and_at_its_limits() -> None:

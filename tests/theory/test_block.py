@@ -1,6 +1,6 @@
 """Expected tokens by rejection and block, from the text alone, against the rules' exact laws.
 
-Run alone: python -m pytest tests/theory/test_verification.py
+Run alone: python -m pytest tests/theory/test_block.py
 """
 
 from itertools import product
@@ -11,7 +11,7 @@ import torch
 from specdec.context import Proposal
 from specdec.decoding.rules import RULES
 from specdec.decoding.verify import law
-from specdec.theory.verification import block_expected_tokens, rejection_expected_tokens
+from specdec.theory.alpha import block_expected_tokens, expected_tokens
 from tests.laws import FILLS, Tables
 
 V, K = 3, 2
@@ -26,6 +26,10 @@ def tables(fill_p: int, fill_q: int, seed: int) -> tuple[Tables, Tables]:
         return [x / x.sum(-1, keepdim=True) for x in found]
 
     return made(fill_p, K + 1), made(fill_q, K)
+
+
+def by_rejection(ratio_NK: torch.Tensor) -> torch.Tensor:
+    return expected_tokens(ratio_NK.clamp_max(1))
 
 
 def tokens_of_drafts(rule: str, p: Tables, q: Tables) -> float:
@@ -62,7 +66,7 @@ def test_text_of_the_target_gives_what_drafts_give(fill_p: int, fill_q: int) -> 
     p, q = tables(fill_p, fill_q, seed=7 * fill_p + fill_q)
     ratio_NK, weight_N = ratios(p, q)
     for rule, expected in (
-        ("rejection", rejection_expected_tokens),
+        ("rejection", by_rejection),
         ("block", block_expected_tokens),
     ):
         ours = float((weight_N * expected(ratio_NK)).sum())
@@ -73,7 +77,7 @@ def test_hand_numbers_and_order() -> None:
     """s = 2, 1/2: rejection keeps min(1, 2) = 1, then 1 · 1/2; block min(1, 2) = 1, then min(1, 2,
     2 · 1/2) = 1. s = 1/2, 2: rejection 1/2, 1/2; block 1/2, 1/2 (a prefix once lost stays so)."""
     ratio_NK = torch.tensor([[2.0, 0.5], [0.5, 2.0], [0.0, 3.0], [1.0, 1.0]])
-    assert rejection_expected_tokens(ratio_NK).tolist() == [2.5, 2.0, 1.0, 3.0]
+    assert by_rejection(ratio_NK).tolist() == [2.5, 2.0, 1.0, 3.0]
     assert block_expected_tokens(ratio_NK).tolist() == [3.0, 2.0, 1.0, 3.0]
     many = torch.rand(500, 5) * 3
-    assert (block_expected_tokens(many) >= rejection_expected_tokens(many) - 1e-6).all()
+    assert (block_expected_tokens(many) >= by_rejection(many) - 1e-6).all()
