@@ -197,6 +197,11 @@ def random_drafter(
     return drafter
 
 
+def learn(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:
+    """Fit a drafter to texts of which the assistant says every token."""
+    drafter.fit(texts, [[True] * len(ids) for ids in texts])
+
+
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Words, spaces and marks, one token each, so that every offset is exact."""
     vocab = [*SPECIAL, *ROLES, *MARKS, *WORDS]

@@ -192,15 +192,14 @@ class Draft:
         positions = self.target.room(min(cache.lengths))
         taken = max(cache.lengths) + 1  # the anchor's, too
         room = min(positions, self.drafter.positions or positions) - taken
-        shape, stop = self.shape, None
+        shape, length = self.shape, self.length
         if isinstance(shape, Chain):
-            gamma = shape.depth if self.length is None else self.length.gamma(len(rows.texts))
-            shape = replace(shape, depth=min(gamma, room, shape.depth))
+            gamma = shape.depth if length is None else length.gamma(len(rows.texts))
+            stop = length.stop if length is not None and length.reads_q else None
+            shape = Chain(min(gamma, room, shape.depth), stop)
         if not 1 <= shape.depth <= room:
             return Proposal(rows.anchors()[:, :0])
-        if self.length is not None and self.length.reads_q:
-            stop = self.length.stop
-        return self.drafter.draft(rows.context(cache), shape, self.choose, self.cache, stop)
+        return self.drafter.draft(rows.context(cache), shape, self.choose, self.cache)
 
     def heard(self, proposal: Proposal, logits: Tensor) -> Tensor:
         """The logits [B, M, V] of the block; those after its scouts are the drafter's."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs, Proposal
-from specdec.errors import UserError, require
+from specdec.errors import UserError, require, require_between
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
-from specdec.sampling.trees import DEEPEST, Growth, Shape, Stop
+from specdec.sampling.trees import DEEPEST, Growth, Shape
 from specdec.target.parts import Parts
 
 
@@ -62,7 +62,7 @@ class Sizes:
 
 
 class Drafter(nn.Module, ABC):
-    """Proposes tokens. A family gives `plan`, `hidden` and `unembed`; the rest follows.
+    """Proposes tokens. A family gives `hidden` and `unembed`; the rest has defaults.
 
     A drafter is made of its config (what the user chose) and its sizes (what the target then
     determined), so that a draft on disk can be read without planning it again. Frozen parts that
@@ -71,6 +71,7 @@ class Drafter(nn.Module, ABC):
 
     Config: ClassVar[type]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
+    bounds: ClassVar[Mapping[str, tuple[int, int | None]]] = {}  # least and most of its settings
     trainable: ClassVar[bool] = True
     reads_body: ClassVar[bool] = False  # runs the target's own layers: its parts are not enough
     needs: Needs = Needs()
@@ -86,10 +87,9 @@ class Drafter(nn.Module, ABC):
 
     def __init__(self, config: Any, sizes: Any) -> None:
         super().__init__()
-        for name in ("depth", "draft_vocab", "intermediate_size"):
-            value = getattr(config, name, None)
-            require(value is None or value >= 1, f"drafter.{name}={value}: give 1 or more")
-        require(config.depth <= DEEPEST, f"drafter.depth={config.depth}: give 1 to {DEEPEST}")
+        common = {"depth": (1, DEEPEST), "draft_vocab": (1, None), "intermediate_size": (1, None)}
+        for name, (least, most) in {**common, **self.bounds}.items():
+            require_between(f"drafter.{name}", getattr(config, name, None), least, most)
         self.config = config
         self.sizes = sizes
         self.depth = config.depth
@@ -98,9 +98,9 @@ class Drafter(nn.Module, ABC):
             self.vocab_S = torch.arange(sizes.draft_vocab)
 
     @classmethod
-    @abstractmethod
     def plan(cls, config: Any, target: Parts) -> Any:
         """The `Sizes` of a drafter with this config for this target."""
+        return cls.Sizes(target_vocab=target.vocab_size)
 
     @classmethod
     def build(
@@ -173,11 +173,9 @@ class Drafter(nn.Module, ABC):
         """What a draft on disk holds of a state dict: all but what `begin_training` added."""
         return dict(weights)
 
-    def fit(
-        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
-    ) -> None:
+    def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         """Learn from training texts without gradients (counts, an index), into buffers. `masks`
-        mark the tokens that the assistant says; None: all."""
+        mark the tokens that the assistant says."""
 
     def require_sound(self) -> None:
         """Raise UserError where loaded buffers hold what no fit can have made, such as ids outside
@@ -248,20 +246,13 @@ class Drafter(nn.Module, ABC):
         return self.new_cache()
 
     @torch.no_grad()
-    def draft(
-        self,
-        ctx: Context,
-        shape: Shape,
-        choose: Choose,
-        cache: Any = None,
-        stop: Stop | None = None,
-    ) -> Proposal:
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         """Draft after the last token of each row of `ctx`, the anchor, in the given shape.
 
         `ctx` is always the whole context; a cache only saves work, and never changes what is
-        drafted. `stop` ends chains early. Families that copy tokens replace this method.
+        drafted. Families that copy tokens replace this method.
         """
-        proposal = shape.draft(self.begin(ctx, cache), choose, stop)
+        proposal = shape.draft(self.begin(ctx, cache), choose)
         if ctx.cache is not None:
             ctx.cache.drop()  # what was drafted in the target's own slots, which it writes next
         q_BNS = proposal.q_BNV

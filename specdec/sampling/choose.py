@@ -5,6 +5,7 @@ way. Letters: B batch, W nodes of a tree, C children of a node, S draft vocabula
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class Chosen(NamedTuple):
     logits_BWS: Tensor
 
 
+@dataclass
 class Choose:
     """Warps logits and picks tokens.
 
@@ -36,45 +38,39 @@ class Choose:
     it; `texts` is the caller's own list of the texts, which follows the batch as it changes.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        siblings: str,
-        generators: Sequence[torch.Generator],
-        vocab_S: Tensor | None = None,
-        vocab_size: int = 0,
-        processors: Sequence[Processor] = (),
-        texts: list[list[int]] | None = None,
-    ) -> None:
-        self.sampler = sampler
-        self.siblings = "fixed" if sampler.greedy else siblings
-        self.generators = list(generators)
-        self.vocab_S = vocab_S
-        self.vocab_size = vocab_size
-        self.processors = list(processors)
-        self.texts = [] if texts is None else texts
+    sampler: Sampler
+    siblings: str
+    generators: Sequence[torch.Generator]
+    vocab_S: Tensor | None = None
+    vocab_size: int = 0
+    processors: Sequence[Processor] = ()
+    texts: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.sampler.greedy:
+            self.siblings = "fixed"
 
     def __call__(
         self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None
     ) -> Chosen:
         """Choose `count` children of each node from the draft's logits there. A row that is not in
         `going_B` gets none, and nothing is drawn from its generator."""
-        logits, whole = self.drafted(logits_BWS, paths), bool(self.processors)
-        if self.siblings == "fixed":
-            q = None
+        logits, q = self.drafted(logits_BWS, paths), None
+        if self.siblings != "fixed":
+            q = self.sampler.probs(logits)
+            index, none = self._draw(q, count, going_B)
+        else:
             logits = logits.float()
             if count == 1:
                 best, index = logits.max(-1, keepdim=True)
             else:
                 best, index = logits.topk(min(count, logits.shape[-1]), -1)
             none = best.isneginf()
-        else:
-            q = self.sampler.probs(logits)
-            index, none = self._draw(q, count, going_B)
-        tokens = index if self.vocab_S is None or whole else self.vocab_S[index]
-        if none.any():
-            tokens = tokens.masked_fill(none, -1)
-        return Chosen(tokens, index, q, logits)
+        return Chosen(self.ids(index).masked_fill(none, -1), index, q, logits)
+
+    def ids(self, index: Tensor) -> Tensor:
+        """The target's ids of indices into the draft's logits after the processors."""
+        return index if self.vocab_S is None or self.processors else self.vocab_S[index]
 
     def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
         """The draft's logits after the processors, spread over the target's vocabulary for them."""
@@ -113,23 +109,20 @@ class Choose:
 
     def _draw(self, q_BWS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Indices [B, W, count] drawn from q, and which of them do not exist."""
-        index, none = [], []
-        going = [True] * len(q_BWS) if going_B is None else going_B.tolist()
         if self.siblings != "with":
             count = min(count, q_BWS.shape[-1])
-        for q_WS, generator, wanted in zip(q_BWS, self.generators, going, strict=True):
-            if not wanted:
-                index.append(torch.zeros(len(q_WS), count, dtype=torch.long, device=q_WS.device))
-                none.append(torch.ones_like(index[-1], dtype=torch.bool))
+        index_BWC = q_BWS.new_zeros(*q_BWS.shape[:2], count, dtype=torch.long)
+        none_BWC = torch.ones_like(index_BWC, dtype=torch.bool)
+        going = [True] * len(q_BWS) if going_B is None else going_B.tolist()
+        for b, (q_WS, generator) in enumerate(zip(q_BWS, self.generators, strict=True)):
+            if not going[b]:
                 continue
             if count == 1 or self.siblings == "with":
-                safe = q_WS.clone() if q_WS.sum(-1).min() <= 0 else q_WS
-                if safe is not q_WS:
-                    safe[q_WS.sum(-1) <= 0] = 1
-                drawn = draws(safe, count, generator)
+                empty_W1 = q_WS.sum(-1, keepdim=True) <= 0
+                safe_WS = q_WS.masked_fill(empty_W1, 1) if empty_W1.any() else q_WS
+                drawn_WC = draws(safe_WS, count, generator)
             else:  # the order of q / Exp(1) is that of draws without replacement
-                race = torch.empty_like(q_WS).exponential_(generator=generator)
-                drawn = (q_WS / race).topk(count, -1).indices
-            index.append(drawn)
-            none.append(q_WS.gather(-1, drawn) <= 0)
-        return torch.stack(index), torch.stack(none)
+                race_WS = torch.empty_like(q_WS).exponential_(generator=generator)
+                drawn_WC = (q_WS / race_WS).topk(count, -1).indices
+            index_BWC[b], none_BWC[b] = drawn_WC, q_WS.gather(-1, drawn_WC) <= 0
+        return index_BWC, none_BWC

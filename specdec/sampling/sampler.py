@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.errors import UserError
+from specdec.errors import require
 
 
 class Summary(NamedTuple):
@@ -38,12 +38,11 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"sampler.temperature={self.temperature}: give a number >= 0")
-        if self.top_k < 0:
-            raise UserError(f"sampler.top_k={self.top_k}: give a number >= 0 (0 keeps all)")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"sampler.top_p={self.top_p}: give a number in (0, 1]")
+        temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
+        finite = 0 <= temperature < float("inf")
+        require(finite, f"sampler.temperature={temperature}: give a number >= 0")
+        require(top_k >= 0, f"sampler.top_k={top_k}: give a number >= 0 (0 keeps all)")
+        require(0 < top_p <= 1, f"sampler.top_p={top_p}: give a number in (0, 1]")
 
     @property
     def greedy(self) -> bool:
@@ -64,15 +63,12 @@ class Sampler:
             best = logits.argmax(-1, keepdim=True)
             hit = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, best, 0.0)
             return hit.masked_fill(logits.isneginf(), -torch.inf)
-        scaled = self._scaled(logits)
-        if self.truncates:
-            scaled = scaled.masked_fill(scaled < self._threshold(scaled), -torch.inf)
+        scaled, _ = self._kept(logits)
         log_z = scaled.logsumexp(-1, keepdim=True)
-        empty = log_z.isneginf()
-        if empty.any():  # the difference below, and its gradient, would be NaN
-            whole = self._scaled(logits).masked_fill(empty, 0.0)
-            return self.log_probs(whole * self.temperature).masked_fill(empty, -torch.inf)
-        return scaled - log_z
+        if not (empty := log_z.isneginf()).any():
+            return scaled - log_z
+        scaled = scaled.masked_fill(empty, 0.0)  # or the difference, and its gradient, would be NaN
+        return (scaled - scaled.logsumexp(-1, keepdim=True)).masked_fill(empty, -torch.inf)
 
     def probs(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V] in float32; see `log_probs`."""
@@ -86,14 +82,9 @@ class Sampler:
 
     def summarise(self, logits_NV: Tensor) -> Summary:
         """Reduce target logits to what `log_probs_of` needs. Temperature must be above 0."""
-        scaled = self._scaled(logits_NV)
-        argmax = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
-        if self.truncates:
-            threshold = self._threshold(scaled)
-            log_z = scaled.masked_fill(scaled < threshold, -torch.inf).logsumexp(-1)
-            return Summary(log_z, threshold[:, 0], argmax)
-        floor = torch.full_like(scaled[:, 0], -torch.inf)
-        return Summary(scaled.logsumexp(-1), floor, argmax)
+        scaled, threshold_N1 = self._kept(logits_NV)
+        argmax_N = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
+        return Summary(scaled.logsumexp(-1), threshold_N1[:, 0], argmax_N)
 
     def log_probs_of(self, logits_NS: Tensor, summary: Summary) -> Tensor:
         """log p [N, S] over part of the vocabulary, normalised over all of it."""
@@ -106,19 +97,21 @@ class Sampler:
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits.float() if self.temperature == 1 else logits.float() / self.temperature
 
-    def _threshold(self, scaled: Tensor) -> Tensor:
-        """The smallest scaled logit [..., 1] that top-k and top-p keep."""
+    def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled logits, -inf where top-k and top-p drop a token, and the smallest kept [..., 1],
+        or -inf where nothing is dropped."""
+        scaled = self._scaled(logits)
+        if not self.truncates:
+            return scaled, torch.full_like(scaled[..., :1], -torch.inf)
         ordered = scaled.sort(-1, descending=True).values
+        least = ordered[..., -1:]
         if self.top_k:
             least = ordered[..., min(self.top_k, ordered.shape[-1]) - 1, None]
-            ordered = ordered.masked_fill(ordered < least, -torch.inf)
-            if self.top_p == 1:
-                return least
         if self.top_p < 1:
-            probs = ordered.softmax(-1)
+            probs = ordered.masked_fill(ordered < least, -torch.inf).softmax(-1)
             kept = (probs.cumsum(-1) - probs < self.top_p).sum(-1, keepdim=True).clamp_min(1)
-            return ordered.gather(-1, kept - 1)
-        return ordered[..., -1:]
+            least = torch.maximum(least, ordered.gather(-1, kept - 1))
+        return scaled.masked_fill(scaled < least, -torch.inf), least
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -45,6 +45,7 @@ from tests.tiny import (
     DRAFTER_OVERRIDES,
     REPOSITORY,
     architectures,
+    learn,
     random_drafter,
     random_target,
 )
@@ -84,7 +85,7 @@ def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
     ):  # no norm bounds its states: with more noise its logits are in the thousands
         noise = min(noise, 0.1)
     drafter = random_drafter(CONFIGS[name], target, noise, VOCAB)
-    drafter.fit([text(seed)[0].tolist() for seed in range(4)])
+    learn(drafter, [text(seed)[0].tolist() for seed in range(4)])
     return drafter
 
 
@@ -280,7 +281,7 @@ def test_greedy_speculation_is_greedy_decoding(kind: str, name: str) -> None:
 def taught(name: str, target: Target, texts: list[list[int]]) -> Drafter:
     """A drafter that has learned these texts by heart, so that it is right about most of them."""
     drafter = make_drafter(name, target, noise=0.05)
-    drafter.fit(texts)
+    learn(drafter, texts)
     weights = [p for p in drafter.parameters() if p.requires_grad]
     if drafter.trainable:
         forcing = TeacherForcing(drafter, target, Sampler(1.0))

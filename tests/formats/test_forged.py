@@ -26,7 +26,7 @@ from specdec.formats import draft as drafts
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
-from tests.tiny import REPOSITORY, Tiny, process, random_drafter
+from tests.tiny import REPOSITORY, Tiny, learn, process, random_drafter
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle3": {"layers": [1, 2, 3], "draft_vocab": 48, "depth": 2},
@@ -49,7 +49,7 @@ def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     texts, found = [[5, 6, 7, 8, 5, 6, 9], [7, 8, 5, 6, 7]], {}
     for name, options in CONFIGS.items():
         drafter = random_drafter(DRAFTERS[name].Config(**options), target, 0.1, torch.arange(2, 50))
-        drafter.fit(texts)
+        learn(drafter, texts)
         found[name] = tmp_path_factory.mktemp("saved") / name
         drafts.save(found[name], drafter, target)
     return found

@@ -23,6 +23,7 @@ from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from specdec.target.encoder_decoder import Seq2SeqTarget
 from tests.target.test_seq2seq import make_target as make_seq2seq
+from tests.tiny import learn
 
 V = 61
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -116,7 +117,7 @@ def test_layers_may_read_the_keys_of_others(family: str, shape: Any) -> None:
     if family == "sparse":
         config = SparseConfig(depth=2, budget=3, window=2, refresh=3, sink=1, pool=3)
     drafter = DRAFTERS[family].build(config, target)
-    drafter.fit([prompt + plain, [plain[0], plain[3]] * 3])
+    learn(drafter, [prompt + plain, [plain[0], plain[3]] * 3])
     made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
     assert made.ids == plain
     assert any(r.accepted for r in made.rounds)

@@ -12,9 +12,7 @@ here everything before the anchor is the input, and teacher forcing sees what de
 
 from dataclasses import dataclass
 
-from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, TreeNode, merged
-from specdec.errors import require
+from specdec.drafters.copying.memory import Copying, Memory
 
 
 @dataclass
@@ -28,13 +26,12 @@ class CopyConfig:
     patience: int = 3
 
 
-class Aligned:
+class Aligned(Memory):
     """The text so far, the pointer (-1 where there is none), and where each short n-gram last
     ended."""
 
     def __init__(self, config: CopyConfig) -> None:
-        self.config = config
-        self.ids: list[int] = []
+        super().__init__(config)
         self.pointer = -1
         self._missed = 0
         self._after: dict[tuple[int, ...], tuple[int, int]] = {}  # n-gram: (times, what follows)
@@ -42,46 +39,35 @@ class Aligned:
     def push(self, token: int) -> None:
         agrees = self.pointer >= 0 and self.ids[self.pointer] == token
         self.ids.append(token)
-        tails = [tuple(self.ids[-n:]) for n in range(1, 1 + self.config.max_match)]
+        tails = self.last(1, self.config.max_match)
         if agrees:
             self.pointer, self._missed = self.pointer + 1, 0
         else:
-            self.pointer = self._aligned(tails)
-        for tail in set(tails):  # a text shorter than max_match has its tails several times
+            self._align(tails)
+        for tail in tails:
             self._after[tail] = (self._after.get(tail, (0, 0))[0] + 1, len(self.ids))
 
     def chain(self, count: int) -> list[int]:
         return [] if self.pointer < 0 else self.ids[self.pointer : self.pointer + count]
 
-    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
-        return merged([self.chain(depth)], depth, nodes)
-
-    def _aligned(self, tails: list[tuple[int, ...]]) -> int:
-        """Where to copy from after a mismatch."""
-        latest = -1
+    def _align(self, tails: list[tuple[int, ...]]) -> None:
+        """Set the pointer anew after a mismatch."""
+        times, after = 0, -1
         for tail in tails:
             times, after = self._after.get(tail, (0, -1))
-            if times == 0:
+            if times < 2:
                 break
-            latest = after
-            if times == 1:
-                self._missed = 0
-                return after
-        else:
-            self._missed = 0
-            return latest
+        if times > 0:
+            self.pointer, self._missed = after, 0
+            return
         self._missed += 1
-        if self.pointer >= 0 and self._missed <= self.config.patience:
-            return self.pointer + 1
-        return -1
+        substituted = self.pointer >= 0 and self._missed <= self.config.patience
+        self.pointer = self.pointer + 1 if substituted else -1
 
 
 class Copy(Copying):
     Config = CopyConfig
-
-    def __init__(self, config: CopyConfig, sizes: Sizes) -> None:
-        super().__init__(config, sizes)
-        require(config.max_match >= 1, f"drafter.max_match={config.max_match}: give 1 or more")
+    bounds = {"max_match": (1, None)}
 
     def memory(self) -> Aligned:
         return Aligned(self.config)

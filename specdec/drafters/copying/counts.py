@@ -9,9 +9,9 @@ Both give whole distributions, from which sampled drafts are drawn and with whic
 Letters: B batch, A anchors, K depth, V vocabulary, N pairs of tokens that occur.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes, text_after
 from specdec.errors import require
-from specdec.target.parts import Parts
 
 
 @dataclass
@@ -33,12 +32,10 @@ class UnigramConfig:
 
 
 @dataclass
-class BigramConfig:
+class BigramConfig(UnigramConfig):
     """`prior` is how many counted tokens the unigram weighs as much as."""
 
     name: str = "bigram"
-    depth: int = 4
-    add: float = 0.01
     prior: float = 1.0
 
 
@@ -54,17 +51,10 @@ class Unigram(Drafter):
         require(config.add > 0, f"drafter.add={config.add}: give a number above 0")
         self.register_buffer("times_V", torch.zeros(self.target_vocab, dtype=torch.long))
 
-    @classmethod
-    def plan(cls, config: Any, target: Parts) -> Sizes:
-        return cls.Sizes(target_vocab=target.vocab_size)
-
-    def fit(
-        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
-    ) -> None:
-        times: Counter[int] = Counter()
-        for ids, mask in zip(texts, masks or texts, strict=True):
-            times.update(y for y, said in zip(ids, mask, strict=True) if masks is None or said)
-        self.times_V = _dense(times, self.times_V)
+    def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
+        said = [y for ids, mask in zip(texts, masks, strict=True) for y in compress(ids, mask)]
+        ids_N = torch.tensor(said, dtype=torch.long, device=self.times_V.device)
+        self.times_V = torch.bincount(ids_N, minlength=self.target_vocab)
 
     def require_sound(self) -> None:
         super().require_sound()
@@ -111,23 +101,20 @@ class Bigram(Unigram):
         self.register_buffer("next_N", torch.zeros(sizes.pairs, dtype=torch.long))
         self.register_buffer("pairs_N", torch.zeros(sizes.pairs, dtype=torch.long))
 
-    def fit(
-        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
-    ) -> None:
+    def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         super().fit(texts, masks)
-        times: Counter[tuple[int, int]] = Counter()
-        for ids, mask in zip(texts, masks or texts, strict=True):
-            pairs = zip(ids, ids[1:], mask[1:], strict=False)
-            times.update((x, y) for x, y, said in pairs if masks is None or said)
-        if not times:
-            return
-        device = self.next_N.device
-        pairs_N2 = torch.tensor(sorted(times))
-        after = torch.bincount(pairs_N2[:, 0], minlength=self.target_vocab)
-        self.start_V1[1:] = after.cumsum(0).to(device)
-        self.next_N = pairs_N2[:, 1].contiguous().to(device)
-        self.pairs_N = torch.tensor([times[x, y] for x, y in pairs_N2.tolist()], device=device)
-        self.sizes.pairs = len(times)
+        said = [
+            pair
+            for ids, mask in zip(texts, masks, strict=True)
+            for pair in compress(pairwise(ids), mask[1:])
+        ]
+        if said:
+            said_M2 = torch.tensor(said, device=self.next_N.device)
+            pairs_N2, self.pairs_N = said_M2.unique(dim=0, return_counts=True)
+            after_V = torch.bincount(pairs_N2[:, 0], minlength=self.target_vocab)
+            self.start_V1[1:] = after_V.cumsum(0)
+            self.next_N = pairs_N2[:, 1].contiguous()
+            self.sizes.pairs = len(pairs_N2)
 
     def require_sound(self) -> None:
         super().require_sound()
@@ -150,11 +137,3 @@ class Bigram(Unigram):
         q_RV[row_M, self.next_N[at_M]] += self.pairs_N[at_M].to(q_RV.dtype)
         log_q = (q_RV / q_RV.sum(-1, keepdim=True)).log()
         return log_q.view(*hidden.shape[:-1], -1)
-
-
-def _dense(times: Counter[int], like_V: Tensor) -> Tensor:
-    counts_V = torch.zeros_like(like_V)
-    if times:
-        ids = torch.tensor(list(times), device=like_V.device)
-        counts_V[ids] = torch.tensor(list(times.values()), device=like_V.device)
-    return counts_V

@@ -17,6 +17,7 @@ Letters: B batch, X scouts, W columns, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,10 +25,9 @@ from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, Memories, TreeNode, merged
-from specdec.errors import require
+from specdec.drafters.copying.memory import Copying, Memories, Memory
 from specdec.sampling.choose import Choose
-from specdec.sampling.trees import Shape, Stop
+from specdec.sampling.trees import Shape
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
@@ -44,12 +44,13 @@ class LookaheadConfig:
     pool: int = 8
 
 
-class Pool:
-    """The latest n-grams by their first token, those of the text among them."""
+class Pool(Memory):
+    """The latest n-grams by their first token, those of the text among them, and the levels of
+    the row's window, the oldest first."""
 
     def __init__(self, config: LookaheadConfig) -> None:
-        self.config = config
-        self.ids: list[int] = []
+        super().__init__(config)
+        self.levels: list[list[int]] = []
         self._after: dict[int, dict[tuple[int, ...], None]] = {}
 
     def push(self, token: int) -> None:
@@ -64,39 +65,22 @@ class Pool:
         if len(known) > self.config.pool:
             del known[next(iter(known))]
 
-    def paths(self) -> list[tuple[int, ...]]:
+    def paths(self, count: int) -> list[list[int]]:
         """What may follow the text's last token, the latest first."""
-        return list(reversed(self._after.get(self.ids[-1], {})))
+        return [list(path[:count]) for path in reversed(self._after.get(self.ids[-1], {}))]
 
     def chain(self, count: int) -> list[int]:
-        return [token for path in self.paths()[:1] for token in path[:count]]
-
-    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
-        return merged(self.paths(), depth, nodes)
-
-
-class Windows(Memories):
-    """The pool of each row, and the levels of its window, the oldest first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.levels: list[Tensor] = []  # each [B, W]
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.levels = [level_BW[list(rows)] for level_BW in self.levels]
+        return next(iter(self.paths(count)), [])
 
 
 class Lookahead(Copying):
     Config = LookaheadConfig
+    bounds = {"window": (1, None), "ngram": (2, None), "pool": (1, None)}
     reads_body = True
     _target: tuple[Target]
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)
-        require(config.window >= 1, f"drafter.window={config.window}: give 1 or more")
-        require(config.ngram >= 2, f"drafter.ngram={config.ngram}: give 2 or more")
-        require(config.pool >= 1, f"drafter.pool={config.pool}: give 1 or more")
         self.scratch = config.window * (config.ngram - 1)
 
     def attach(self, target: Parts) -> None:
@@ -106,48 +90,34 @@ class Lookahead(Copying):
     def memory(self) -> Pool:
         return Pool(self.config)
 
-    def new_cache(self) -> Windows:
-        return Windows()
-
-    @torch.no_grad()
-    def draft(
-        self,
-        ctx: Context,
-        shape: Shape,
-        choose: Choose,
-        cache: Any = None,
-        stop: Stop | None = None,
-    ) -> Proposal:
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         """What the pools hold, and where there is the target's cache, the windows as scouts."""
-        windows = self.new_cache() if cache is None else cache
-        proposal = super().draft(ctx, shape, choose, windows, stop)
+        memories = self.new_cache() if cache is None else cache
+        proposal = super().draft(ctx, shape, choose, memories)
         if ctx.cache is not None:
             furthest = max(ctx.cache.lengths) + self.config.window + self.config.ngram
             if furthest <= self._target[0].room(min(ctx.cache.lengths)):
-                proposal.scouts = self._scouts(windows, ctx.ids_BT.device)
+                proposal.scouts = self._scouts(memories.rows, ctx.ids_BT.device)
         return proposal
 
-    def _scouts(self, windows: Windows, device: torch.device) -> Scouts:
+    def _scouts(self, pools: list[Pool], device: torch.device) -> Scouts:
         """Level 0 is a chain after the anchor; a later level's column follows the same column of
         the level before it."""
-        columns, pools = self.config.window, windows.rows
-        if not windows.levels:  # any guess will do: tokens from all over the text
-            spread = [
-                [pool.ids[j * len(pool.ids) // columns] for j in range(columns)] for pool in pools
-            ]
-            windows.levels = [torch.tensor(spread, device=device)]
-        parents = [*range(-1, columns - 1), *range(columns * (len(windows.levels) - 1))]
-        parents_BX = torch.tensor(parents, device=device).expand(len(pools), -1)
-        return Scouts(torch.cat(windows.levels, 1), parents_BX)
+        columns = self.config.window
+        for pool in pools:
+            if not pool.levels:  # any guess will do: tokens from all over the text
+                pool.levels = [[pool.ids[j * len(pool.ids) // columns] for j in range(columns)]]
+        tokens_BX = torch.tensor([list(chain(*pool.levels)) for pool in pools], device=device)
+        parents = [*range(-1, columns - 1), *range(tokens_BX.shape[1] - columns)]
+        return Scouts(tokens_BX, torch.tensor(parents, device=device).expand(len(pools), -1))
 
-    def hear(self, logits_BXV: Tensor, cache: Windows) -> None:
+    def hear(self, logits_BXV: Tensor, cache: Memories) -> None:
         """One Jacobi iteration: the likeliest tokens after the last level are the next one. Whole
         columns go to the pools, and the oldest level goes."""
-        newest_BW = logits_BXV[:, -self.config.window :].float().argmax(-1)
-        cache.levels = [*cache.levels, newest_BW]
-        if len(cache.levels) == self.config.ngram:
-            grams_BWN = torch.stack(cache.levels, -1).tolist()
-            for pool, grams in zip(cache.rows, grams_BWN, strict=True):
-                for gram in grams:
+        newest = logits_BXV[:, -self.config.window :].float().argmax(-1).tolist()
+        for pool, level in zip(cache.rows, newest, strict=True):
+            pool.levels.append(level)
+            if len(pool.levels) == self.config.ngram:
+                for gram in zip(*pool.levels, strict=True):
                     pool.add(gram)
-            cache.levels = cache.levels[1:]
+                del pool.levels[0]

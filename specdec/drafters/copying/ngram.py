@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, TreeNode, merged
+from specdec.drafters.copying.memory import Copying, Memory
 from specdec.errors import require
 
 
@@ -24,30 +24,25 @@ class NgramConfig:
     min_ngram: int = 1
 
 
-class Text:
+class Text(Memory):
     """The text so far, and where each n-gram in it ended, apart from those that end it."""
 
     def __init__(self, config: NgramConfig) -> None:
-        self.sizes = range(config.max_ngram, config.min_ngram - 1, -1)
-        self.ids: list[int] = []
+        super().__init__(config)
         self.ends: dict[tuple[int, ...], list[int]] = {}
 
     def push(self, token: int) -> None:
-        for n in self.sizes:
-            if n <= len(self.ids):
-                self.ends.setdefault(tuple(self.ids[-n:]), []).append(len(self.ids))
+        for gram in self.last(self.config.min_ngram, self.config.max_ngram):
+            self.ends.setdefault(gram, []).append(len(self.ids))
         self.ids.append(token)
 
     def chain(self, count: int) -> list[int]:
-        for n in self.sizes:
-            if n <= len(self.ids) and (ends := self.ends.get(tuple(self.ids[-n:]))):
+        for gram in reversed(self.last(self.config.min_ngram, self.config.max_ngram)):
+            if ends := self.ends.get(gram):
                 complete = bisect_right(ends, len(self.ids) - count)
                 end = ends[max(0, complete - 1)]
                 return self.ids[end : end + count]
         return []
-
-    def tree(self, depth: int, nodes: int) -> list[TreeNode]:
-        return merged([self.chain(depth)], depth, nodes)
 
 
 class Ngram(Copying):

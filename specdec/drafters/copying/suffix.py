@@ -19,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, TreeNode
+from specdec.drafters.copying.memory import Copying, Memory, TreeNode
 from specdec.errors import require
 
 SEPARATOR = -1  # between texts of the corpus: equal to no token
@@ -54,23 +54,19 @@ class SuffixConfig:
     max_tokens: int = 1_000_000
 
 
-class Places(Protocol):
-    """The places at which a path of tokens occurs: a node of a suffix tree."""
-
-    count: int
-
-    def children(self, width: int) -> "list[tuple[int, Places]]":
-        """The `width` most frequent next tokens, each with its node, the most frequent first."""
-        ...
-
-
+@dataclass
 class TextPlaces:
     """Places in the text itself: the positions of what follows the path."""
 
-    def __init__(self, ids: list[int], after: list[int]) -> None:
-        self.ids, self.after, self.count = ids, after, len(after)
+    ids: list[int]
+    after: list[int]
 
-    def children(self, width: int) -> list[tuple[int, Places]]:
+    @property
+    def count(self) -> int:
+        return len(self.after)
+
+    def children(self, width: int) -> "list[tuple[int, Places]]":
+        """The `width` most frequent next tokens, each with its node, the most frequent first."""
         found: dict[int, list[int]] = {}
         for p in self.after:
             if p < len(self.ids):
@@ -79,53 +75,59 @@ class TextPlaces:
         return [(token, TextPlaces(self.ids, after)) for token, after in ranked]
 
 
-class SuffixArray:
-    """The corpus and the order of its suffixes."""
+class SuffixArray(NamedTuple):
+    """The corpus, and the order of its suffixes."""
 
-    def __init__(self, text_N: NDArray[np.int32], order_N: NDArray[np.int32]) -> None:
-        self.text_N, self.order_N = text_N, order_N
-
-    def column(self, row: int, offset: int) -> int:
-        """The token `offset` places after the beginning of the row-th suffix."""
-        at = int(self.order_N[row]) + offset
-        return int(self.text_N[at]) if at < len(self.text_N) else SEPARATOR
+    text_N: NDArray[np.int32]
+    order_N: NDArray[np.int32]
 
 
+@dataclass
 class CorpusPlaces:
     """Places in the corpus: suffixes `low` to `high` begin with the path of `length` tokens."""
 
-    def __init__(self, index: SuffixArray, low: int, high: int, length: int) -> None:
-        self.index, self.low, self.high, self.length = index, low, high, length
-        self.count = high - low
+    index: SuffixArray
+    low: int
+    high: int
+    length: int
+
+    @property
+    def count(self) -> int:
+        return self.high - self.low
 
     def narrowed(self, token: int) -> "CorpusPlaces":
         """The places at which this token follows."""
+        text_N, order_N = self.index
 
-        def key(row: int) -> int:
-            return self.index.column(row, self.length)
+        def following(row: int) -> int:
+            at = int(order_N[row]) + self.length
+            return int(text_N[at]) if at < len(text_N) else SEPARATOR
 
-        rows = range(self.low, self.high)
-        low = self.low + bisect_left(rows, token, key=key)
-        high = self.low + bisect_right(rows, token, lo=low - self.low, key=key)
+        low = bisect_left(range(self.high), token, lo=self.low, key=following)
+        high = bisect_right(range(self.high), token, lo=low, key=following)
         return CorpusPlaces(self.index, low, high, self.length + 1)
 
-    def children(self, width: int) -> list[tuple[int, Places]]:
+    def children(self, width: int) -> "list[tuple[int, Places]]":
+        """As in the text itself; of many places a sample decides which tokens are examined."""
+        text_N, order_N = self.index
         step = -(-self.count // SAMPLED)
-        at_R = self.index.order_N[self.low : self.high : step] + self.length
-        at_R = at_R[at_R < len(self.index.text_N)]
-        ranked = Counter(self.index.text_N[at_R].tolist()).most_common(width + 1)
+        at_R = order_N[self.low : self.high : step] + self.length
+        ranked = Counter(text_N[at_R[at_R < len(text_N)]].tolist()).most_common(width + 1)
         found = [(t, self.narrowed(t)) for t, _ in ranked if t != SEPARATOR]
         return [(t, path) for t, path in sorted(found, key=lambda x: -x[1].count)[:width]]
 
 
-class Suffixes:
+Places = TextPlaces | CorpusPlaces  # at which a path of tokens occurs: a node of a suffix tree
+
+
+class Suffixes(Memory):
     """The text read so far, and all places at which one of its suffixes occurred before."""
 
     def __init__(self, config: SuffixConfig, index: SuffixArray) -> None:
-        self.config, self.index = config, index
-        self.ids: list[int] = []
+        super().__init__(config)
+        self.index = index
         self._where: dict[int, list[int]] = {}  # positions of each token
-        self._lengths: dict[int, int] = {}  # how much matches before each place
+        self._lengths: dict[int, int] = {}  # how much matches before each place, places rising
         self._in_corpus: list[CorpusPlaces] = []  # matches in the corpus, the longest first
         self._matched = 0  # tokens that these have read
 
@@ -144,12 +146,8 @@ class Suffixes:
         for match in self._known():
             if not found or found[-1][1].count != match.count:
                 found.append((match.length, match))
-        by_length: dict[int, list[int]] = {}
-        for p, n in self._lengths.items():
-            by_length.setdefault(n, []).append(p)
-        after: list[int] = []
-        for n in sorted(by_length, reverse=True):
-            after = sorted(after + by_length[n])
+        for n in sorted(set(self._lengths.values()), reverse=True):
+            after = [p for p, length in self._lengths.items() if length >= n]
             found.append((n, TextPlaces(self.ids, after)))
         return found
 
@@ -173,18 +171,17 @@ class Suffixes:
         found = [self._spread(n, path, depth, nodes) for n, path in self.matches()]
         return max(found, key=lambda x: x[0], default=(0.0, []))[1]
 
-    def _followed(self, match: int, path: Places, count: int) -> tuple[float, list[int]]:
+    def _followed(self, match: int, at: Places, count: int) -> tuple[float, list[int]]:
         """Σ D and the tokens of the draft along the most frequent children."""
         tokens: list[int] = []
         weight, score = 1.0, 0.0
-        for _ in range(self._most(match, count)):
-            child = next(iter(path.children(1)), None)
-            if child is None or weight * child[1].count / path.count < self.config.threshold:
+        while len(tokens) < self._most(match, count) and (ranked := at.children(1)):
+            ((token, child),) = ranked
+            if weight * child.count / at.count < self.config.threshold:
                 break
-            weight *= child[1].count / path.count
-            token, path = child
+            weight *= child.count / at.count
             tokens.append(token)
-            score += weight
+            score, at = score + weight, child
         return score, tokens
 
     def _spread(
@@ -223,6 +220,7 @@ class SuffixSizes(Sizes):
 
 class Suffix(Copying):
     Config = SuffixConfig
+    bounds = {"max_match": (1, SORTED - 1), "recent": (1, None), "max_tokens": (1, None)}
     Sizes = SuffixSizes
     sizes: SuffixSizes
     text_N: Tensor
@@ -230,34 +228,23 @@ class Suffix(Copying):
 
     def __init__(self, config: SuffixConfig, sizes: SuffixSizes) -> None:
         super().__init__(config, sizes)
-        require(config.factor > 0, f"drafter.factor={config.factor}: give a number above 0")
-        require(
-            0 < config.threshold <= 1,
-            f"drafter.threshold={config.threshold}: give a number in (0, 1]",
-        )
-        require(
-            1 <= config.max_match < SORTED,
-            f"drafter.max_match={config.max_match}: give 1 to {SORTED - 1}",
-        )
-        require(config.recent >= 1, f"drafter.recent={config.recent}: give 1 or more")
+        factor, threshold = config.factor, config.threshold
+        require(factor > 0, f"drafter.factor={factor}: give a number above 0")
+        require(0 < threshold <= 1, f"drafter.threshold={threshold}: give a number in (0, 1]")
         N = sizes.tokens
         self.register_buffer("text_N", torch.full((N,), SEPARATOR, dtype=torch.int32))
         self.register_buffer("order_N", torch.zeros(N, dtype=torch.int32))
         self._index: tuple[Tensor, SuffixArray] | None = None
 
-    def fit(
-        self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None
-    ) -> None:
+    def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         """Index these texts as the corpus; of each, the stretches that its mask marks."""
         joined = [SEPARATOR]
-        for ids, mask in zip(texts, masks or texts, strict=True):
-            for token, said in zip(ids, mask, strict=True):
-                if masks is None or said:
+        for ids, mask in zip(texts, masks, strict=True):
+            for token, said in zip([*ids, SEPARATOR], [*mask, False], strict=True):
+                if said:
                     joined.append(token)
                 elif joined[-1] != SEPARATOR:
                     joined.append(SEPARATOR)
-            if joined[-1] != SEPARATOR:
-                joined.append(SEPARATOR)
         text_N = np.array(joined[-self.config.max_tokens :], dtype=np.int32)
         device = self.text_N.device
         self.text_N = torch.from_numpy(text_N).to(device)

@@ -34,7 +34,7 @@ from specdec.drafters.models.bridge import Bridge
 from specdec.errors import UserError, nearest, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
-from specdec.sampling.trees import Growth, Shape, Stop
+from specdec.sampling.trees import Growth, Shape
 from specdec.target.base import Target
 from specdec.target.loading import DTYPES, TargetConfig, load_target
 from specdec.target.parts import Parts
@@ -149,16 +149,9 @@ class Translated(Drafter):
         return super().begin(ctx) if cache is None else CachedGrowth(self, ctx, cache)
 
     @torch.no_grad()
-    def draft(
-        self,
-        ctx: Context,
-        shape: Shape,
-        choose: Choose,
-        cache: "TranslatedCache | None" = None,
-        stop: Stop | None = None,
-    ) -> Proposal:
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         if self.vocab_S is not None:
-            return super().draft(ctx, shape, choose, cache, stop)
+            return super().draft(ctx, shape, choose, cache)
         written = self._written(ctx.rows(), cache or self.new_cache())
         return copied_chains([ids[: shape.depth] for ids in written], ctx)
 
