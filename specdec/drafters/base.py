@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs, Proposal
-from specdec.errors import UserError, require, require_between
+from specdec.errors import UserError, require, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Growth, Shape
@@ -71,7 +71,7 @@ class Drafter(nn.Module, ABC):
 
     Config: ClassVar[type]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
-    bounds: ClassVar[Mapping[str, tuple[int, int | None]]] = {}  # least and most of its settings
+    bounds: ClassVar[Mapping[str, int | tuple[int, int]]] = {}  # of settings; see `require_within`
     trainable: ClassVar[bool] = True
     reads_body: ClassVar[bool] = False  # runs the target's own layers: its parts are not enough
     needs: Needs = Needs()
@@ -87,9 +87,9 @@ class Drafter(nn.Module, ABC):
 
     def __init__(self, config: Any, sizes: Any) -> None:
         super().__init__()
-        common = {"depth": (1, DEEPEST), "draft_vocab": (1, None), "intermediate_size": (1, None)}
-        for name, (least, most) in {**common, **self.bounds}.items():
-            require_between(f"drafter.{name}", getattr(config, name, None), least, most)
+        bounds = {"depth": (1, DEEPEST), "draft_vocab": 1, "intermediate_size": 1, **self.bounds}
+        given = {name: bound for name, bound in bounds.items() if hasattr(config, name)}
+        require_within("drafter", config, **given)
         self.config = config
         self.sizes = sizes
         self.depth = config.depth

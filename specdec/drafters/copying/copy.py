@@ -67,7 +67,7 @@ class Aligned(Memory):
 
 class Copy(Copying):
     Config = CopyConfig
-    bounds = {"max_match": (1, None)}
+    bounds = {"max_match": 1}
 
     def memory(self) -> Aligned:
         return Aligned(self.config)

@@ -75,7 +75,7 @@ class Pool(Memory):
 
 class Lookahead(Copying):
     Config = LookaheadConfig
-    bounds = {"window": (1, None), "ngram": (2, None), "pool": (1, None)}
+    bounds = {"window": 1, "ngram": 2, "pool": 1}
     reads_body = True
     _target: tuple[Target]
 

@@ -220,7 +220,7 @@ class SuffixSizes(Sizes):
 
 class Suffix(Copying):
     Config = SuffixConfig
-    bounds = {"max_match": (1, SORTED - 1), "recent": (1, None), "max_tokens": (1, None)}
+    bounds = {"max_match": (1, SORTED - 1), "recent": 1, "max_tokens": 1}
     Sizes = SuffixSizes
     sizes: SuffixSizes
     text_N: Tensor
