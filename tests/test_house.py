@@ -101,7 +101,7 @@ def imports(module: str, types: bool) -> Iterator[str]:
 
 def _product(name: str) -> str:
     """Scripts import each other by their bare names."""
-    return f"scripts.{name}" if name.split(".")[0] in ("benches", "decode_options") else name
+    return f"scripts.{name}" if name.split(".")[0] in ("benches", "command_line") else name
 
 
 def layer(module: str) -> int:

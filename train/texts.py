@@ -145,7 +145,7 @@ def _fitting(
     theirs = cfg.data.answers == "target"
     batch = cfg.answers.batch if theirs else cfg.loop.rows
     body = target.whole()
-    rehearsed = _rehearsal(cfg, body, train, accelerator)
+    rehearsed = rehearsal(cfg, body, train, accelerator)
     speeds = timed(body, [t.ids.tolist() for t in train], batch, rehearsed)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     work = Work(
@@ -174,7 +174,7 @@ def _fitting(
     return plan.conversations, plan.prompts
 
 
-def _rehearsal(
+def rehearsal(
     cfg: Config,
     target: Target,
     texts: Sequence[Document | Prompt],

@@ -1,38 +1,37 @@
-"""Training: peak memory of the loss, and tokens/s of a step with cached features."""
+"""Training: peak memory of the loss, and tokens/s of a step."""
 
 import resource
 import statistics
-import subprocess
-import sys
-import tempfile
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
 
 import torch
-from benches.subject import configured, console
-from rich.progress import Progress
-from rich.table import Table
+from benches.turns import show
+from hydra import compose, initialize_config_dir
 
-from specdec.drafters import family, frequent_tokens
-from specdec.errors import require
-from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.costs import timed
 from specdec.objectives.chunked import chunked
 from specdec.objectives.losses import nla
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
-from specdec.sampling.sampler import Sampler
-from specdec.target.loading import load_target
-from train import optim
-from train.data.packing import pack
+from specdec.progress import console
+from specdec.target.loading import load_target, resolved
+from train.config import register, resolve
 from train.data.split import split_documents
-from train.features.source import Online
-from train.features.store import Disk, FeaturesConfig, Kind, Store
+from train.processes import accelerator_of
+from train.texts import rehearsal
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
+RUNS = 3
 
 
-def loss_memory(kind: str, positions: int) -> None:
-    """Print the memory (MB) that one loss and its gradients add at their peak."""
+def loss_memory(kind: str, positions: int) -> float:
+    """The memory (MB) that one loss and its gradients add at their peak, in a fresh process."""
     torch.manual_seed(0)
     hidden = torch.randn(positions, 1, WIDTH, requires_grad=True)
     final = torch.randn(positions, WIDTH)
@@ -47,78 +46,57 @@ def loss_memory(kind: str, positions: int) -> None:
         return loss, loss.detach()[None]
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    whole = slice(0, positions)
     if kind == "plain":
-        loss, _ = part(hidden, whole)
+        loss, _ = part(hidden, slice(0, positions))
     else:
         loss, _ = chunked(part, hidden, [head], ObjectiveConfig().chunk)
     loss.backward()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
 def loss() -> None:
-    """Peak memory of both, each in a process of its own."""
-    table = Table("positions", "chunked, MB", "plain twin, MB")
-    for positions in (1024, 2048, 4096, 8192):
-        cells = []
-        for kind in ("chunked", "plain"):
-            runs = [
-                float(
-                    subprocess.run(
-                        [sys.executable, sys.argv[0], "loss-memory", kind, str(positions)],
-                        capture_output=True,
-                        text=True,
-                        check=True,
-                    ).stdout
-                )
-                for _ in range(3)
+    """Peak memory of the chunked loss and its plain twin."""
+    rows = []
+    fresh = get_context("spawn")
+    with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as processes:
+        for positions in (1024, 2048, 4096, 8192):
+            medians = [
+                statistics.median(processes.map(loss_memory, [kind] * RUNS, [positions] * RUNS))
+                for kind in ("chunked", "plain")
             ]
-            cells.append(f"{statistics.median(runs):.0f}")
-        table.add_row(f"{positions:,}", *cells)
-    console.print(table)
+            rows.append([f"{positions:,}", *(f"{mb:.0f}" for mb in medians)])
+    show(["positions", "chunked, MB", "plain twin, MB"], rows)
 
 
-def throughput(overrides: list[str], rows: list[int]) -> None:
-    """Tokens/s of a step (forward, loss, backward, clipping, AdamW), its median over steps, and on
-    a GPU the most memory that it took; for each number of rows of at most data.max_length."""
+def throughput(
+    overrides: Annotated[Sequence[str], "of train.py, such as data.limit=200"] = (),
+    *,
+    rows: Annotated[Sequence[int], "a step"] = (1, 2, 4),
+) -> None:
+    """Training tokens/s, and memory on a GPU, by rows of at most data.max_length.
+
+    A step is forward, loss, backward, clipping and AdamW, its features read before; medians over
+    steps, and the most memory that one took.
+    """
+    register()
     given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
-    cfg = configured(*given, f"drafter.draft_vocab={VOCAB}", *overrides)
-    target, longest = load_target(cfg.target), cfg.data.max_length
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = resolve(compose("config", [*given, f"drafter.draft_vocab={VOCAB}", *overrides]))
+    target = load_target(cfg.target)
     documents = split_documents(cfg.data, target.tokenizer).train
-    packed = [r for r in pack(documents, longest) if len(r.ids) > 0.7 * longest]
-    require(bool(packed), f"no row is 70 % full at data.max_length={longest}: give a smaller one")
-    sampler = Sampler(1.0)
-    vocab = frequent_tokens((d.ids.tolist() for d in documents), cfg.drafter.draft_vocab)
-    drafter = family(cfg.drafter.name).build(cfg.drafter, target, vocab).float()
-    forcing = TeacherForcing(drafter.to(target.device), target, sampler)
-    table = Table(f"rows of {longest} a step", "tokens/s", "peak GPU memory, MB")
-    with tempfile.TemporaryDirectory() as root, Progress(disable=True) as progress:
-        store = Store(FeaturesConfig(root=root), Kind.of(target, drafter.needs, sampler))
-        store.fill(Online(target, drafter.needs, sampler, packed), progress)
-        source = Disk(store, drafter.needs, packed, target.device)
-
-        def step(optimizer: torch.optim.Optimizer, indices: list[int]) -> None:
-            half = target.dtype == torch.bfloat16
-            with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
-                total, seen = forcing(source.batch(indices))
-            (total / seen[0, 0]).backward()
-            torch.nn.utils.clip_grad_norm_(forcing.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for size in rows:
-            optimizer = optim.build(forcing, optim.OptimConfig())
-            if target.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            speeds = []
-            for n in range(max(4, 24 // size)):
-                indices = [i % len(packed) for i in range(n * size, (n + 1) * size)]
-                seconds, _ = timed(partial(step, optimizer, indices))
-                speeds.append(sum(len(packed[i].ids) for i in indices) / seconds)
-            peak = "none used"
-            if target.device.type == "cuda":
-                peak = f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}"
-            table.add_row(str(size), f"{statistics.median(speeds[1:]):,.0f}", peak)
-    anchors = sum(sum(r.mask) for r in packed) / sum(len(r.ids) for r in packed)
-    console.print(f"{target.dtype}; share of tokens with a loss: {anchors:.2f}")
-    console.print(table)
+    on_gpu = target.device.type == "cuda"
+    cfg = replace(cfg, target=resolved(cfg.target))
+    accelerator = accelerator_of(cfg)
+    found = []
+    for size in rows:
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        of_size = replace(cfg, loop=replace(cfg.loop, rows=size))
+        step = rehearsal(of_size, target, documents, accelerator)
+        steps = [timed(step) for _ in range(max(4, 24 // size))][1:]
+        speed = statistics.median(tokens / seconds for seconds, tokens in steps)
+        peak = f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}" if on_gpu else "none used"
+        found.append([str(size), f"{speed:,.0f}", peak])
+    share = sum(int(d.mask.sum()) for d in documents) / sum(len(d.ids) for d in documents)
+    console.print(f"{target.dtype}; share of tokens with a loss: {share:.2f}")
+    show([f"rows of {cfg.data.max_length} a step", "tokens/s", "peak GPU memory, MB"], found)

@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/scripts/test_scripts.py
 
 import subprocess
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,43 +47,57 @@ def test_homogeneity_of_two_samples() -> None:
 
 
 def test_every_prompt_warms_up_what_is_compiled() -> None:
-    from benches.speed import Variant, in_turn, ratio
+    from benches.turns import Answer, Way, in_turn, ratio
 
     calls: dict[str, list[int]] = {"eager": [], "compiled": []}
-    variants = {
-        name: Variant(
-            lambda prompt, seen=seen: seen.append(len(prompt)),
-            lambda _prompt, _result: 1,
-            name == "compiled",
-        )
-        for name, seen in calls.items()
-    }
-    in_turn(variants, [[1] * n for n in (2, 5, 3)])
+
+    def answer(name: str, prompt: list[int]) -> Answer:
+        calls[name].append(len(prompt))
+        return Answer([1], 1.0)
+
+    ways = {name: Way(partial(answer, name), compiled=name == "compiled") for name in calls}
+    in_turn(ways, [[1] * n for n in (2, 5, 3)])
     assert calls == {"eager": [2, 5, 2, 5, 3], "compiled": [2, 5, 3, 2, 5, 3]}
     assert ratio([3.0], [2.0]) == "1.50 (one prompt)"
     assert ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4) == "2.50 (1.25 to 3.75)"
 
 
+def test_a_way_stands_beside_the_fastest_of_its_rivals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two prompts, answered in 2 tokens each; τ = 1 + (3 + 1) / 4 accepted of 4 rounds."""
+    from benches.turns import Answer, Way, compare
+
+    ways = {name: Way(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
+    ways["ours"] = Way(None, "2", ["slow", "fast"])  # type: ignore[arg-type]
+    made = {"slow": [Answer([1, 2], 8.0)] * 2, "fast": [Answer([1, 3], 4.0)] * 2}
+    made["ours"] = [Answer([1, 3], 2.0, 2, [2, 1]), Answer([1, 2], 2.0, 2, [1])]
+    compare(ways, made)
+    last = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
+    figures = ["2.000", "0.750 0.250", "1.0", "2.00 (2.00 to 2.00)"]
+    assert last == ["ours", "2", *figures, "fast", "1 of 2"]
+
+
 def test_drafts_that_know_nothing_yet_are_not_measured() -> None:
-    from benches.subject import drafts_of
+    from benches.setting import drafters_of
 
     target = random_target(architectures(16, 2)["llama"])
-    assert list(drafts_of([Path("ngram"), Path("suffix")], target)) == ["ngram", "suffix"]
+    assert list(drafters_of([Path("ngram"), Path("suffix")], target)) == ["ngram", "suffix"]
     for name in ("bigram", "unigram", "eagle3"):
         with pytest.raises(UserError, match=f"{name} learns from texts: run `python train.py"):
-            drafts_of([Path(name)], target)
+            drafters_of([Path(name)], target)
     with pytest.raises(UserError, match="ngram is measured already"):
-        drafts_of([Path("ngram"), Path("ngram")], target)
+        drafters_of([Path("ngram"), Path("ngram")], target)
 
 
 def stood_in(
     monkeypatch: pytest.MonkeyPatch, target: Target, prompts: list[list[int]], decoder: Any
 ) -> None:
-    """Let `bench lossless` measure this target on these prompts through this decoder."""
+    """Let `bench lossless` measure n-gram lookup of this target on these prompts through this
+    decoder."""
     from benches import lossless as bench
+    from benches.setting import Setting, drafters_of
 
-    monkeypatch.setattr(bench, "target_of", lambda *_: target)
-    monkeypatch.setattr(bench, "held_out", lambda *_: prompts)
+    drafters = drafters_of([Path("ngram")], target)
+    monkeypatch.setattr(bench, "setting", lambda *_: Setting(target, drafters, prompts))
     monkeypatch.setattr(bench, "decode", decoder)
 
 
@@ -97,18 +112,22 @@ def test_identity_goes_on_where_it_was_interrupted(
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     calls: list[int] = []
     left = [2]  # calls until it is interrupted
+    last = [0]  # what is added to the last token of a drafted answer
 
     def counted(_target, part, **options):
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         calls.append(len(part))
-        return decode(target, part, **options)
+        made = decode(target, part, **options)
+        if "drafter" in options:
+            made[0].ids[-1] += last[0]
+        return made
 
     stood_in(monkeypatch, target, prompts, counted)
 
-    def run() -> str:
-        bench.lossless([Path("ngram")], 3, 6, False, [2], tmp_path / "kept")
+    def run(folder: str = "kept") -> str:
+        bench.lossless([Path("ngram")], new=6, batches=[2], keep=tmp_path / folder)
         return capsys.readouterr().out
 
     with pytest.raises(KeyboardInterrupt):
@@ -120,12 +139,8 @@ def test_identity_goes_on_where_it_was_interrupted(
     prompts[0] = [1, 2]
     left[0] = 3
     assert "3 of 3" in run() and calls[3:] == [3, 2, 1]
-    broken = bench.Kept(tmp_path / "kept", [target.fingerprint(), 6, prompts])
-    broken.get(["plain", 0], dict)["ids"][1] = [0] * 6
-    broken.known = {key: found for key, found in broken.known.items() if "plain" in key}
-    monkeypatch.setattr(bench, "Kept", lambda *_: broken)
-    left[0] = 2
-    assert "2 of 3" in run()
+    left[0], last[0] = 3, 1
+    assert "1 of 3" in run("broken")  # one of each batch
 
 
 @pytest.mark.parametrize(("gamma", "chain", "tree"), [(2, 2, 2), (5, 5, 4), (None, 5, 4)])
@@ -142,22 +157,23 @@ def test_identity_drafts_as_deep_as_asked(
 
     target = random_target(architectures(16, 2)["llama"])
     stood_in(monkeypatch, target, [[1, 2, 3]], seen)
-    bench.lossless([Path("ngram")], 1, 6, True, [1], None, gamma)
+    bench.lossless([Path("ngram")], new=6, trees=True, gamma=gamma)
     assert shapes == [None, Chain(chain), Dynamic(tree, 12, 4)]
 
 
 def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     from benches import lossless as bench
+    from benches.setting import Setting
 
     def never(*_, **__):
         raise AssertionError("decoded")
 
     target = random_target(architectures(16, 2)["llama"])
     stood_in(monkeypatch, target, [[1, 2, 3]], never)
-    drafter = Medusa.build(Medusa.Config(depth=2), target)
-    monkeypatch.setattr(bench, "drafts_of", lambda *_: {"medusa": drafter})
+    heads = {"medusa": Medusa.build(Medusa.Config(depth=2), target)}
+    monkeypatch.setattr(bench, "setting", lambda *_: Setting(target, heads, [[1, 2, 3]]))
     with pytest.raises(UserError, match="2 heads"):
-        bench.lossless([Path("medusa")], 1, 6, False, [1], None, 3)
+        bench.lossless([Path("medusa")], new=6, gamma=3)
 
 
 @pytest.mark.slow
@@ -189,6 +205,7 @@ def test_an_engine_is_spoken_to_line_by_line(
 ) -> None:
     """In place of vLLM's Python a shell that chatters, answers once, and ends of a fault."""
     from benches import engine
+    from benches.turns import Answer
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -201,7 +218,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     python.chmod(0o755)
     monkeypatch.setattr(engine, "VENV", tmp_path)
     with engine.Engine(tmp_path, "eagle3", 2, "float32") as served:
-        assert served.answer([1, 2], 2) == engine.Served([7, 8], 0.5, 4, 3, [2, 1])
+        assert served.answer([1, 2], 2) == Answer([7, 8], 0.5, 4, [2, 1])
         for _ in range(2):  # it has ended, or ends while it is written to
             with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
                 served.answer([1, 2], 2)
@@ -232,12 +249,11 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
 
     monkeypatch.setattr(recipe, "ROOT", tmp_path)
     monkeypatch.setattr(recipe.subprocess, "run", trained)
-    monkeypatch.setattr(recipe.console, "_width", 200)
     for _ in range(2):
-        recipe.recipe(Path("arms"), 3, ["1e-3", "2e-3"], ["data.limit=9"])
+        recipe.recipe(["data.limit=9"], folder=Path("arms"))
     assert len(commands) == 4 * 2 * 3 and all("data.limit=9" in c for c in commands)
     said = capsys.readouterr().out
-    rows = [[x.strip() for x in line.split("│")[1:-1]] for line in said.splitlines()]
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in said.splitlines()]
     best = {(r[0], r[1]): (r[2], r[3], r[7]) for r in rows if len(r) == 8 and "best" in r[2]}
     assert best["target", "nla"] == ("1e-3 (best)", "0.600", "0.250")
     assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
@@ -252,17 +268,16 @@ def test_the_parts_of_a_round_stand_beside_what_it_should_gain(
     """A draft that is the target has every token accepted: γ + 1 = 3 tokens a round, α = 1 at each
     depth, so that the best γ is the largest or, where drafting costs more than it gains, 0."""
     from benches import speed
+    from benches.setting import Setting, Timing
 
     tokenizer = make_tokenizer()
     target = random_target(architectures(len(tokenizer), 2)["llama"])
     target.tokenizer = tokenizer
     drafter = random_drafter(LMConfig(depth=2, layers=[0, 1]), target, 0.0)
-    monkeypatch.setattr(speed, "target_of", lambda *_: target)
-    monkeypatch.setattr(speed, "held_out", lambda *_: [[5, 9, 7], [8, 4]])
-    monkeypatch.setattr(speed, "drafts_of", lambda *_: {"twin": drafter})
-    monkeypatch.setattr(speed.console, "_width", 200)
-    speed.theory([Path("twin")], 2, 13, "float32", None, False)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "│ twin" in line]
-    bound, parts = ([x.strip() for x in line.split("│")[2:-1]] for line in lines)
+    found = Setting(target, {"twin": drafter}, [[5, 9, 7], [8, 4]])
+    monkeypatch.setattr(speed, "setting", lambda *_: found)
+    speed.theory([Path("twin")], Timing(2, 13, "float32"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "| twin" in line]
+    bound, parts = ([x.strip() for x in line.split("|")[2:-1]] for line in lines)
     assert bound[:2] == ["2", "3.000"] and bound[-1] in "012"
     assert len(parts) == 6 and all(float(x) >= 0 for x in parts)

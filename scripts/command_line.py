@@ -1,8 +1,12 @@
-"""The decoding options of scripts/evaluate and scripts/generate: fields of `DecodeConfig`."""
+"""What several scripts are given: a draft, the target that it was trained for, and how to decode.
+
+The decoding options are fields of `DecodeConfig`.
+"""
 
 import argparse
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -13,10 +17,33 @@ from specdec.decoding.config import TREES, DecodeConfig
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
 from specdec.errors import UserError, typed
+from specdec.formats import draft as checkpoint
+from specdec.progress import console
+from specdec.target.base import Target
+from specdec.target.loading import TargetConfig, load_target, opening
+
+DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
-def add(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options that both commands have, with `max_new_tokens` as its default."""
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of a draft's folder, with a script's docstring as its help."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.add_argument("draft", type=Path, help=DRAFT)
+    return parser
+
+
+def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = True) -> Target:
+    """The target that a draft was trained for, or the one at `path`; says what was loaded."""
+    theirs = checkpoint.read_card(draft).target
+    wanted = TargetConfig(path or theirs.name, dtype, revision=theirs.revision, packed=packed)
+    target = load_target(wanted)
+    console.print(opening(target, wanted))
+    return target
+
+
+def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Add the options of decoding, with `max_new_tokens` as the default of that option."""
     option = parser.add_argument
     option("--dtype", default="auto", help="auto, bfloat16, float32 or float16, of both models")
     option("--max-new-tokens", type=int, default=max_new_tokens)
@@ -35,8 +62,8 @@ def add(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--seed", type=int, default=0)
 
 
-def config(args: argparse.Namespace, **more: Any) -> DecodeConfig:
-    """What was given, checked: every option that is named as a field; `more` are other fields.
+def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
+    """The options that were given, checked; `more` are fields that have no option of their name.
 
     Raises UserError for a value that does not fit.
     """

@@ -1,0 +1,95 @@
+"""What the benchmarks of decoding measure: a target, drafts of it, and held-out prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from command_line import target_of
+
+from specdec.drafters import DRAFTERS, Drafter
+from specdec.errors import UserError, require
+from specdec.formats import draft as checkpoint
+from specdec.progress import console
+from specdec.target.base import Target
+from train.config import data_of_run
+from train.data.split import held_out_prompts
+
+
+@dataclass
+class Timing:
+    """What is timed: greedy answers to held-out prompts."""
+
+    prompts: int = 12
+    new: Annotated[int, "new tokens an answer"] = 96
+    dtype: Annotated[str, "of target and draft"] = "auto"
+    gamma: Annotated[int | None, "default: as trained; speed: 5 at most"] = None
+    compiled: Annotated[bool, "through torch.compile"] = False
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        """Whether passes are compiled, by what is added to the name of a row."""
+        return {"": False} | ({", compiled": True} if self.compiled else {})
+
+
+@dataclass
+class Setting:
+    """A target, drafts of it by name, prompts to answer, and others to choose a tree on."""
+
+    target: Target
+    drafters: dict[str, Drafter]
+    prompts: list[list[int]]
+    learning: list[list[int]] = field(default_factory=list)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The only one, or the first."""
+        return next(iter(self.drafters.values()))
+
+
+def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
+    """The target of the first of `drafts`, all of them, and prompts from the held-out side of the
+    first one's run: as many as are timed, and with `others` as many more at most. Prints what they
+    are. Raises UserError where there are too few."""
+    run, count = drafts[0].parent, timing.prompts
+    target = target_of(drafts[0], timing.dtype)
+    # the held-out side of more data begins with this one's
+    data = replace(data_of_run(run), limit=None, records=None)
+    few = islice(held_out_prompts(data, target.tokenizer), count + others)
+    found = [p.ids.tolist() for p in few]
+    require(bool(found), f"{run} has no held-out prompts: train on more conversations")
+    require(
+        not others or len(found) > count,
+        f"only {len(found)} held-out prompts: give a smaller --prompts",
+    )
+    made = Setting(target, drafters_of(drafts, target), found[:count], found[count:])
+    console.print(
+        f"{len(made.prompts)} held-out prompts, up to {timing.new} new tokens, greedy, batch 1, "
+        f"{target.dtype}, {torch.get_num_threads()} threads{', compiled' * timing.compiled}; whole "
+        "calls, with prefill"
+    )
+    return made
+
+
+def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
+    """Drafts by the name of their run, or of their family where they need no training. Raises
+    UserError for a family that knows nothing before it has seen texts, and for a name given
+    twice."""
+    found: dict[str, Drafter] = {}
+    for draft in drafts:
+        untrained = not draft.exists() and DRAFTERS.get(str(draft))
+        name = str(draft) if untrained else draft.absolute().parent.name
+        require(name not in found, f"{draft}: a draft named {name} is measured already")
+        if not untrained:
+            found[name] = checkpoint.load(draft, target)
+            continue
+        counts = untrained.fit is not Drafter.fit and not untrained.copies
+        if untrained.trainable or counts:
+            raise UserError(
+                f"{draft} learns from texts: run `python train.py drafter={draft} name=NAME` and "
+                "give runs/NAME/best"
+            )
+        found[name] = untrained.build(untrained.Config(), target)
+    return found

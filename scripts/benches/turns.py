@@ -1,0 +1,129 @@
+"""Ways of answering the same prompts, which take turns, so that a change of the machine in between
+falls on all of them; and the table in which they are compared."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from specdec.decoding.decode import generate
+from specdec.measure.costs import timed
+from specdec.progress import bars, console
+from specdec.target.base import Target
+
+
+class Answer(NamedTuple):
+    """New tokens and the seconds that they took; where drafts were verified, in how many rounds,
+    and how many of those accepted each position."""
+
+    ids: list[int]
+    seconds: float
+    rounds: int = 0
+    accepted: Sequence[int] = ()
+
+
+class Way(NamedTuple):
+    """How a prompt is answered, what is drafted in a round, and the names of the ways that it is
+    compared with."""
+
+    answer: Callable[[list[int]], Answer]
+    drafted: str = ""
+    rivals: Sequence[str] = ()
+    compiled: bool = False
+
+
+def ours(
+    target: Target,
+    new: int,
+    drafted: str = "",
+    rivals: Sequence[str] = (),
+    prefill: bool = True,
+    **options: Any,
+) -> Way:
+    """Our decoder, timed with its prefill or without it."""
+
+    def answer(prompt: list[int]) -> Answer:
+        call = partial(generate, target, prompt, max_new_tokens=new, **options)
+        seconds, made = timed(call)
+        deepest = max((r.drafted for r in made.rounds), default=0)
+        accepted = [sum(r.accepted > k for r in made.rounds) for k in range(deepest)]
+        spent = seconds if prefill else made.seconds
+        return Answer(made.ids, spent, len(made.rounds), accepted)
+
+    return Way(answer, drafted, rivals, options.get("compiled", False))
+
+
+def in_turn(
+    ways: dict[str, Way], prompts: list[list[int]], first: list[list[int]] | None = None
+) -> dict[str, list[Answer]]:
+    """The answers of every way to every prompt. Before, each way warms up with `first`: by default
+    with all prompts where passes are compiled, so that no graph is built on the clock, else with
+    the first and the longest."""
+    few = first or [prompts[0], max(prompts, key=len)]
+    made: dict[str, list[Answer]] = {name: [] for name in ways}
+    with bars(console) as progress:
+        task = progress.add_task("warming up", total=len(ways))
+        for way in ways.values():
+            for prompt in prompts if way.compiled else few:
+                way.answer(prompt)
+            progress.advance(task)
+        task = progress.add_task("decoding", total=len(prompts))
+        for prompt in prompts:
+            for name, way in ways.items():
+                made[name].append(way.answer(prompt))
+            progress.advance(task)
+    return made
+
+
+def compare(ways: dict[str, Way], made: dict[str, list[Answer]]) -> None:
+    """Print a table of what `in_turn` made: each way beside the fastest of its rivals."""
+    seconds = {name: [a.seconds / len(a.ids) for a in of] for name, of in made.items()}
+    middle = {name: statistics.median(of) for name, of in seconds.items()}  # a token
+    rows = []
+    for name, answers in made.items():
+        shares = accepted(answers)
+        row = [name, ways[name].drafted, tau(answers), " ".join(f"{s:.3f}" for s in shares)]
+        row += [f"{1 / middle[name]:.1f}"]
+        if rivals := ways[name].rivals:
+            best = min(rivals, key=middle.__getitem__)
+            same = sum(a.ids == b.ids for a, b in zip(answers, made[best], strict=True))
+            row += [ratio(seconds[best], seconds[name]), best, f"{same} of {len(answers)}"]
+        rows.append(row)
+    columns = ["", "drafted", "τ", "accepted by position", "tokens/s", "times faster than", ""]
+    show([*columns, "same ids"], rows)
+
+
+def accepted(answers: Sequence[Answer]) -> list[float]:
+    """The share of all rounds that accepted each position."""
+    counts = zip_longest(*(a.accepted for a in answers), fillvalue=0)
+    return [sum(count) / sum(a.rounds for a in answers) for count in counts]
+
+
+def tau(answers: Sequence[Answer]) -> str:
+    """τ of the answers together; empty where nothing was drafted."""
+    shares = accepted(answers)
+    return f"{1 + sum(shares):.3f}" if shares else ""
+
+
+def ratio(slow: Sequence[float], fast: Sequence[float]) -> str:
+    """How many times faster, as the median over prompts with its quartiles."""
+    ratios = [s / f for s, f in zip(slow, fast, strict=True)]
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f} (one prompt)"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(map(str.ljust, cells, widths)) + " |"
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table, as BENCHMARKS.md has it; shorter rows end in empty cells."""
+    filled = [[*row, *[""] * (len(columns) - len(row))] for row in (columns, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*filled, strict=True)]
+    filled.insert(1, ["-" * width for width in widths])
+    for row in filled:
+        console.print(line(row, widths), markup=False)
