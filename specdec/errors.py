@@ -73,6 +73,11 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
             raise UserError(f"{owner}.{name}={value!r} is unknown{nearest(value, values)}")
 
 
+def first_line(error: BaseException) -> str:
+    """An error's message, cut to one line; its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+
+
 def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     """A dataclass from values as a user writes them, each converted to its field's type, as "2" is
     to 2 (`files.record` converts nothing). Raises UserError for an unknown field and for a value of

@@ -23,7 +23,7 @@ from specdec.measure.job import Job
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup
-from specdec.runtime.cache import model_inputs, size
+from specdec.runtime.cache import model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
@@ -166,7 +166,7 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
         cache.keep([len(prompt)])
 
         def call() -> None:
-            inputs = model_inputs(target.config, cache.place(*size(token)), target.dtype)
+            inputs = model_inputs(target.config, cache.place(token), target.dtype)
             target.model(input_ids=token, past_key_values=cache, use_cache=True, **inputs)
             cache.keep([1])
 

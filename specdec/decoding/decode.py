@@ -182,7 +182,7 @@ class Draft:
         self.target, self.drafter, self.shape = target, drafter, shape
         self.length, self.choose, self.cache = length, choose, None
         if drafter is not None:
-            self.cache = drafter.compiled_cache(slots) if slots else drafter.new_cache()
+            self.cache = drafter.new_cache(slots)
 
     def proposal(self, rows: Rows, cache: SlotCache) -> Proposal:
         """What this round drafts: nothing where there is no drafter, where the policy says so, and

@@ -1,6 +1,7 @@
 """The drafter interface: one class a family, used by training and by decoding alike.
 
-Letters: B batch, A anchors, k depth, K depths in all, D width, S draft vocabulary.
+Letters: B batch, A anchors, k depth, K depths in all, D width, S draft vocabulary, W nodes grown at
+once.
 
 The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
 features strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs, Proposal
-from specdec.errors import UserError, require, require_within
+from specdec.errors import UserError, require, require_between, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Growth, Shape
@@ -31,10 +32,7 @@ class AnchorsConfig:
     per_row: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.per_row is None or self.per_row >= 1,
-            f"drafter.anchors.per_row={self.per_row}: give 1 or more",
-        )
+        require_between("drafter.anchors.per_row", self.per_row, 1)
 
     def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
         """What each depth at each position weighs [T, K]: those drawn stand for all, so that the
@@ -137,32 +135,31 @@ class Drafter(nn.Module, ABC):
         Rows over the draft vocabulary follow their token ids; those of tokens that the earlier
         draft lacks stay as they started. Raises UserError for a tensor that does not fit.
         """
-        ours, theirs = self.state_dict(), earlier.state_dict()
-        place_S, known = None, earlier.vocab_S
-        if self.vocab_S is not None and known is not None:
-            known = known.to(self.vocab_S.device)
+        theirs, place_S = earlier.state_dict(), None
+        if self.vocab_S is not None and earlier.vocab_S is not None:
+            known_S = earlier.vocab_S.to(self.vocab_S.device)
             require(
-                bool(torch.isin(known, self.vocab_S).all()),
+                bool(torch.isin(known_S, self.vocab_S).all()),
                 "the earlier draft's vocabulary has tokens that this draft's lacks",
             )
-            place_S = torch.searchsorted(self.vocab_S, known)
-        for name, x in ours.items():
-            found = theirs.get(name)
+            place_S = torch.searchsorted(self.vocab_S, known_S)
+        for name, x in self.state_dict().items():
             if name == "vocab_S":
                 continue
+            found = theirs.get(name)
+            said = "missing" if found is None else f"of shape {list(found.shape)}"
             if found is not None and found.shape == x.shape:
                 x.copy_(found)
             elif (
                 found is not None
-                and place_S is not None
+                and (self.vocab_S is not None and place_S is not None)
+                and x.shape[:1] == self.vocab_S.shape
                 and found.shape == (len(place_S), *x.shape[1:])
-                and len(x) == len(self.vocab_S)  # type: ignore[arg-type]
             ):
                 x[place_S] = found.to(x)
             else:
-                shape = "missing" if found is None else f"of shape {list(found.shape)}"
                 raise UserError(
-                    f"the earlier draft's tensor {name!r} is {shape}, and {list(x.shape)} is needed"
+                    f"the earlier draft's tensor {name!r} is {said}, and {list(x.shape)} is needed"
                 )
 
     def begin_training(self) -> None:
@@ -235,15 +232,10 @@ class Drafter(nn.Module, ABC):
         """The family's own guess of α [N, K] at each depth, where it makes one."""
         return None
 
-    def new_cache(self) -> Any:
+    def new_cache(self, capacity: int | None = None) -> Any:
         """What drafting may keep between the rounds of one generation, with a `select(rows)`;
-        None: nothing."""
+        None: nothing. `capacity` fixes the slots of families whose passes can be compiled."""
         return None
-
-    def compiled_cache(self, slots: int) -> Any:
-        """As `new_cache`, with a fixed number of slots: passes over it are compiled. A family
-        that compiles none has the same one."""
-        return self.new_cache()
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
@@ -268,52 +260,29 @@ class Drafter(nn.Module, ABC):
         raise NotImplementedError
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        """The state of one round at its anchors. This default recomputes everything from
-        `hidden`: it is what cached versions must equal."""
-        return Recomputed(self, ctx)
+        """The state of one round at its anchors. This default, which cached versions must equal,
+        reads every node's path again from the start."""
+        anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+        paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
 
+        def logits(paths: list[list[list[int]]]) -> Tensor:
+            drafted_BWk = torch.tensor(paths, dtype=torch.long, device=anchor_B1.device)
+            _, W, k = drafted_BWk.shape
+            hidden = self.hidden(ctx, anchor_B1.expand(-1, W), drafted_BWk)
+            return self.unembed(hidden[:, :, k], k)
 
-class Recomputed:
-    """Growth without a cache: every node's path is read again from the start."""
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            above = [[-1]] * len(paths) if parents_BW is None else (parents_BW + 1).tolist()
+            rows = zip(paths, above, tokens_BW.tolist(), strict=True)
+            new = [
+                [[*known[place], token] for place, token in zip(places, tokens, strict=True)]
+                for known, places, tokens in rows
+            ]
+            for known, more in zip(paths, new, strict=True):
+                known += more
+            return logits(new)
 
-    def __init__(self, drafter: Drafter, ctx: Context) -> None:
-        self.drafter, self.ctx = drafter, ctx
-        device = ctx.ids_BT.device
-        self.anchor_B1 = torch.tensor(ctx.counts(), device=device)[:, None] - 1
-        self.paths: list[list[list[int]]] = [[] for _ in ctx.counts()]
-        self.logits_BS = self._logits([[[]] for _ in self.paths])[:, 0]
-
-    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        new: list[list[list[int]]] = []
-        for b, known in enumerate(self.paths):
-            parents = [len(known) - 1] if parents_BW is None else parents_BW[b].tolist()
-            before = [known[p] if p >= 0 else [] for p in parents]
-            new.append([x + [t] for x, t in zip(before, tokens_BW[b].tolist(), strict=True)])
-            known += new[-1]
-        return self._logits(new)
-
-    def marginals(self, depth: int) -> Tensor | None:
-        return None
-
-    def _logits(self, paths: list[list[list[int]]]) -> Tensor:
-        drafted_BWk = torch.tensor(paths, dtype=torch.long, device=self.anchor_B1.device)
-        B, W, k = len(paths), len(paths[0]), len(paths[0][0])
-        hidden = self.drafter.hidden(
-            self.ctx, self.anchor_B1.expand(-1, W), drafted_BWk.view(B, W, k)
-        )
-        return self.drafter.unembed(hidden[:, :, k], k)
-
-
-def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
-    """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
-    return windows(ids_BT[..., None], anchors_BA + 1, count)[..., 0]
-
-
-def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
-    """`count` entries [B, A, count, D] from each index on (clamped at the text's end)."""
-    steps = torch.arange(count, device=x_BTD.device)
-    index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
-    return entries(x_BTD, index.flatten(1)).view(*index.shape, x_BTD.shape[-1])
+        return Growth(logits(paths)[:, 0], grow)
 
 
 def states(
@@ -328,12 +297,67 @@ def states(
     if drafted_BAk is None:
         return windows(read(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
     found = []
-    for b, anchors in enumerate(anchors_BA.tolist()):
-        for i, a in enumerate(anchors):
-            first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
+    for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
+        for i, (a, first) in enumerate(zip(anchors, firsts, strict=True)):
             ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
             found.append(read(ids, None, None)[0, a - first :])
     return torch.stack(found).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+
+
+def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
+    """Where the document of each anchor [B, A] begins."""
+    if ctx.position_BT is None:
+        return torch.zeros_like(anchors_BA).tolist()
+    return (anchors_BA - ctx.position_BT.gather(1, anchors_BA)).tolist()
+
+
+def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
+    """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
+    return windows(ids_BT[..., None], anchors_BA + 1, count)[..., 0]
+
+
+def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
+    """`count` entries [B, A, count, D] from each index on (clamped at the text's end)."""
+    steps = torch.arange(count, device=x_BTD.device)
+    index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
+    return entries(x_BTD, index.flatten(1)).view(*index.shape, x_BTD.shape[-1])
+
+
+def entries(x_BTD: Tensor, index_BA: Tensor) -> Tensor:
+    """Entries [B, A, D] of each row, at its own indices."""
+    return x_BTD.gather(1, index_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+
+def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
+    """`count` entries of each row [B, count, …] from its own start (padded by its last one)."""
+    if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
+        return x_BT[:, starts[0] : starts[0] + count]
+    index = torch.tensor(starts, device=x_BT.device)[:, None]
+    index = index + torch.arange(count, device=x_BT.device)
+    rows = torch.arange(len(starts), device=x_BT.device)[:, None]
+    return x_BT[rows, index.clamp_max(x_BT.shape[1] - 1)]
+
+
+def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
+    """The last real entry [B, D] of each row, which has `counts[b]` of them."""
+    return pieces(x_BTD, [n - 1 for n in counts], 1)[:, 0]
+
+
+def unread(cache: SlotCache, counts: list[int]) -> list[int]:
+    """How many entries of each row, of `counts[b]` in all, a draft's cache has not read yet.
+
+    At least one a row: drafting again from the same anchor reads its last one anew. What was
+    drafted in the round before is forgotten.
+    """
+    cache.drop()
+    if len(cache.lengths) != len(counts):
+        cache.lengths = [0] * len(counts)
+    known = cache.known()
+    cache.lengths = [
+        length - max(0, n + 1 - count)
+        for length, n, count in zip(cache.lengths, known, counts, strict=True)
+    ]
+    return [max(1, count - n) for n, count in zip(known, counts, strict=True)]
 
 
 def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:
@@ -349,39 +373,3 @@ def one_hot(hidden: Tensor, vocab_size: int) -> Tensor:
     logits = hidden.new_full((*token.shape[:-1], vocab_size), -torch.inf)
     value = torch.zeros_like(hidden).masked_fill(token < 0, -torch.inf)
     return logits.scatter(-1, token.clamp_min(0), value)
-
-
-def unread(cache: SlotCache, counts: list[int]) -> list[int]:
-    """How many entries of each row, of `counts[b]` in all, a draft's cache has not read yet.
-
-    At least one a row: drafting again from the same anchor reads its last one anew. What was
-    drafted in the round before is forgotten.
-    """
-    cache.drop()
-    if len(cache.lengths) != len(counts):
-        cache.lengths = [0] * len(counts)
-    cache.lengths = [min(n, count - 1) for n, count in zip(cache.lengths, counts, strict=True)]
-    return [count - n for n, count in zip(cache.lengths, counts, strict=True)]
-
-
-def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
-    """`count` entries of each row [B, count, …] from its own start (padded by its last one)."""
-    if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
-        return x_BT[:, starts[0] : starts[0] + count]
-    index = torch.tensor(starts, device=x_BT.device)[:, None]
-    index = index + torch.arange(count, device=x_BT.device)
-    rows = torch.arange(len(starts), device=x_BT.device)[:, None]
-    return x_BT[rows, index.clamp_max(x_BT.shape[1] - 1)]
-
-
-def entries(x_BTD: Tensor, index_BA: Tensor) -> Tensor:
-    """Entries [B, A, D] of each row, at its own indices."""
-    return x_BTD.gather(1, index_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
-
-
-def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
-    """The last real entry [B, D] of each row, which has `counts[b]` of them."""
-    if len(counts) == 1:
-        return x_BTD[:, counts[0] - 1]
-    rows = torch.arange(len(counts), device=x_BTD.device)
-    return x_BTD[rows, torch.tensor(counts, device=x_BTD.device) - 1]

@@ -113,7 +113,7 @@ def _prepared(
     half = max(1, len(prompt) // 2)
     prompts = [list(prompt[b % half :]) for b in range(batch)]  # of unequal lengths
     cache = target.new_cache(slots)
-    draft_cache = drafter.compiled_cache(slots) if slots else drafter.new_cache()
+    draft_cache = drafter.new_cache(slots)
     rows, first_BV = prefill(target, prompts, drafter.needs, cache)
     first = first_BV.argmax(-1).tolist()
     rows.extend([[token] for token in first], Context(rows.ids()), [0] * batch, None)

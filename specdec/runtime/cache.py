@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.errors import UserError
@@ -48,15 +49,21 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
+    def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Have all slots of the cache, for states like these. Those that are not written stay 0,
+        so that they can be masked."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        missing = self.cache.capacity - self.keys.shape[2]
+        if missing > 0:
+            self.keys = pad(self.keys, (0, 0, 0, missing))
+            self.values = pad(self.values, (0, 0, 0, missing))
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self.reserve(key_states, value_states)
         cache = self.cache
-        if self.keys.shape[2] < cache.capacity:
-            self.keys = _grown(self.keys, cache.capacity)
-            self.values = _grown(self.values, cache.capacity)
         where, shown = cache.slots, cache.shown
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if isinstance(where, slice):
@@ -94,24 +101,20 @@ class SlotCache(Cache):
         self.offset = 0  # where it starts, in the longest row
         self._sees_BSS: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
 
-    def place(
-        self, B: int, T: int, device: torch.device, parents_BT: Tensor | None = None
-    ) -> Place:
-        """Make room for a pass of T tokens a row, and say where it stands.
+    def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
+        """Make room for a pass over these tokens, and say where it stands.
 
         `parents_BT` are scratch slots that each token follows, -1 the last committed one; None
         continues the last scratch slot in a chain. Room is made once for all layers.
         """
+        (B, T), device = ids_BT.shape, ids_BT.device
         if len(self.lengths) != B:
             assert not any(self.lengths), "a cache keeps its rows"
             self.lengths = [0] * B
         start, self.scratch = self.scratch, self.scratch + T
         longest, alike = max(self.lengths), len(set(self.lengths)) == 1
-        self.offset = longest + start
-        end = longest + self.scratch
-        if end > self.capacity:
-            assert not self.fixed, f"a cache of {self.capacity} slots was asked for {end}"
-            self.capacity = max(256, 2 * end)
+        self.offset, end = longest + start, longest + self.scratch
+        self.reserve(end)
         self.shown = self.capacity if self.fixed else end
         if alike:  # rows of like length write the same slots
             fresh_T = torch.arange(self.offset, end, device=device)
@@ -122,17 +125,11 @@ class SlotCache(Cache):
                     seen_P = torch.arange(self.shown, device=device)
                     mask = (seen_P <= fresh_T[:, None]).expand(B, -1, -1)
                 return Place(fresh_T.expand(B, -1), mask)
-        depth_BS, sees_BTS = self._follow(B, T, device, parents_BT)
-        if alike:
-            mask_BTP = sees_BTS.new_zeros(B, T, self.shown)
-            mask_BTP[..., :longest] = True
-            mask_BTP[..., longest:end] = sees_BTS
-            slot_position_BP = torch.arange(self.shown, device=device).repeat(B, 1)
-            slot_position_BP[:, longest:end] = longest + depth_BS
-            return Place(longest + depth_BS[:, start:], mask_BTP, slot_position_BP)
         length_B1 = torch.tensor(self.lengths, device=device)[:, None]
-        self.slots = length_B1 + torch.arange(start, self.scratch, device=device)
-        self.rows_B1 = torch.arange(B, device=device)[:, None]
+        if not alike:
+            self.slots = length_B1 + torch.arange(start, self.scratch, device=device)
+            self.rows_B1 = torch.arange(B, device=device)[:, None]
+        depth_BS, sees_BTS = self._follow(B, T, device, parents_BT)
         slot_P = torch.arange(self.shown, device=device)
         inner_BP = slot_P - length_B1
         index_BP = inner_BP.clamp(0, self.scratch - 1)
@@ -141,6 +138,12 @@ class SlotCache(Cache):
         ahead_BP = depth_BS.gather(1, index_BP)
         slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B1 + ahead_BP)
         return Place(length_B1 + depth_BS[:, start:], mask_BTP, slot_position_BP)
+
+    def reserve(self, slots: int) -> None:
+        """Have at least so many slots in each layer that is written next."""
+        if slots > self.capacity:
+            assert not self.fixed, f"a cache of {self.capacity} slots was asked for {slots}"
+            self.capacity = max(256, 2 * slots)
 
     def _follow(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
@@ -163,6 +166,10 @@ class SlotCache(Cache):
             sees = (sees @ sees).clamp_(max=1)
         self._sees_BSS = sees
         return sees.sum(-1).long() - 1, sees[:, start:] > 0
+
+    def known(self) -> list[int]:
+        """How many tokens of each row's text are committed."""
+        return self.lengths
 
     def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         """Commit the first `counts[b]` scratch slots of each row, or of `path_BK`, which names
@@ -200,19 +207,6 @@ class SlotCache(Cache):
         return self.offset
 
 
-def size(ids_BT: Tensor) -> tuple[int, int, torch.device]:
-    """Rows, tokens a row and device: what `SlotCache.place` asks for."""
-    return ids_BT.shape[0], ids_BT.shape[1], ids_BT.device
-
-
-def _grown(buffer: Tensor, capacity: int) -> Tensor:
-    """The same slots in a larger buffer; what is not written stays 0, so that it can be masked."""
-    B, H, P, E = buffer.shape
-    grown = buffer.new_zeros(B, H, capacity, E)
-    grown[:, :, :P] = buffer
-    return grown
-
-
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
     """A place as transformers' decoder models take it: position_ids and a ready 4-D mask.
 
@@ -229,17 +223,15 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
             return closed.masked_fill(mask_BTP, 0)[:, None]
         return mask_BTP[:, None]
 
+    attention: Any = ready(mask_BTP)
     window, kinds = getattr(config, "sliding_window", None), layer_kinds(config)
-    if window is None or (kinds and "sliding_attention" not in kinds):
-        return {"position_ids": position_BT, "attention_mask": ready(mask_BTP)}
-    if slot_position_BP is None:
-        slot_position_BP = torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
-    near_BTP = position_BT[..., None] - slot_position_BP[:, None] < window
-    sliding = ready(mask_BTP & near_BTP)
-    if not kinds:
-        return {"position_ids": position_BT, "attention_mask": sliding}
-    masks = {"full_attention": ready(mask_BTP), "sliding_attention": sliding}
-    return {"position_ids": position_BT, "attention_mask": masks}
+    if window is not None and (not kinds or "sliding_attention" in kinds):
+        if slot_position_BP is None:
+            slot_position_BP = torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
+        near_BTP = position_BT[..., None] - slot_position_BP[:, None] < window
+        near = ready(mask_BTP & near_BTP)
+        attention = {"full_attention": attention, "sliding_attention": near} if kinds else near
+    return {"position_ids": position_BT, "attention_mask": attention}
 
 
 def layer_kinds(config: Any) -> set[str]:

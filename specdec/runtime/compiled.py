@@ -6,13 +6,13 @@ it then agrees with the pass as it stands and is at least as fast; otherwise the
 stands.
 """
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
 
@@ -40,23 +40,25 @@ Pass = Callable[..., tuple[Tensor | None, ...]]  # (SlotCache, **inputs) -> tens
 
 class Compiled:
     """`run(cache, **inputs)`, a pass that writes the slots which `cache.place` gave it, and so
-    can be repeated. `device` is where it runs."""
+    can be repeated. It runs as it stands over a cache that grows, and where it reads more than
+    `longest` tokens a row."""
 
-    def __init__(self, run: Pass, device: torch.device) -> None:
-        self.run, self.device = run, device
-        self.graph = _graph(run, device)
+    def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
+        self.run, self.longest = run, longest
+        self.graph: Pass | None = None
         self.ways: dict[Hashable, Pass] = {}  # by the shapes of a pass
 
     def __call__(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor | None, ...]:
-        slots = cache.slots if isinstance(cache.slots, slice) else cache.slots.dim()
+        slots = cache.slots
+        if not cache.fixed or isinstance(slots, slice) or slots.shape[-1] > self.longest:
+            return self.run(cache, **inputs)
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        key = (cache.capacity, str(slots), modes, _signature(inputs))
-        way = self.ways.get(key)
-        if way is None:
-            way = self.ways[key] = self._chosen(cache, inputs)
-        return way(cache, **inputs)
+        key = (cache.capacity, slots.dim(), modes, _signature(inputs))
+        if key not in self.ways:
+            self.ways[key] = self._chosen(cache, slots, inputs)
+        return self.ways[key](cache, **inputs)
 
-    def _chosen(self, cache: SlotCache, inputs: dict[str, Any]) -> Pass:
+    def _chosen(self, cache: SlotCache, slots: Tensor, inputs: dict[str, Any]) -> Pass:
         """The graph for inputs of these shapes, or the pass as it stands."""
         if len(self.ways) >= GRAPHS:
             tell(f"torch.compile: further passes than these {GRAPHS} run uncompiled")
@@ -67,67 +69,53 @@ class Compiled:
                 f"torch.compile: every number of rows, tokens and slots of {layers} layers is a "
                 f"graph of its own, each built once in some {layers} to {2 * layers} s"
             )
-        began = perf_counter()
-        built: list[float] = []
+        graph = self.graph = self.graph or _graph(self.run, slots.device)
+        taken: list[float] = []  # seconds of each run of the graph, which the first one builds
 
         def through(way: Pass) -> Tensor:
+            began = perf_counter()
             parts = [x.float().flatten() for x in way(cache, **inputs) if x is not None]
-            if self.device.type == "cuda":
+            if slots.is_cuda:
                 torch.cuda.synchronize()
-            if way is self.graph and not built:
-                built.append(perf_counter() - began)
+            if way is graph:
+                taken.append(perf_counter() - began)
             return torch.cat(parts)
 
         dtype = next(x.dtype for x in self.run(cache, **inputs) if x is not None)
         with dynamo_config.patch(DYNAMO), inductor_config.patch(FROZEN):
             answer = compare(
-                lambda: through(self.graph),
+                lambda: through(graph),
                 lambda: through(self.run),
                 LIMITS[dtype],
                 gain=1.0,
                 repeats=TIMINGS,
             )
-        tokens = next((x.shape for x in inputs.values() if isinstance(x, Tensor)), ())
-        what = f"a pass of {' × '.join(map(str, tokens[:2]))} tokens over {cache.capacity} slots"
+        what = f"a pass of {len(cache.lengths)} × {slots.shape[-1]} tokens"
+        what += f" over {cache.capacity} slots"
         if not answer.used:
             tell(f"torch.compile: {what} runs uncompiled here: {answer.reason}")
-        elif built and built[0] > TOLD:
-            tell(f"torch.compile: {what} was compiled in {built[0]:.0f} s, {answer.reason}")
-        return self.graph if answer.used else self.run
-
-
-class Short:
-    """A drafter's pass, compiled over a cache of fixed capacity where it is short; else as it
-    stands. `run(cache, **inputs)` is of the module `owner`."""
-
-    def __init__(self, owner: nn.Module, run: Pass) -> None:
-        self.owner, self.run = owner, run
-        self.built: Pass | None = None
-
-    def __call__(self, cache: SlotCache, tokens: int, **inputs: Any) -> tuple[Tensor | None, ...]:
-        """A pass of so many tokens a row."""
-        if not cache.fixed or tokens > SHORT:
-            return self.run(cache, **inputs)
-        if self.built is None:
-            run = self.run
-            device = next(self.owner.parameters()).device
-            self.built = Compiled(lambda cache, **inputs: run(cache, **inputs), device)
-        return self.built(cache, **inputs)
+        elif taken[0] > TOLD:
+            tell(f"torch.compile: {what} was compiled in {taken[0]:.0f} s, {answer.reason}")
+        return graph if answer.used else self.run
 
 
 def _graph(run: Pass, device: torch.device) -> Pass:
     """`run` through torch.compile, which builds a graph when it is called with new shapes."""
+
+    def own(cache: SlotCache, **inputs: Any) -> tuple[Tensor | None, ...]:
+        return run(cache, **inputs)
+
+    # Dynamo keeps graphs by code object, and closures of one `def` share theirs
+    own.__code__ = own.__code__.replace()
     if device.type != "cuda":
         options: dict[str, Any] = {"guard_filter_fn": _guards_of_shapes}
         options["cpp_wrapper"] = True  # calls the kernels from C++, not from Python: -7 % time
-        return torch.compile(_own_code(run), dynamic=False, options=options)
-    graph = torch.compile(run, dynamic=False, mode="reduce-overhead")
-
-    def copied(*args: Any, **inputs: Any) -> tuple[Tensor | None, ...]:
-        """Copies: the next run of a CUDA graph overwrites what this one returned."""
-        return tuple(x if x is None else x.clone() for x in graph(*args, **inputs))
-
-    return copied
+        return torch.compile(own, dynamic=False, options=options)
+    graph = torch.compile(own, dynamic=False, mode="reduce-overhead")
+    # copies: the next run of a CUDA graph overwrites what this one returned
+    return lambda cache, **inputs: tuple(
+        x if x is None else x.clone() for x in graph(cache, **inputs)
+    )
 
 
 def _signature(x: Any) -> Hashable:
@@ -139,13 +127,6 @@ def _signature(x: Any) -> Hashable:
     if isinstance(x, list | tuple):
         return tuple(map(_signature, x))
     return x
-
-
-def _own_code(function: Any) -> Any:
-    """The function with a code object that is its own: Dynamo keeps graphs by code object, and
-    closures of one `def` share theirs."""
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:

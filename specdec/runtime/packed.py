@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.runtime.probes import Answer, compare, first_line, one_thread
+from specdec.errors import first_line
+from specdec.runtime.probes import Answer, compare, one_thread
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
 LAYOUT_ROWS = 8  # that the layout is chosen for: best from 1 to 16, and no worse beyond
@@ -48,14 +49,12 @@ class PackedLinear(nn.Linear):
             or x.dtype is not weight.dtype
             or x.dtype not in DTYPES
             or torch.is_autocast_enabled("cpu")
+            or not probe(*weight.shape, x.dtype, bucket(x.numel() // self.in_features)).used
         ):
-            return F.linear(x, weight, self.bias)
-        if not probe(*weight.shape, x.dtype, bucket(x.numel() // self.in_features)).used:
             return F.linear(x, weight, self.bias)
         at = weight.data_ptr(), weight._version
         if self._copied != at:
-            self._copy = packed(weight.detach())
-            self._copied = at
+            self._copy, self._copied = packed(weight.detach()), at
         assert self._copy is not None
         return product(x, self._copy, self.bias)
 

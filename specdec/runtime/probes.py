@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.errors import first_line
+
 REPEATS = 15  # timings of each way, in turn; the best of each counts
 GAIN = 1.1  # how many times as fast a way must be that is not the public one
 NATIVE = 0.75  # the share of float32's time that native bfloat16 takes at most; AMX takes .3
@@ -110,8 +112,3 @@ def bfloat16_time() -> float:
         low = x.bfloat16(), weight.bfloat16()
         in_bfloat16, in_float32 = seconds(lambda: F.linear(*low), lambda: F.linear(x, weight))
     return in_bfloat16 / in_float32
-
-
-def first_line(error: Exception) -> str:
-    """An error's message, cut to one line; its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

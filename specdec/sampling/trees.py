@@ -12,7 +12,6 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,19 +27,19 @@ LARGEST = 1024  # nodes of a tree: one pass reads them all
 Stop = Callable[[int, Tensor, Tensor], Tensor]  # (depth, q [B, S], index [B]) -> [B] bool
 
 
-class Growth(Protocol):
-    """A drafter at work on one round. Nodes are numbered in the order in which they grow."""
+@dataclass
+class Growth:
+    """A drafter at work on one round. Nodes are numbered in the order in which they grow.
+
+    `grow(tokens_BW, parents_BW)` gives the logits [B, W, S] after each new node. The parents are
+    nodes, -1 the anchor; None continues the node that grew last (W = 1). Nodes of one call are of
+    one depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose depths do not
+    read each other; other drafters have none.
+    """
 
     logits_BS: Tensor  # of the first drafted token
-
-    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        """Logits [B, W, S] after each new node. `parents_BW` are nodes, -1 the anchor; None
-        continues the node that grew last (W = 1). Nodes of one call are of one depth."""
-        ...
-
-    def marginals(self, depth: int) -> Tensor | None:
-        """Logits [B, depth, S] of a drafter whose depths do not read each other; else None."""
-        ...
+    grow: Callable[[Tensor, Tensor | None], Tensor]
+    marginals: Callable[[int], Tensor] | None = None
 
 
 class Shape(ABC):
@@ -225,12 +224,12 @@ class BestFirst(Shape):
         require_between("tree: nodes", self.nodes, 1, LARGEST)
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        marginals_BKS = growth.marginals(self.depth)
-        if marginals_BKS is None or choose.processors:
+        if growth.marginals is None or choose.processors:
             raise UserError(
                 "decode.tree=best_first needs parallel heads and no logits processors: give static "
                 "or dynamic"
             )
+        marginals_BKS = growth.marginals(self.depth)
         width = min(self.nodes, marginals_BKS.shape[-1])
         log_BKC, index_BKC = marginals_BKS.float().log_softmax(-1).topk(width, -1)
         tokens, parents = [], []

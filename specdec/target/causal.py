@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.errors import UserError
-from specdec.runtime.cache import SlotCache, model_inputs, new_cache, size
+from specdec.runtime.cache import SlotCache, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import Target, concatenated
 from specdec.target.checks import check_causal
@@ -43,7 +43,7 @@ class CausalTarget(Target):
         document_BT: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
         if cache is not None:
-            place = cache.place(*size(ids_BT), parents_BT)
+            place = cache.place(ids_BT, parents_BT)
             inputs = model_inputs(self.config, place, self.dtype)
             layers, final_BTD = self._pass(ids_BT, needs, past_key_values=cache, **inputs)
         elif position_BT is not None:
@@ -92,7 +92,7 @@ class CausalTarget(Target):
         """As `Target.step`; compiled where `cache` has a fixed capacity (see `compiled`)."""
         if not cache.fixed:
             return super().step(ids_BT, needs, cache, parents_BT)
-        place = cache.place(*size(ids_BT), parents_BT)
+        place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.config, place, self.dtype)
         final, layers, logits = self.compiled(needs)(cache, input_ids=ids_BT, **inputs)
         assert logits is not None
@@ -112,8 +112,8 @@ class CausalTarget(Target):
             final = out.last_hidden_state
             return final, concatenated(seen, needs), self.logits(final)
 
-        built = self._compiled[needs] = Compiled(run, self.device)
-        return built
+        self._compiled[needs] = Compiled(run)
+        return self._compiled[needs]
 
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

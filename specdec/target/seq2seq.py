@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.errors import UserError, require
-from specdec.runtime.cache import Place, SlotCache, model_inputs, size
+from specdec.runtime.cache import Place, SlotCache, model_inputs
 from specdec.target.parts import UNBOUNDED
 
 NO_START = (
@@ -39,8 +39,9 @@ class Seq2SeqCache(SlotCache):
         self._prefilled = False
 
     def known(self) -> list[int]:
-        """How many tokens of each row's text, the encoder's among them, are committed."""
-        return [s + n for s, n in zip(self.starts, self.lengths, strict=True)]
+        """As `SlotCache.known`; the encoder's tokens count."""
+        starts = self.starts or [0] * len(self.lengths)
+        return [s + n for s, n in zip(starts, self.lengths, strict=True)]
 
     def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         """As `SlotCache.keep`; the first `counts` are of whole prompts."""
@@ -177,7 +178,7 @@ class Seq2SeqModel:
         continue what it holds, as `Target.features` has it.
         """
         if cache is not None and cache.starts:
-            place = cache.place(*size(ids_BT), parents_BT)
+            place = cache.place(ids_BT, parents_BT)
             return self._decode(ids_BT, place, cache.memory_BSD, cache.memory_mask_BS, cache), _same
         split = self.split(ids_BT, position_BT, document_BT)
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
@@ -193,7 +194,7 @@ class Seq2SeqModel:
         if cache is None:
             place = Place(torch.arange(W, device=ids_BT.device).expand(N, -1))
         else:
-            place = cache.place(N, W, ids_BT.device)
+            place = cache.place(split.decoder_NW)
             cache.starts = split.starts
             cache.memory_BSD, cache.memory_mask_BS = states_NSD, split.mask_NS
         out = self._decode(split.decoder_NW, place, states_NSD, split.mask_NS, cache)

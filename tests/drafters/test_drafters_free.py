@@ -146,7 +146,7 @@ def test_attention_read_again_is_the_models_own(any_target: Target) -> None:
     assert ctx.cache is not None
     usual = any_target.config._attn_implementation
     view = with_weights(any_target)
-    found = attention(view, view.layers, ctx.cache, 0, ids[10:14], 10)
+    found = attention(view, ctx.cache, 0, ids[10:14], 10)
     assert any_target.config._attn_implementation == usual
     any_target.model.set_attn_implementation("eager")
     whole = any_target.model(torch.tensor([ids]), output_attentions=True).attentions
@@ -163,13 +163,13 @@ def test_streaming_is_the_target_with_a_mask(target: Target) -> None:
     cache = target.new_cache()
     target.features(torch.tensor([ids[:26]]), Needs(), cache=cache)
     cache.keep([26])
-    cache.place(1, 2, target.device)
     seen = [0, 1, 18, 19, 20, *range(21, 26)]
     mask = torch.zeros(1, 2, 28, dtype=torch.bool)
     mask[0, :, [*seen, 26]] = True
     mask[0, 1, 27] = True
     inputs = model_inputs(target.config, Place(torch.tensor([[26, 27]]), mask), target.dtype)
     block = torch.tensor([ids[26:28]])
+    cache.place(block)
     expected = target.model(block, past_key_values=cache, use_cache=True, **inputs).logits
     hidden = drafter.hidden(Context(torch.tensor([ids])), torch.tensor([[26]]), None)
     torch.testing.assert_close(drafter.unembed(hidden[0], 0), expected, atol=1e-4, rtol=1e-4)

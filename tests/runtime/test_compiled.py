@@ -20,8 +20,6 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import Compiled
 from tests.tiny import architectures, random_target
 
-CPU = torch.device("cpu")
-
 
 def double(cache: SlotCache, x: Tensor) -> tuple[Tensor, None]:
     return 2 * x, None
@@ -35,12 +33,19 @@ def nearly(cache: SlotCache, x: Tensor) -> tuple[Tensor, None]:
     return 2.02 * x, None
 
 
+def passed(one: Compiled, tokens: int, slots: int | None = 256) -> Tensor | None:
+    """The result of a pass of so many tokens over a new cache."""
+    cache, x = SlotCache(1, slots), torch.ones(1, tokens)
+    cache.place(x)
+    return one(cache, x=x)[0]
+
+
 def with_graph(monkeypatch: pytest.MonkeyPatch, graph: Any, times: tuple[float, float]) -> Compiled:
     """A pass whose graph is the test's own, and takes the first of the two times."""
     tell.cache_clear()
     monkeypatch.setattr(compiled, "_graph", lambda run, device: graph)
     monkeypatch.setattr(probes, "seconds", lambda *_, **__: list(times))
-    return Compiled(double, CPU)
+    return Compiled(double)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +66,9 @@ def test_a_graph_is_used_where_it_runs_agrees_and_is_as_fast(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    one, cache = with_graph(monkeypatch, graph, times), SlotCache(1, 256)
+    one = with_graph(monkeypatch, graph, times)
     for _ in range(2):
-        assert torch.equal(one(cache, x=torch.ones(1, 4))[0], torch.full((1, 4), 2.0))
+        assert torch.equal(passed(one, 4), torch.full((1, 4), 2.0))
     assert list(one.ways.values()) == [graph if used else double]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (told != "") and all(told in line for line in lines)
@@ -79,9 +84,9 @@ def test_each_shape_is_chosen_for_once_and_no_more_than_a_limit(
         return double(cache, x)
 
     monkeypatch.setattr(compiled, "GRAPHS", 2)
-    one, cache = with_graph(monkeypatch, graph, (1.0, 2.0)), SlotCache(1, 256)
+    one = with_graph(monkeypatch, graph, (1.0, 2.0))
     for tokens in (1, 2, 1, 2, 3, 3, 4):
-        one(cache, x=torch.ones(1, tokens))
+        passed(one, tokens)
     assert calls == [1, 1, 2, 2, 1, 2]  # compared once and then run; what comes later, never
     assert capsys.readouterr().err.count("further passes than these 2 run uncompiled") == 1
 

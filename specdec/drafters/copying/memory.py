@@ -75,7 +75,7 @@ class Copying(Drafter):
     def memory(self) -> Any:
         """An empty `Memory`."""
 
-    def new_cache(self) -> Memories:
+    def new_cache(self, capacity: int | None = None) -> Memories:
         return Memories()
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:

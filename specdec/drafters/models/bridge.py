@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 TAIL = 8  # tokens before a piece of text that are enough to see how it joins them
 REPLACED = "\ufffd"  # stands for bytes that are not a whole character
 
@@ -104,7 +106,7 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
     found: dict[bytes, int] = {}
     bytes_alone: dict[bytes, int] = {}
     if "ByteLevel" in decoder:
-        table = {c: b for b, c in _byte_letters().items()}
+        table = {c: b for b, c in bytes_to_unicode().items()}
         for i, name in zip(ids, names):
             if i in added:
                 found.setdefault(name.encode(), i)
@@ -125,13 +127,6 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
         elif text.startswith(was) and len(text) > len(was) and REPLACED not in text:
             found.setdefault(text[len(was) :].encode(), i)
     return bytes_alone | found
-
-
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 + n."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return {b: chr(b) for b in shown} | {b: chr(256 + n) for n, b in enumerate(hidden)}
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -1,23 +1,29 @@
 """What draft models of transformers have in common: they are made of its configs, start from its
-weights, and are trained whole or by adapters.
+weights, read tokens and nothing else of the target, and are trained whole or by adapters.
 
 LoRA (Hu et al. 2022) trains W + (alpha / rank) B A with W frozen. Adapters live in training and
 in its checkpoints alone: a draft on disk holds their sum with the weights, so that it needs
 nothing else, and drafting with it costs what the model alone costs.
+
+Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from specdec.drafters.base import Drafter, Sizes
+from specdec.context import Context
+from specdec.drafters.base import Drafter, Sizes, pieces, states, unread
 from specdec.errors import UserError, require
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.trees import Growth
 from specdec.target.attention import group
-from specdec.target.parts import Parts
+from specdec.target.parts import Parts, head_scaling
 
 
 @dataclass
@@ -34,15 +40,31 @@ class LoraOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):  # OmegaConf also builds a schema from the class
             return
-        require(self.rank >= 0, f"drafter.lora.rank={self.rank}: give 1 or more, or 0 for none")
-        require(
-            0 <= self.dropout < 1,
-            f"drafter.lora.dropout={self.dropout}: give a number of at least 0 and below 1",
-        )
-        require(
-            self.alpha is None or self.alpha > 0,
-            f"drafter.lora.alpha={self.alpha}: give a number above 0, or null",
-        )
+        for name, fits, give in (
+            ("rank", self.rank >= 0, "1 or more, or 0 for none"),
+            ("dropout", 0 <= self.dropout < 1, "at least 0 and less than 1"),
+            ("alpha", self.alpha is None or self.alpha > 0, "more than 0, or null"),
+        ):
+            require(fits, f"drafter.lora.{name}={getattr(self, name)}: give {give}")
+
+
+@dataclass
+class DraftLMConfig:
+    """Where the draft comes from.
+
+    `source`: "random" is the target's architecture with `overrides` of its config and fresh
+    weights; other than what a family adds, anything else is a hub name or a folder.
+    `train_embeddings=false` leaves the embedding and the LM head as they start: most of a small
+    model's weights and of its cost. `lora.rank` above 0 trains adapters alone, of which nothing is
+    left in the finished draft.
+    """
+
+    name: str
+    depth: int
+    source: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    train_embeddings: bool = False
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +75,8 @@ class LMSizes(Sizes):
 
 
 class Pretrained(Drafter):
-    """A drafter with a `model` of one of transformers' auto classes."""
+    """A drafter with a `model` of one of transformers' auto classes. A family says how it is
+    read: `over_text` as a whole, and `over_cache`."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -62,6 +85,7 @@ class Pretrained(Drafter):
     def __init__(self, config: Any, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.model = fresh(self.Auto, sizes.model, config.train_embeddings)
+        self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
 
     @classmethod
     def build(
@@ -104,15 +128,42 @@ class Pretrained(Drafter):
         adapted.merge_and_unload(safe_merge=True)
         return {name: x.detach() for name, x in plain.state_dict().items() if not x.is_meta}
 
+    @abstractmethod
+    def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
+        """Hidden states [B, T, D] of packed texts [B, T], as `Target.features` takes them."""
+
+    @abstractmethod
+    def over_cache(
+        self, cache: Any, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
+    ) -> Tensor:
+        """Logits [B, T, V] of tokens that continue what the cache holds, or [B, 1, V] at `last`."""
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self._scale(self.model.get_output_embeddings()(hidden))
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        """Over a cache, which first reads the tokens committed since."""
+        if cache is None:
+            return super().begin(ctx)
+        new = unread(cache, ctx.counts())
+        ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
+        last_B1 = torch.tensor(new, device=ids_BT.device)[:, None] - 1
+        logits_B1S = self.over_cache(cache, ids_BT, None, last_B1)
+        cache.keep(new)
+        return Growth(logits_B1S[:, 0], lambda ids, above: self.over_cache(cache, ids, above, None))
+
 
 def with_adapters(model: nn.Module, lora: LoraOptions) -> Any:
     """Put adapters into a model, whose own weights are frozen; peft's handle on them."""
     from peft import LoraConfig, get_peft_model  # as slow to import as transformers itself
 
-    alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
     options = LoraConfig(
         r=lora.rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it, and takes any number
+        # peft divides it, and takes any number
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) if lora.targets else "all-linear",
     )
@@ -133,16 +184,25 @@ def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
     return model
 
 
-def described(source: str, options: str) -> dict[str, Any]:
-    """The config of a model on a hub or in a folder. `options` says what else can be given."""
+def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
+    """The config of the draft's model: the target's with the `overrides` where it starts at random,
+    else that of the model on a hub or in a folder. `options` says what can be given."""
+    if config.source == "random":
+        if unknown := sorted(set(config.overrides) - set(theirs)):
+            raise UserError(f"drafter.overrides.{unknown[0]} is not a key of the target's config")
+        return {**theirs, **config.overrides}
     try:
-        return AutoConfig.from_pretrained(source).to_dict()
+        return AutoConfig.from_pretrained(config.source).to_dict()
     except (OSError, ValueError) as error:
-        raise UserError(f"drafter.source={source!r} could not be loaded: give {options}") from error
+        source = f"drafter.source={config.source!r}"
+        raise UserError(f"{source} could not be loaded: give {options}") from error
 
 
-def overridden(config: Any, theirs: dict[str, Any]) -> dict[str, Any]:
-    """The target's config with the `overrides` of a draft that starts at random."""
-    if unknown := sorted(set(config.overrides) - set(theirs)):
-        raise UserError(f"drafter.overrides.{unknown[0]} is not a key of the target's config")
-    return theirs | config.overrides
+def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
+    """Raise UserError unless the draft has the target's own numbers of what a tokenizer sets."""
+    for key, theirs in target.items():
+        require(
+            model.get(key) == theirs,
+            f"drafter.source={config.source!r} has {key}={model.get(key)}, the target {theirs}: "
+            "they must have the same tokenizer",
+        )

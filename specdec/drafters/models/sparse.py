@@ -30,11 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, text_after
-from specdec.drafters.models.views import ViewSizes, decoder_layers, with_weights
-from specdec.errors import UserError, nearest, require
-from specdec.runtime.cache import Place, SlotCache, model_inputs, size
-from specdec.sampling.trees import Growth
+from specdec.drafters.base import first_tokens, text_after
+from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
+from specdec.errors import require, require_known, require_within
+from specdec.runtime.cache import Place, SlotCache, model_inputs
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
@@ -58,43 +57,44 @@ class SparseConfig:
     pool: int = 5
 
 
-class SparseCache:
-    """The small cache, how far each row has read, and where its positions were chosen last."""
+class SparseCache(SlotCache):
+    """The small cache. Of each row it remembers how many tokens of the text it has `read`, and
+    before which one its positions were `chosen` last."""
 
     def __init__(self, layers: int) -> None:
-        self.small = SlotCache(layers)
-        self.read: list[int] = []  # tokens of the text
-        self.chosen: list[int] = []  # the boundary at which the choice was made
+        super().__init__(layers)
+        self.read: list[int] = []
+        self.chosen: list[int] = []
+
+    def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
+        """As `SlotCache.place`, at the tokens' true positions."""
+        position_BT, mask_BTP, slot_position_BP = super().place(ids_BT, parents_BT)
+        slot_P = torch.arange(self.shown, device=ids_BT.device)
+        if mask_BTP is None:
+            mask_BTP = slot_P <= position_BT[..., None]
+        if slot_position_BP is None:
+            slot_position_BP = slot_P[None]
+        ahead = [n - slots for n, slots in zip(self.read, self.lengths, strict=True)]
+        ahead_B1 = torch.tensor(ahead, device=ids_BT.device)[:, None]
+        return Place(position_BT + ahead_B1, mask_BTP, slot_position_BP + ahead_B1)
 
     def select(self, rows: Sequence[int]) -> None:
-        if not self.read:  # nothing was drafted yet
-            return
-        self.small.select(rows)
-        self.read = [self.read[b] for b in rows]
-        self.chosen = [self.chosen[b] for b in rows]
+        if self.read:  # else nothing was drafted yet
+            super().select(rows)
+            self.read, self.chosen = ([x[b] for b in rows] for x in (self.read, self.chosen))
 
 
-class Sparse(Drafter):
+class Sparse(View):
     Config = SparseConfig
-    Sizes = ViewSizes
-    trainable = False
-    reads_body = True
+    bounds = {"budget": 1, "window": 1, "refresh": 1, "pool": 1}
     long_prompts = {method: SparseConfig(method=method) for method in METHODS}
-    _target: tuple[Target]
-    _votes: tuple[Any, nn.ModuleList] | None  # a view of the target, and its layers
+    voters: tuple[Any, ...]  # what gives the votes of snapkv: a view of the target
 
     def __init__(self, config: SparseConfig, sizes: ViewSizes) -> None:
         super().__init__(config, sizes)
-        if config.method not in METHODS:
-            raise UserError(f"drafter.method={config.method!r}{nearest(config.method, METHODS)}")
-        for name, least in (("budget", 1), ("window", 1), ("refresh", 1), ("sink", 0), ("pool", 1)):
-            value = getattr(config, name)
-            require(value >= least, f"drafter.{name}={value}: give {least} or more")
+        require_known("drafter", config, method=METHODS)
+        require_within("drafter", config, sink=(0, config.budget))
         require(config.pool % 2 == 1, f"drafter.pool={config.pool}: give an odd number")
-        require(
-            config.sink <= config.budget,
-            f"drafter.sink={config.sink}: give at most drafter.budget={config.budget}",
-        )
 
     @classmethod
     def plan(cls, config: SparseConfig, target: Parts) -> ViewSizes:
@@ -102,15 +102,13 @@ class Sparse(Drafter):
         return ViewSizes(target_vocab=target.vocab_size, layers=layers)
 
     def attach(self, target: Parts) -> None:
-        assert isinstance(target, Target)
-        self._target = (target,)
-        self._votes = None
-        if self.config.method == "snapkv":
-            view = with_weights(target)
-            path = next(n for n, m in target.model.base_model.named_modules() if m is target.layers)
-            self._votes = (view, view.get_submodule(path))
+        super().attach(target)
+        self.voters = (with_weights(self.target),) if self.config.method == "snapkv" else ()
 
-    def new_cache(self) -> SparseCache:
+    def view(self, target: Target) -> Any:
+        return target.model.base_model
+
+    def new_cache(self, capacity: int | None = None) -> SparseCache:
         return SparseCache(self.sizes.layers)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -120,165 +118,97 @@ class Sparse(Drafter):
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
         anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
         block_BAK = torch.cat([anchor_BA1, drafted_BAk], -1)
-        position = ctx.position_BT
         rows = []
-        for b, anchors in enumerate(anchors_BA.tolist()):
-            of_document: dict[int, list[int]] = {}
-            for i, a in enumerate(anchors):
-                first = a - int(position[b, a]) if position is not None else 0
-                of_document.setdefault(first, []).append(i)
-            found: dict[int, Tensor] = {}
-            for first, members in of_document.items():
-                ends = [anchors[i] - first for i in members]
-                parts = self._forced(ctx.ids_BT[b, first:], ends, block_BAK[b, members])
-                found |= dict(zip(members, parts, strict=True))
-            rows.append(torch.stack([found[i] for i in range(len(anchors))]))
+        for b, firsts in enumerate(first_tokens(ctx, anchors_BA)):
+            first_A, order, parts = torch.tensor(firsts), [], []
+            for first in sorted(set(firsts)):
+                members = (first_A == first).nonzero()[:, 0]
+                ends = (anchors_BA[b].cpu()[members] - first).tolist()
+                parts.append(self._forced(ctx.ids_BT[b, first:], ends, block_BAK[b, members]))
+                order.append(members)
+            rows.append(torch.cat(parts)[torch.cat(order).argsort()])
         return torch.stack(rows)
 
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self._target[0].logits(hidden)
-
-    def begin(self, ctx: Context, cache: SparseCache | None = None) -> Growth:
-        if ctx.cache is None:
-            return super().begin(ctx)
-        return SparseGrowth(self, ctx, self.new_cache() if cache is None else cache)
+    def followed(self, ctx: Context, cache: SparseCache | None) -> SparseCache:
+        cache = cache or self.new_cache()
+        self.follow(ctx.cache, ctx.rows(), cache)
+        return cache
 
     def follow(
         self,
         full: SlotCache,
         texts: Sequence[Sequence[int]],
-        kept: SparseCache,
+        small: SparseCache,
         choices: dict[int, list[Tensor]] | None = None,
     ) -> None:
         """Bring the small cache up to the target's. Where all rows hold one text, `choices` gives
         the positions to keep, by how many there were to choose from."""
-        small, window, budget = kept.small, self.config.window, self.config.budget
         small.drop()
-        if not kept.read:
-            kept.read, kept.chosen = [0] * len(texts), [0] * len(texts)
-            small.lengths = [0] * len(texts)
+        if not small.read:
+            small.read, small.chosen, small.lengths = ([0] * len(texts) for _ in range(3))
         plans = []
         for b, end in enumerate(full.lengths):
-            boundary = self._boundary(end)
-            before = max(0, boundary - window)
-            picked = None
-            if boundary > kept.chosen[b] and before > budget:
-                if choices is None:
-                    picked = self._choice(full, b, texts[b][before:boundary], before)
-                else:
-                    picked = choices[before]
-                small.lengths[b], kept.read[b] = budget, before
-            kept.chosen[b] = boundary
-            plans.append((picked, small.lengths[b], kept.read[b], end))
-            small.lengths[b] += end - kept.read[b]
-            kept.read[b] = end
-        if max(small.lengths) > small.capacity:
-            small.capacity = max(256, 2 * max(small.lengths))
+            before, picked = self._before(end), None
+            if before > max(self.config.budget, small.chosen[b]):
+                picked = choices[before] if choices else self._choice(full, b, texts[b], before)
+                small.lengths[b], small.read[b] = self.config.budget, before
+            plans.append((picked, small.lengths[b], small.read[b], end))
+            small.lengths[b] += end - small.read[b]
+            small.read[b], small.chosen[b] = end, before
+        small.reserve(max(small.lengths))
         for n, (ours, theirs) in enumerate(zip(small.slot_layers, full.slot_layers, strict=True)):
             if not theirs.is_initialized:  # a layer may read another's keys and values
                 continue
-            ours.keys = self._copied(ours, "keys", theirs.keys, plans, n, small.capacity)
-            ours.values = self._copied(ours, "values", theirs.values, plans, n, small.capacity)
-            ours.is_initialized = True
+            ours.reserve(theirs.keys, theirs.values)
+            for few, all_ in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                for b, (picked, slots, start, end) in enumerate(plans):
+                    if picked is not None:
+                        few[b, :, :slots] = all_[b].take_along_dim(picked[n][..., None], 1)
+                    few[b, :, slots : slots + end - start] = all_[b, :, start:end]
 
-    def read(self, kept: SparseCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
-        """The target's final hidden states [B, T, D] of tokens behind the small cache."""
-        target, small = self._target[0], kept.small
-        place = small.place(*size(ids_BT), parents_BT)
-        ahead = [n - slots for n, slots in zip(kept.read, small.lengths, strict=True)]
-        ahead_B1 = torch.tensor(ahead, device=ids_BT.device)[:, None]
-        slot_P = torch.arange(small.shown, device=ids_BT.device)
-        mask, slots = place.mask_BTP, place.slot_position_BP
-        if mask is None:
-            mask = slot_P <= place.position_BT[..., None]
-        slots = (slot_P[None] if slots is None else slots) + ahead_B1
-        inputs = model_inputs(
-            target.config, Place(place.position_BT + ahead_B1, mask, slots), target.dtype
-        )
-        return target.model.base_model(
-            input_ids=ids_BT, past_key_values=small, use_cache=True, **inputs
-        ).last_hidden_state
+    def _before(self, end: int) -> int:
+        """How many positions of a text of `end` tokens there are to choose from."""
+        return max(0, end // self.config.refresh * self.config.refresh - self.config.window)
 
-    def _copied(
-        self, ours: Any, name: str, theirs: Tensor, plans: list[Any], layer: int, capacity: int
-    ) -> Tensor:
-        """Keys or values of one layer of the small cache, with what the plans add."""
-        B, H, _, E = theirs.shape
-        buffer = getattr(ours, name) if ours.is_initialized else theirs.new_zeros(B, H, 0, E)
-        if buffer.shape[2] < capacity:
-            grown = buffer.new_zeros(B, H, capacity, E)
-            grown[:, :, : buffer.shape[2]] = buffer
-            buffer = grown
-        for b, (picked, slots, start, end) in enumerate(plans):
-            if picked is not None:
-                index_HC = picked[layer]
-                buffer[b, :, :slots] = theirs[b].gather(1, index_HC[..., None].expand(-1, -1, E))
-            buffer[b, :, slots : slots + end - start] = theirs[b, :, start:end]
-        return buffer
+    def _choice(self, full: SlotCache, b: int, text: Sequence[int], before: int) -> list[Tensor]:
+        """Positions [H, C] below `before` that each layer keeps, ascending, C = the budget."""
+        config, budget, window = self.target.config, self.config.budget, self.config.window
+        H = full.slot_layers[0].keys.shape[1]
 
-    def _boundary(self, end: int) -> int:
-        return end // self.config.refresh * self.config.refresh
+        def latest(sink: int) -> Tensor:
+            kept = [*range(sink), *range(before - budget + sink, before)]
+            return torch.tensor(kept, device=self.target.device).expand(H, -1)
 
-    def _choice(self, full: SlotCache, b: int, last: Sequence[int], before: int) -> list[Tensor]:
-        """Positions [H, C] below `before` that each layer keeps, ascending, C = the budget; `last`
-        are the tokens from there to the boundary."""
-        target, budget, sink = self._target[0], self.config.budget, self.config.sink
-        H, device = full.slot_layers[0].keys.shape[1], target.device
-        latest_HC = torch.arange(before - budget, before, device=device).expand(H, -1)
-        with_sink_HC = latest_HC.clone()
-        with_sink_HC[:, :sink] = torch.arange(sink, device=device)
-        votes = [] if self._votes is None else attention(*self._votes, full, b, last, before)
-        chosen = []
+        last = text[before : before + window]
+        votes = [w for view in self.voters for w in attention(view, full, b, last, before)]
+        kinds, chosen = getattr(config, "layer_types", None), []
         for n in range(len(full.slot_layers)):
-            if _slides(target.config, n):
-                chosen.append(latest_HC)
+            if getattr(config, "sliding_window", None) is not None and (
+                not kinds or kinds[n] == "sliding_attention"
+            ):
+                chosen.append(latest(0))
             elif votes:
                 chosen.append(voted(votes[n], H, before, budget, self.config.pool))
             else:
-                chosen.append(with_sink_HC)
+                chosen.append(latest(self.config.sink))
         return chosen
 
     def _forced(self, ids_T: Tensor, ends: list[int], block_AK: Tensor) -> Tensor:
         """Hidden states [A, K, D] of blocks that follow the first `ends[i]` tokens of a text."""
-        target = self._target[0]
-        full, text = target.new_cache(), ids_T.tolist()
-        longest = max(1, *ends)
-        target.features(ids_T[None, :longest], Needs(), cache=full)
+        full, text, longest = self.target.new_cache(), ids_T.tolist(), max(1, *ends)
+        self.target.features(ids_T[None, :longest], Needs(), cache=full)
         full.keep([longest])
-        choices = {}
-        for boundary in {self._boundary(end) for end in ends}:
-            before = boundary - self.config.window
-            if before > self.config.budget:
-                choices[before] = self._choice(full, 0, text[before:boundary], before)
+        choices = {
+            before: self._choice(full, 0, text, before)
+            for before in {self._before(end) for end in ends}
+            if before > self.config.budget
+        }
         found = []
         for start in range(0, len(ends), ROWS):
-            some = ends[start : start + ROWS]
-            many, kept = _rows(full, 0, some), self.new_cache()
-            self.follow(many, [text] * len(some), kept, choices)
-            found.append(self.read(kept, block_AK[start : start + ROWS], None))
+            some, cache = ends[start : start + ROWS], self.new_cache()
+            self.follow(_rows(full, 0, some), [text] * len(some), cache, choices)
+            found.append(self.read(cache, block_AK[start : start + ROWS], None))
         return torch.cat(found)
-
-
-class SparseGrowth:
-    """Growth over the small cache: the anchor takes the first scratch slot, and drafted tokens the
-    slots after it."""
-
-    def __init__(self, drafter: Sparse, ctx: Context, kept: SparseCache) -> None:
-        self.drafter, self.kept = drafter, kept
-        assert ctx.cache is not None
-        texts = ctx.rows()
-        drafter.follow(ctx.cache, texts, kept)
-        last = torch.tensor([ids[-1:] for ids in texts], device=ctx.ids_BT.device)
-        self.logits_BS = self._read(last, None)[:, -1]
-
-    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        return self._read(tokens_BW, None if parents_BW is None else parents_BW + 1)
-
-    def marginals(self, depth: int) -> Tensor | None:
-        return None
-
-    def _read(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
-        return self.drafter.unembed(self.drafter.read(self.kept, ids_BT, parents_BT), 0)
 
 
 def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:
@@ -293,30 +223,21 @@ def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int
 
 
 def attention(
-    model: Any, layers: nn.ModuleList, full: SlotCache, b: int, last: Sequence[int], before: int
+    model: Any, full: SlotCache, b: int, last: Sequence[int], before: int
 ) -> list[Tensor]:
     """For each of a model's layers the attention weights [Q, w, P] that the tokens `last`, which
     stand from `before` on, pay to the slots of row b of the target's cache."""
     cache = _rows(full, b, [full.lengths[b]])
     ids_1w = torch.tensor([list(last)], device=model.device)
-    cache.place(*size(ids_1w))  # they are read again behind the text, where nobody sees them
+    cache.place(ids_1w)  # they are read again behind the text, where nobody sees them
     position_1w = torch.arange(before, before + len(last), device=model.device)[None]
     slot_1P = torch.arange(cache.shown, device=model.device)[None]
     place = Place(position_1w, slot_1P[:, None] <= position_1w[..., None], slot_1P)
-    seen: dict[int, Tensor] = {}
-    handles = []
-    for n, layer in enumerate(layers):
-        module = next(m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx"))
-        handles.append(
-            module.register_forward_hook(lambda _m, _i, out, n=n: seen.__setitem__(n, out[1][0]))
-        )
-    try:
-        inputs = model_inputs(model.config.get_text_config(), place, model.dtype)
-        model(input_ids=ids_1w, past_key_values=cache, use_cache=True, **inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [seen[n] for n in range(len(layers))]
+    inputs = model_inputs(model.config.get_text_config(), place, model.dtype)
+    out = model(
+        input_ids=ids_1w, past_key_values=cache, use_cache=True, output_attentions=True, **inputs
+    )
+    return [weights_1QwP[0] for weights_1QwP in out.attentions]
 
 
 def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:
@@ -324,16 +245,9 @@ def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:
     cache = SlotCache(len(full.slot_layers))
     cache.lengths, cache.capacity = list(lengths), full.capacity
     for ours, theirs in zip(cache.slot_layers, full.slot_layers, strict=True):
-        if not theirs.is_initialized:
-            continue
-        ours.keys = theirs.keys[b : b + 1].expand(len(lengths), -1, -1, -1)
-        ours.values = theirs.values[b : b + 1].expand(len(lengths), -1, -1, -1)
-        ours.is_initialized = True
+        if theirs.is_initialized:
+            ours.keys, ours.values = (
+                x[b : b + 1].expand(len(lengths), -1, -1, -1) for x in (theirs.keys, theirs.values)
+            )
+            ours.is_initialized = True
     return cache
-
-
-def _slides(config: Any, layer: int) -> bool:
-    """Whether a layer sees a sliding window only."""
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    return window is not None and (not kinds or kinds[layer] == "sliding_attention")

@@ -29,18 +29,26 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import Drafter, Sizes, copied_chains, last_of, one_hot
+from specdec.drafters.base import (
+    Drafter,
+    Sizes,
+    copied_chains,
+    first_tokens,
+    last_of,
+    one_hot,
+    unread,
+)
 from specdec.drafters.models.bridge import Bridge
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, require, require_known, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape
 from specdec.target.base import Target
+from specdec.target.causal import CausalTarget
 from specdec.target.loading import DTYPES, TargetConfig, load_target
 from specdec.target.parts import Parts
 
 METHODS = ("tli", "slem")
-NOTHING = -1  # "no token drafted", in place of an id
 
 
 @dataclass
@@ -78,13 +86,8 @@ class Translated(Drafter):
 
     @classmethod
     def plan(cls, config: TranslatedConfig, target: Parts) -> TranslatedSizes:
-        if config.method not in METHODS:
-            near = nearest(config.method, METHODS)
-            raise UserError(f"drafter.method={config.method!r} is unknown{near}")
-        require(
-            config.draft_tokens is None or config.draft_tokens >= 1,
-            f"drafter.draft_tokens={config.draft_tokens}: give 1 or more, or null",
-        )
+        require_known("drafter", config, method=METHODS)
+        require_within("drafter", config, draft_tokens=1)
         lm = _loaded(config, target)
         common = None
         if config.method == "tli":
@@ -120,20 +123,18 @@ class Translated(Drafter):
         that depth cannot be drafted. slem: the drafted ids themselves [B, A, K, 1], or -1."""
         depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         found = []
-        for b, (ids, anchors) in enumerate(zip(ctx.ids_BT.tolist(), anchors_BA.tolist())):
+        for b, (ids, firsts) in enumerate(zip(ctx.ids_BT.tolist(), first_tokens(ctx, anchors_BA))):
             cache = self.new_cache()
-            for i, a in enumerate(anchors):
-                first = 0 if ctx.position_BT is None else a - int(ctx.position_BT[b, a])
+            for i, (a, first) in enumerate(zip(anchors_BA[b].tolist(), firsts)):
                 text = ids[first : a + 1]
                 if self.vocab_S is None:
                     tokens = self._written([text], cache)[0][:depth]
-                    padded = tokens + [NOTHING] * (depth - len(tokens))
-                    found.append(torch.tensor(padded, dtype=torch.float32)[:, None])
-                    continue
-                after = ids[a + 1 : a + depth] if drafted_BAk is None else drafted_BAk[b, i]
-                found.append(
-                    self._forced(text, torch.as_tensor(after, dtype=torch.long), depth, cache)
-                )
+                    tokens += [-1] * (depth - len(tokens))
+                    found.append(torch.tensor(tokens, dtype=torch.float32)[:, None])
+                else:
+                    after = ids[a + 1 : a + depth] if drafted_BAk is None else drafted_BAk[b, i]
+                    after_k = torch.as_tensor(after, dtype=torch.long)
+                    found.append(self._forced(text, after_k, depth, cache))
         return torch.stack(found).view(*anchors_BA.shape, depth, -1).to(anchors_BA.device)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
@@ -142,11 +143,19 @@ class Translated(Drafter):
             return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
         return one_hot(hidden, self.target_vocab)
 
-    def new_cache(self) -> "TranslatedCache":
-        return TranslatedCache(self.lm.new_cache())
+    def new_cache(self, capacity: int | None = None) -> "TranslatedCache":
+        return TranslatedCache(self.lm.config.num_hidden_layers)
 
     def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
-        return super().begin(ctx) if cache is None else CachedGrowth(self, ctx, cache)
+        """tli over the draft's cache, which first reads what differs in the text."""
+        if cache is None:
+            return super().begin(ctx)
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            own_BW, _ = self.own_ids(tokens_BW)
+            return self._unembed(self.continued(own_BW, cache, parents_BW))
+
+        return Growth(self._unembed(self.read(ctx.rows(), cache)), grow)
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
@@ -158,17 +167,21 @@ class Translated(Drafter):
     def read(self, texts: Sequence[list[int]], cache: "TranslatedCache") -> Tensor:
         """The draft's hidden states [B, D] after texts in target tokens."""
         owns = [self._fitting(self.bridge.to_draft(ids)) for ids in texts]
-        new = cache.back_to(owns)
+        before = cache.read or [[] for _ in owns]
+        cache.lengths = [_shared(*pair) for pair in zip(before, owns, strict=True)]
+        new = unread(cache, list(map(len, owns)))
         longest = max(new)
         tails = [own[len(own) - n :] + [0] * (longest - n) for own, n in zip(owns, new)]
-        ids_BT = torch.tensor(tails, device=self.lm.device)
-        _, hidden_BTD = self.lm.features(ids_BT, Needs(), cache=cache.slots)
-        cache.keep(owns, new)
+        hidden_BTD = self.continued(torch.tensor(tails, device=self.lm.device), cache)
+        cache.keep(new)
+        cache.read = owns
         return last_of(hidden_BTD, new)
 
-    def continued(self, ids_BT: Tensor, cache: "TranslatedCache", parents: Any = None) -> Tensor:
+    def continued(
+        self, ids_BT: Tensor, cache: "TranslatedCache", parents_BT: Tensor | None = None
+    ) -> Tensor:
         """Hidden states [B, T, D] of tokens in the draft's own ids, which are not committed."""
-        return self.lm.features(ids_BT, Needs(), cache=cache.slots, parents_BT=parents)[1]
+        return self.lm.features(ids_BT, Needs(), cache=cache, parents_BT=parents_BT)[1]
 
     def own_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The draft's ids of target tokens, and which of them are in the intersection."""
@@ -183,14 +196,11 @@ class Translated(Drafter):
         hidden_KD = self.read([text], cache)
         own_k, known_k = self.own_ids(after_k.to(self.lm.device))
         if len(own_k):
-            more_1kD = self.continued(own_k[None], cache)
-            hidden_KD = torch.cat([hidden_KD, more_1kD[0]])
-        reached_K = torch.cat([known_k.new_ones(1), known_k.cumprod(0).bool()])
-        flag_K1 = torch.zeros_like(hidden_KD[:, :1]).masked_fill(~reached_K[:, None], -torch.inf)
-        hidden_KD = torch.cat([hidden_KD, flag_K1], 1)
-        beyond = hidden_KD.new_full((depth - len(hidden_KD), hidden_KD.shape[1]), -torch.inf)
-        beyond[:, :-1] = 0  # past the end of the text, where nothing is measured
-        return torch.cat([hidden_KD, beyond])
+            hidden_KD = torch.cat([hidden_KD, self.continued(own_k[None], cache)[0]])
+        out = hidden_KD.new_zeros(depth, hidden_KD.shape[1] + 1)
+        out[: len(hidden_KD), :-1] = hidden_KD
+        out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf  # also past the text's end
+        return out
 
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
         """What the draft writes after each text, in target tokens."""
@@ -215,47 +225,17 @@ class Translated(Drafter):
         return own if over <= 0 else own[-(-over // leap) * leap :]
 
 
-class TranslatedCache:
-    """The draft's keys and values, and the tokens that they belong to."""
+class TranslatedCache(SlotCache):
+    """The draft's keys and values, and the tokens of each row that they belong to."""
 
-    def __init__(self, slots: SlotCache) -> None:
-        self.slots = slots
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
         self.read: list[list[int]] = []
 
-    def back_to(self, owns: list[list[int]]) -> list[int]:
-        """Forget what is not the beginning of these rows. Returns how many tokens of each row have
-        to be read, at least one."""
-        if not self.read:
-            self.read = [[] for _ in owns]
-        self.slots.drop()
-        kept = [min(_shared(*pair), len(pair[1]) - 1) for pair in zip(self.read, owns, strict=True)]
-        self.slots.lengths = kept
-        return [len(own) - n for own, n in zip(owns, kept)]
-
-    def keep(self, owns: list[list[int]], new: list[int]) -> None:
-        self.slots.keep(new)
-        self.read = owns
-
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
-        if self.read:
-            self.slots.select(rows)
+        if self.read:  # else nothing was drafted yet
+            super().select(rows)
             self.read = [self.read[b] for b in rows]
-
-
-class CachedGrowth:
-    """Growth of tli over the draft's KV cache, which first reads what differs in the text."""
-
-    def __init__(self, drafter: Translated, ctx: Context, cache: TranslatedCache) -> None:
-        self.drafter, self.cache = drafter, cache
-        self.logits_BS = drafter._unembed(drafter.read(ctx.rows(), cache))
-
-    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        own_BW, _ = self.drafter.own_ids(tokens_BW)
-        return self.drafter._unembed(self.drafter.continued(own_BW, self.cache, parents_BW))
-
-    def marginals(self, depth: int) -> Tensor | None:
-        return None
 
 
 def _loaded(config: TranslatedConfig, target: Parts) -> Target:
@@ -274,6 +254,10 @@ def _load(source: str, dtype: str, device: str) -> Target:
         lm = load_target(TargetConfig(path=source, dtype=dtype, device=device))
     except UserError as error:
         raise UserError(str(error).replace("target.path", "drafter.source")) from error
+    require(
+        isinstance(lm, CausalTarget),
+        f"drafter.source={source!r} is an encoder-decoder: give a decoder-only LM",
+    )
     lm.new_cache()  # raises where a rejected token cannot be dropped
     return lm
 

@@ -1,18 +1,26 @@
-"""Views of the target: modules that hold its very weights, but other layers or another attention.
+"""Drafters that are views of the target: modules that hold its very weights, but other layers or
+another attention.
 
 A view is made of copies of the target's modules that share their parameters, so that nothing of
 the target itself is touched, and no weight is copied.
+
+Letters: B batch, T tokens of a pass, A anchors, D width.
 """
 
 import copy
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from specdec.drafters.base import Sizes
+from specdec.context import Context
+from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import require
+from specdec.runtime.cache import SlotCache, model_inputs
+from specdec.sampling.trees import Growth
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
@@ -22,6 +30,51 @@ class ViewSizes(Sizes):
     """`layers`: how many of the target's layers draft."""
 
     layers: int
+
+
+class View(Drafter):
+    """A drafter that runs the target's own weights and adds none. It drafts behind a cache of what
+    was committed: the anchor takes the first scratch slot, and drafted tokens the slots after."""
+
+    Sizes = ViewSizes
+    trainable = False
+    reads_body = True
+    target: Target
+    body: tuple[Any]  # the model that drafts; in a tuple, so that it is never saved
+
+    @abstractmethod
+    def view(self, target: Target) -> Any:
+        """The base model that drafts."""
+
+    @abstractmethod
+    def followed(self, ctx: Context, cache: Any) -> SlotCache:
+        """The cache to draft behind, which has read all tokens but the anchors."""
+
+    def attach(self, target: Parts) -> None:
+        assert isinstance(target, Target)
+        self.target, self.body = target, (self.view(target),)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.target.logits(hidden)
+
+    def read(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+        """Hidden states [B, T, D] of tokens that continue what the cache holds."""
+        place = cache.place(ids_BT, parents_BT)
+        inputs = model_inputs(self.target.config, place, self.target.dtype)
+        out = self.body[0](input_ids=ids_BT, past_key_values=cache, use_cache=True, **inputs)
+        return out.last_hidden_state
+
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        if ctx.cache is None:
+            return super().begin(ctx)
+        cache = self.followed(ctx, cache)
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            slots = None if parents_BW is None else parents_BW + 1
+            return self.unembed(self.read(cache, tokens_BW, slots), 0)
+
+        anchor_B1 = torch.tensor([ids[-1:] for ids in ctx.rows()], device=ctx.ids_BT.device)
+        return Growth(grow(anchor_B1, None)[:, -1], grow)
 
 
 def decoder_layers(target: Parts, name: str) -> int:
@@ -36,37 +89,27 @@ def decoder_layers(target: Parts, name: str) -> int:
 def shallow(target: Target, layers: int) -> Any:
     """The target's base model with its first layers only."""
     base = target.model.base_model
-    path = next(name for name, m in base.named_modules() if m is target.layers).split(".")
-    top = outer = twin(base)
-    for name in path[:-1]:
-        inner = twin(outer.get_submodule(name))
-        outer._modules[name], outer = inner, inner
-    outer._modules[path[-1]] = nn.ModuleList(list(target.layers)[:layers])
-    return top
+    found = twin(base)
+    path = next(name for name, m in base.named_modules() if m is target.layers)
+    found.set_submodule(path, nn.ModuleList(list(target.layers)[:layers]))
+    return found
 
 
 def with_weights(target: Target) -> Any:
     """The target's base model with the one attention of transformers that returns its weights.
     It has configs of its own, from which its modules read which attention they compute."""
-    seen: dict[int, Any] = {}
-
-    def view(module: nn.Module) -> nn.Module:
-        found = twin(module)
-        for name, inner in module.named_children():
-            found._modules[name] = view(inner)
-        theirs = getattr(module, "config", None)
-        if isinstance(theirs, PreTrainedConfig):
-            ours = copy.deepcopy(theirs, seen)
-            ours._attn_implementation = "eager"
-            found.config = ours
-        return found
-
-    return view(target.model.base_model)
+    found, copied = twin(target.model.base_model), dict[int, Any]()
+    for module in found.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            module.config = copy.deepcopy(config, copied)
+            module.config._attn_implementation = "eager"
+    return found
 
 
 def twin(module: nn.Module) -> Any:
-    """The same module, with dicts of submodules and of hooks of its own."""
+    """The same module, with dicts of submodules and of hooks of its own, down to the last one."""
     found = copy.copy(module)
-    found._modules = dict(module._modules)
+    inner = module._modules.items()
+    found._modules = {name: None if m is None else twin(m) for name, m in inner}
     found._forward_hooks = copy.copy(module._forward_hooks)
     return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import require
+from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
 MOST_LAYERS = 64
@@ -100,28 +101,21 @@ class Medusa(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
 
-    def begin(self, ctx: Context, cache: Any = None) -> "Parallel":
-        return Parallel(self, ctx)
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        """Heads read no drafted token: the logits after a node are those of its depth."""
+        anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+        none = ctx.ids_BT.new_zeros(*anchor_B1.shape, self.depth - 1)
+        hidden_BKD = self.hidden(ctx, anchor_B1, none)[:, 0]
+        depths = [0]  # of the anchor, then of every node
 
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
+            depths.extend([depth] * tokens_BW.shape[1])
+            logits_BS = self.unembed(hidden_BKD[:, depth], depth)
+            return logits_BS[:, None].expand(-1, tokens_BW.shape[1], -1)
 
-class Parallel:
-    """Heads that read no drafted token: the logits of a node are those of its depth."""
-
-    def __init__(self, drafter: Medusa, ctx: Context) -> None:
-        self.drafter = drafter
-        self.anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
-        none = ctx.ids_BT.new_zeros(*self.anchor_B1.shape, drafter.depth - 1)
-        self.hidden_BKD = drafter.hidden(ctx, self.anchor_B1, none)[:, 0]
-        self.logits_BS = drafter.unembed(self.hidden_BKD[:, 0], 0)
-        self.depths: list[int] = []
-
-    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        parent = len(self.depths) - 1 if parents_BW is None else int(parents_BW[0, 0])
-        depth = 1 + (self.depths[parent] if parent >= 0 else 0)
-        self.depths += [depth] * tokens_BW.shape[1]
-        logits_BS = self.drafter.unembed(self.hidden_BKD[:, depth], depth)
-        return logits_BS[:, None].expand(-1, tokens_BW.shape[1], -1)
-
-    def marginals(self, depth: int) -> Tensor:
-        heads = range(min(depth, self.hidden_BKD.shape[1]))
-        return torch.stack([self.drafter.unembed(self.hidden_BKD[:, k], k) for k in heads], 1)
+        return Growth(
+            self.unembed(hidden_BKD[:, 0], 0),
+            grow,
+            lambda depth: self.unembed_all(hidden_BKD[:, :depth]),
+        )

@@ -23,8 +23,8 @@ from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
 from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight
 from specdec.errors import UserError, nearest
-from specdec.runtime.cache import SlotCache, size
-from specdec.runtime.compiled import Short
+from specdec.runtime.cache import SlotCache
+from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
@@ -71,7 +71,7 @@ class Recurrent(Drafter):
         self._embedding: tuple[nn.Module, ...] = ()
         self.rotary = LlamaRotaryEmbedding(self.llama)
         self._rope: tuple[Tensor, Tensor] | None = None
-        self.short = Short(self, self.run)
+        self.compiled = Compiled(self.run, SHORT)
 
     @property
     @abstractmethod
@@ -149,11 +149,8 @@ class Recurrent(Drafter):
             steps.append(layer.finish(residual_BAD, attended))
         return torch.stack(steps, 2)
 
-    def new_cache(self) -> SlotCache:
-        return SlotCache(1)
-
-    def compiled_cache(self, slots: int) -> SlotCache:
-        return SlotCache(1, slots)
+    def new_cache(self, capacity: int | None = None) -> SlotCache:
+        return SlotCache(1, capacity)
 
     def run(
         self,
@@ -182,57 +179,49 @@ class Recurrent(Drafter):
         return hidden, self.unembed(hidden, 0)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        return super().begin(ctx) if cache is None else Cached(self, ctx, cache)
-
-
-class Cached:
-    """One round over a cache of the draft's own: pairs with the target's features are committed
-    to it, pairs with the layer's own output are scratch."""
-
-    def __init__(self, drafter: Recurrent, ctx: Context, cache: SlotCache) -> None:
-        self.drafter, self.cache = drafter, cache
+        """Over a cache, pairs with the target's features are committed to it, and pairs with the
+        layer's own output are scratch."""
+        if cache is None:
+            return super().begin(ctx)
         new = unread(cache, [n - 1 for n in ctx.counts()])
-        features = pieces(drafter.features_of(ctx), cache.lengths, max(new))
+        features = pieces(self.features_of(ctx), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         # the layer's output at the anchor, then at every node
-        self.nodes_BWD, logits = self._run(features, None, tokens, None, new)
+        nodes_BWD, logits = self._cached(cache, features, None, tokens, None, new)
         cache.keep(new)
-        self.logits_BS = logits[:, 0]
 
-    def grow(self, tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        nodes = self.nodes_BWD
-        own = nodes[:, -1:] if parents_BW is None else entries(nodes, parents_BW + 1)
-        hidden_BWD, logits = self._run(None, own, tokens_BW, parents_BW, None)
-        self.nodes_BWD = torch.cat([self.nodes_BWD, hidden_BWD], 1)
-        return logits
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            nonlocal nodes_BWD
+            own = nodes_BWD[:, -1:] if parents_BW is None else entries(nodes_BWD, parents_BW + 1)
+            hidden_BWD, logits = self._cached(cache, None, own, tokens_BW, parents_BW, None)
+            nodes_BWD = torch.cat([nodes_BWD, hidden_BWD], 1)
+            return logits
 
-    def marginals(self, depth: int) -> Tensor | None:
-        return None
+        return Growth(logits[:, 0], grow)
 
-    def _run(
+    def _cached(
         self,
+        cache: SlotCache,
         features: Tensor | None,
         own: Tensor | None,
         tokens: Tensor,
         parents: Tensor | None,
         counts: list[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """`Recurrent.run` of new pairs; with `counts`, at the last pair of each row."""
-        drafter = self.drafter
-        place = self.cache.place(*size(tokens), parents)
+        """`run` of new pairs; with `counts`, at the last pair of each row."""
+        place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
         if counts is not None:
             last = torch.tensor(counts, device=tokens.device)[:, None] - 1
             if mask is None and len(set(counts)) > 1:  # a prefill: each row sees its own pairs
-                slots = torch.arange(self.cache.shown, device=tokens.device)
+                slots = torch.arange(cache.shown, device=tokens.device)
                 mask = (slots <= last)[:, None].expand(-1, tokens.shape[1], -1)
-        cos, sin = drafter.rope(place.position_BT, self.cache.shown + 1)
-        hidden, logits = drafter.short(
-            self.cache,
-            tokens.shape[1],
+        cos, sin = self.rope(place.position_BT, cache.shown + 1)
+        hidden, logits = self.compiled(
+            cache,
             features=features,
             own=own,
-            embedding=drafter.embed(tokens),
+            embedding=self.embed(tokens),
             cos=cos,
             sin=sin,
             mask=mask,
