@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report import theory
-from specdec.report.tables import Cell, by_temperature, table
+from specdec.report.tables import by_temperature, table
 
 VARIANTS = {
     "sampled": "sampled, Σ min(p, q)",
@@ -21,7 +21,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         f"# {results.name}: {results.drafter} for {results.target}",
         _setting(results),
         f"Machine: {results.machine}.",
-        _headline(results),
+        by_temperature(results.temperatures, lambda at: _headline(at, results)),
         *_costs(results),
         *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
         *_acceptance(results),
@@ -44,55 +44,45 @@ def drafted(results: Results, at: AtTemperature) -> str:
 def _setting(results: Results) -> str:
     """What was measured, in a paragraph."""
     shapes = [drafted(results, at) for at in results.temperatures]
-    if len(set(shapes)) == 1:
-        del shapes[1:]
-    else:
+    said = shapes[0]
+    if len(set(shapes)) > 1:
         ats = zip(shapes, results.temperatures, strict=True)
-        shapes = [f"{shape} at T = {at.temperature:g}" for shape, at in ats]
+        said = ", ".join(f"{shape} at T = {at.temperature:g}" for shape, at in ats)
     batches = ", those of seconds over batches" * (results.batch > 1)
     return (
         f"{results.prompts} held-out prompts ({results.data}), up to {results.max_new_tokens} new "
-        f"tokens, batch {results.batch}, drafting {', '.join(shapes)}"
-        f"{', compiled' * results.compiled}. Intervals are 95 % bootstraps over prompts{batches}. "
+        f"tokens, batch {results.batch}, drafting {said}{', compiled' * results.compiled}. "
+        f"Intervals are 95 % bootstraps over prompts{batches}. "
         "Plain and speculative decoding take turns in one process; seconds are those of the tokens "
         "after the first, which the target's prefill gives, and include the draft's own prefill."
     )
 
 
-def _headline(results: Results) -> str:
-    rows: dict[str, Cell] = {
-        "**speedup over plain decoding**": lambda at: f"**{at.speedup.text(2)}**",
-        "τ (tokens a target pass, pooled)": lambda at: at.tau.text(),
-        "tokens/s, speculative": lambda at: at.tokens_per_second.text(1),
-        "tokens/s, plain": lambda at: at.plain_tokens_per_second.text(1),
-        "rounds": lambda at: f"{at.rounds:,}",
-        "verification": lambda at: f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
-        "same tokens as plain decoding": lambda at: _identical(at, results),
-        "repeated 4-grams in the answers": lambda at: at.repetition.text(2),
-        "speedup that τ / (γc + v) foresees": lambda at: theory.foreseen_speedup(at).text(2),
-    }
-    if any(at.oracle for at in results.temperatures):
-        rows["speedup of an oracle length, with the same c and v"] = _oracle
-    return by_temperature(results.temperatures, rows)
-
-
-def _identical(at: AtTemperature, results: Results) -> str:
+def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
     if at.identical is None:
-        return "the same distribution" if at.lossless else f"another distribution ({at.rule})"
-    why = "" if results.machine.dtype == "float32" else " (near-ties flip outside float32)"
-    if not at.lossless:
-        why = f" ({at.rule} is lossy)"
-    return f"{at.identical} of {results.prompts}{why}"
-
-
-def _oracle(at: AtTemperature) -> str:
-    """What knowing each first rejection would give, and from which rounds that is known."""
-    if (found := at.oracle) is None:
-        return "—"
-    return (
-        f"{found.speedup:.2f}, the best fixed γ ({found.fixed_gamma}) {found.fixed_speedup:.2f}; "
-        f"{found.rounds:,} rounds of {found.drafted}, {found.censored:.0%} accepted whole"
-    )
+        same = "the same distribution" if at.lossless else f"another distribution ({at.rule})"
+    else:
+        why = "" if results.machine.dtype == "float32" else " (near-ties flip outside float32)"
+        why = why if at.lossless else f" ({at.rule} is lossy)"
+        same = f"{at.identical} of {results.prompts}{why}"
+    rows = {
+        "**speedup over plain decoding**": f"**{at.speedup.text(2)}**",
+        "τ (tokens a target pass, pooled)": at.tau.text(),
+        "tokens/s, speculative": at.tokens_per_second.text(1),
+        "tokens/s, plain": at.plain_tokens_per_second.text(1),
+        "rounds": f"{at.rounds:,}",
+        "verification": f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
+        "same tokens as plain decoding": same,
+        "repeated 4-grams in the answers": at.repetition.text(2),
+        "speedup that τ / (γc + v) foresees": theory.foreseen_speedup(at).text(2),
+    }
+    if (known := at.oracle) is not None:
+        rows["speedup of an oracle length, with the same c and v"] = (
+            f"{known.speedup:.2f}, the best fixed γ ({known.fixed_gamma}) "
+            f"{known.fixed_speedup:.2f}; {known.rounds:,} rounds of {known.drafted}, "
+            f"{known.censored:.0%} accepted whole"
+        )
+    return rows
 
 
 def _costs(results: Results) -> list[str]:
@@ -156,26 +146,21 @@ def _acceptance(results: Results) -> list[str]:
 
 
 def _by_depth(at: AtTemperature) -> str:
-    gamma, everywhere, visited = at.gamma, at.alpha.all, at.alpha.visited
+    depths = range(at.gamma)
     shown = VARIANTS if at.temperature > 0 else {"greedy": VARIANTS["greedy"]}
+    sides = {"all positions, given the text": at.alpha.all, "visited anchors": at.alpha.visited}
     figures = {
-        f"{words}; {where}": getattr(alpha, variant)[:gamma]
-        for where, alpha in (
-            ("all positions, given the text", everywhere),
-            ("visited anchors", visited),
-        )
+        f"{words}; {where}": getattr(alpha, variant)[: at.gamma]
+        for where, alpha in sides.items()
         for variant, words in shown.items()
     }
     figures["**decoder's own count**"] = at.reached
     figures["decoder, given that all before were accepted"] = at.conditional_acceptance
-    counts = {
-        "all positions, n": [x.n for x in everywhere.greedy[:gamma]],
-        "visited anchors, n": [x.n for x in visited.greedy[:gamma]],
-        "rounds": [at.rounds] * gamma,
-    }
-    rows = [(name, [x.text() for x in found]) for name, found in figures.items()]
-    rows += [(name, [f"{n:,}" for n in found]) for name, found in counts.items()]
-    return table("", [f"depth {k}" for k in range(gamma)], rows)
+    rows = {name: [x.text() for x in found] for name, found in figures.items()}
+    rows["all positions, n"] = [f"{x.n:,}" for x in at.alpha.all.greedy[: at.gamma]]
+    rows["visited anchors, n"] = [f"{x.n:,}" for x in at.alpha.visited.greedy[: at.gamma]]
+    rows["rounds"] = [f"{at.rounds:,}" for _ in depths]
+    return table("", [f"depth {k}" for k in depths], rows)
 
 
 def _compare(at: AtTemperature) -> str:

@@ -14,12 +14,12 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     results.write(folder)
-    pictures = {
-        "alpha": plots.alpha_by_depth(folder, results),
-        "accepted": plots.accepted_lengths(folder, results),
-    }
+    pictures = {name: folder / f"{name}.png" for name in ("alpha", "accepted")}
+    plots.alpha_by_depth(pictures["alpha"], results)
+    plots.accepted_lengths(pictures["accepted"], results)
     if results.training is not None and results.training.curve is not None:
-        pictures["training"] = plots.training(folder, results.training.curve)
+        pictures["training"] = folder / "training.png"
+        plots.training(pictures["training"], results.training.curve)
     for at in results.temperatures:
         if at.learned.classifier is not None:
             at.learned.classifier.save(folder / f"stop-classifier-T{at.temperature:g}.json")

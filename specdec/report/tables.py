@@ -1,20 +1,22 @@
 """Markdown tables of a report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from specdec.measure.results import AtTemperature
 
-Cell = Callable[[AtTemperature], str]
 
-
-def table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     """A table; rows that are shorter than `columns` end in dashes."""
-    filled = [[name, *cells, *["—"] * (len(columns) - len(cells))] for name, cells in rows]
+    filled = [[name, *cells, *["—"] * (len(columns) - len(cells))] for name, cells in rows.items()]
     lines = [[corner, *columns], ["---"] * (1 + len(columns)), *filled]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def by_temperature(ats: Sequence[AtTemperature], rows: Mapping[str, Cell]) -> str:
-    """A table with a column a temperature."""
-    filled = [(name, [cell(at) for at in ats]) for name, cell in rows.items()]
-    return table("", [f"T = {at.temperature:g}" for at in ats], filled)
+def by_temperature(
+    ats: Sequence[AtTemperature], column: Callable[[AtTemperature], dict[str, str]]
+) -> str:
+    """A table with a column a temperature, whose cells are given by the names of their rows."""
+    columns = [column(at) for at in ats]
+    names = dict.fromkeys(name for cells in columns for name in cells)
+    rows = {name: [cells.get(name, "—") for cells in columns] for name in names}
+    return table("", [f"T = {at.temperature:g}" for at in ats], rows)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specdec.measure.results import AtTemperature, Results
-from specdec.report.tables import Cell, by_temperature, table
+from specdec.report.tables import by_temperature, table
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import (
     beam_passes,
@@ -43,9 +43,23 @@ def section(results: Results) -> list[str]:
     """The section of the report, in paragraphs. The closed forms are about rounds that draft a
     chain of γ whatever happens."""
     chains = [at for at in results.temperatures if at.chain and results.length == "fixed"]
+    c_hat = results.operations
     blocks = ["## What theory says"]
     if chains:
-        blocks += _closed_forms(results.operations, chains)
+        note = (
+            "The closed forms (Leviathan et al. 2023) take every position to accept with the α of "
+            "depth 0, independently of the others, and Theorem 3.8 takes a verification to cost "
+            "one plain step. In truth acceptance falls with depth, and rounds start where the last "
+            "one failed. Their intervals are those of α."
+        )
+        if c_hat is not None:
+            note += f" ĉ = {c_hat:.3f}, counted in products of matrices."
+        if any(at.temperature > 0 for at in chains):
+            note += (
+                " At T > 0 they describe the rule `rejection`, whose acceptance at one position is "
+                "α; the decoder's own rule is named above."
+            )
+        blocks += [by_temperature(chains, lambda at: _closed_forms(at, c_hat)), note]
     else:
         blocks.append(
             "The closed forms of Leviathan et al. (2023) describe chains of a fixed length, and "
@@ -56,70 +70,33 @@ def section(results: Results) -> list[str]:
     return blocks + _reads(results)
 
 
-def _closed_forms(c_hat: float | None, chains: list[AtTemperature]) -> list[str]:
+def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
+    by_depth, gamma, c = at.alpha.all.of(at.temperature), at.gamma, at.costs.c.value
+    alpha, known = by_depth[0], [a.value for a in by_depth]
+    best = best_gamma(alpha.value, c, FURTHEST, pass_cost({gamma: at.costs.v.value}))
 
-    def of(formula: Callable[[float, int, float], float], digits: int = 2) -> Cell:
-        """The cells of a formula of α at depth 0, γ and c, with the interval of α."""
-        return lambda at: through(
-            _alpha(at)[0], lambda a: formula(a, at.gamma, at.costs.c.value)
-        ).text(digits)
+    def of(formula: Callable[..., float], *others: float, digits: int = 2) -> str:
+        return through(alpha, lambda a: formula(a, *others)).text(digits)
 
-    def growth(alpha: float, gamma: int, c: float) -> float:
-        return operations_factor(alpha, gamma, c_hat or 0.0)
-
-    rows: dict[str, Cell] = {
-        "α at depth 0, all positions": lambda at: _alpha(at)[0].text(),
-        "tokens a pass, one α for all depths (Equation 1)": of(
-            lambda a, gamma, c: expected_tokens(a, gamma), digits=3
+    forms = {
+        "α at depth 0, all positions": alpha.text(),
+        "tokens a pass, one α for all depths (Equation 1)": of(expected_tokens, gamma, digits=3),
+        "tokens a pass, α of each depth": (
+            f"{expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
         ),
-        "tokens a pass, α of each depth": _tokens_by_depth,
-        "**tokens a pass, measured (τ)**": lambda at: f"**{at.tau.text()}**",
-        "speedup (Theorem 3.8, v = 1)": of(walltime_factor),
-        "**speedup, measured**": lambda at: f"**{at.speedup.text(2)}**",
-        "speedup that the best γ gains at least (Corollary 3.9)": of(
-            lambda a, gamma, c: guaranteed_factor(a, c)
-        ),
-        "best γ, with the measured v": _best_gamma,
-        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(
-            lambda a, gamma, c: oracle_factor(a, c)
-        ),
-        "reads of the target's weights shrink by (Section 3.4)": of(
-            lambda a, gamma, c: expected_tokens(a, gamma)
-        ),
-        "arithmetic operations grow by (Theorem 3.11)": (
-            (lambda at: "—") if c_hat is None else of(growth)
-        ),
+        "**tokens a pass, measured (τ)**": f"**{at.tau.text()}**",
+        "speedup (Theorem 3.8, v = 1)": of(walltime_factor, gamma, c),
+        "**speedup, measured**": f"**{at.speedup.text(2)}**",
+        "speedup that the best γ gains at least (Corollary 3.9)": of(guaranteed_factor, c),
+        "best γ, with the measured v": f"{best} (measured with {gamma})",
+        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(oracle_factor, c),
+        "reads of the target's weights shrink by (Section 3.4)": of(expected_tokens, gamma),
+        "arithmetic operations grow by (Theorem 3.11)": "—",
     }
-    note = (
-        "The closed forms (Leviathan et al. 2023) take every position to accept with the α of "
-        "depth 0, independently of the others, and Theorem 3.8 takes a verification to cost one "
-        "plain step. In truth acceptance falls with depth, and rounds start where the last one "
-        "failed. Their intervals are those of α."
-    )
     if c_hat is not None:
-        note += f" ĉ = {c_hat:.3f}, counted in products of matrices."
-    if any(at.temperature > 0 for at in chains):
-        note += (
-            " At T > 0 they describe the rule `rejection`, whose acceptance at one position is α; "
-            "the decoder's own rule is named above."
-        )
-    return [by_temperature(chains, rows), note]
-
-
-def _alpha(at: AtTemperature) -> list[Interval]:
-    return at.alpha.all.of(at.temperature)
-
-
-def _tokens_by_depth(at: AtTemperature) -> str:
-    known = [a.value for a in _alpha(at)]
-    return f"{expected_tokens(known, at.gamma):.3f}" if len(known) >= at.gamma else "—"
-
-
-def _best_gamma(at: AtTemperature) -> str:
-    v = pass_cost({at.gamma: at.costs.v.value})
-    best = best_gamma(_alpha(at)[0].value, at.costs.c.value, FURTHEST, v)
-    return f"{best} (measured with {at.gamma})"
+        forms["arithmetic operations grow by (Theorem 3.11)"] = of(operations_factor, gamma, c_hat)
+    return forms
 
 
 def _measured_law(at: AtTemperature) -> list[str]:
@@ -128,11 +105,11 @@ def _measured_law(at: AtTemperature) -> list[str]:
         return []
     blocks = [f"### p and q along the text, T = {at.temperature:g}"]
     if at.chain:
-        rows = [
-            ("rule `rejection`, expected", [found.rejection_tokens.text()]),
-            ("rule `block`, expected (never less)", [found.block_tokens.text()]),
-            (f"rule `{at.rule}`, measured (τ)", [at.tau.text()]),
-        ]
+        rows = {
+            "rule `rejection`, expected": [found.rejection_tokens.text()],
+            "rule `block`, expected (never less)": [found.block_tokens.text()],
+            f"rule `{at.rule}`, measured (τ)": [at.tau.text()],
+        }
         blocks.append(table("tokens a pass at the visited anchors", [""], rows))
     divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
