@@ -115,12 +115,13 @@ def end_quietly() -> NoReturn:
     sys.exit(128 + signal.SIGPIPE)
 
 
-def command(main: Callable[[], None]) -> None:
+def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2."""
     try:
         try:
-            main()
+            made = main()
             sys.stdout.flush()
+            return made
         except BrokenPipeError:
             end_quietly()
         except (OSError, SafetensorError) as error:
@@ -129,5 +130,5 @@ def command(main: Callable[[], None]) -> None:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         sys.exit(130)

@@ -25,8 +25,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
 from specdec.theory.alpha import visits
-from train.config import data_of_run
 from train.data.split import held_out_prompts
+from train.folder import data_of_run
 
 pytestmark = pytest.mark.slow
 

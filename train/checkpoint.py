@@ -5,8 +5,8 @@ A checkpoint is a folder: `training.safetensors` (weights and optimiser state, f
 """
 
 import json
-import re
-from dataclasses import asdict, dataclass, fields
+import shutil
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from specdec.errors import UserError
-from specdec.files import read_json, replaced
+from specdec.files import read_record, replaced
 from specdec.formats.draft import require_same, untied
-from train.held_out import ByDepth, HeldOut
+from specdec.measure.results import HeldOut
 
 TENSORS, STATE = "training.safetensors", "training.json"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
@@ -49,16 +49,7 @@ class State:
     seconds: float = 0.0
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
-
-    @classmethod
-    def read(cls, written: dict[str, Any]) -> "State":
-        """The state in a checkpoint's JSON."""
-        state = cls(**{f.name: written[f.name] for f in fields(cls)})
-        if found := written["best"]:
-            figures = found["figures"]
-            figures = HeldOut(**figures | {"by_depth": ByDepth(**figures["by_depth"])})
-            state.best = Best(found["value"], found["step"], figures)
-        return state
+    optimizer: list[dict[str, Any]] = field(default_factory=list)  # its groups, when last saved
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -67,11 +58,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: State,
-    main: bool,
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, main: bool
 ) -> None:
     """Write the checkpoint `step-N` of this state and drop all but the newest two."""
     tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
@@ -79,23 +66,20 @@ def save(
     if not main:  # the whole state is on the main process alone
         return
     for name, entry in whole["state"].items():
-        for key, value in entry.items():
-            tensors[f"optimizer.{name}|{key}"] = value.detach().cpu()
+        tensors |= {f"optimizer.{name}|{key}": value for key, value in entry.items()}
     tensors["generator"] = torch.get_rng_state()
-    described = {**asdict(state), "optimizer": whole["param_groups"]}
+    state.optimizer = whole["param_groups"]
     with replaced(folder / f"step-{state.step:07d}") as partial:
         contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
         save_file(contiguous, partial / TENSORS)
-        (partial / STATE).write_text(json.dumps(described, indent=1))
+        (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
     for old in steps(folder)[:-2]:
-        for file in old.iterdir():
-            file.unlink()
-        old.rmdir()
+        shutil.rmtree(old)
 
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name))
+    return sorted(folder.glob("step-*"))
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
@@ -103,27 +87,24 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> St
 
     Raises UserError where it is damaged or of another model.
     """
-    found = steps(folder)
-    if not found:
+    if not (found := steps(folder)):
         return None
-    newest = found[-1]
     try:
-        tensors = load_file(newest / TENSORS)
-        written = read_json(newest / STATE)
-        state = State.read(written)
-    except (UserError, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        tensors = load_file(found[-1] / TENSORS)
+        state = read_record(State, found[-1] / STATE)
+    except (UserError, SafetensorError, OSError) as error:
         raise UserError(
-            f"{newest} cannot be read ({error}): delete that folder to go on from the one before"
+            f"{found[-1]} cannot be read ({error}): delete that folder to go on from the one before"
         ) from error
     ours = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
-    require_same(ours, untied(weights(model)), newest / TENSORS)
+    require_same(ours, untied(weights(model)), found[-1] / TENSORS)
     set_model_state_dict(model, ours, options=WHOLE)  # type: ignore[arg-type]
     entries: dict[str, dict[str, Tensor]] = {}
     for name, x in tensors.items():
         if name.startswith("optimizer."):
             parameter, key = name.removeprefix("optimizer.").split("|")
             entries.setdefault(parameter, {})[key] = x
-    whole: dict[str, Any] = {"state": entries, "param_groups": written["optimizer"]}
+    whole: dict[str, Any] = {"state": entries, "param_groups": state.optimizer}
     set_optimizer_state_dict(model, optimizer, whole, options=WHOLE)
     torch.set_rng_state(tensors["generator"])
     return state

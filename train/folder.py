@@ -1,20 +1,20 @@
 """The folder of a run: what it remembers of the run, and that one process holds it."""
 
-import dataclasses
 import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError
+from specdec.errors import UserError, require, typed
 from specdec.files import read_json
 from specdec.runtime.probes import native_dtype
 from specdec.target.loading import resolved
-from train.config import Config, with_objective
+from train.config import Config
+from train.data.conversations import DataConfig
 from train.data.template import Document
 
 # of a configuration, whose values make a run what it is
@@ -36,30 +36,28 @@ def alone(folder: Path) -> Iterator[None]:
 
 def require_same_run(folder: Path, cfg: Config) -> None:
     """A folder may hold an earlier start of the same run, to be continued, but no other run."""
-    theirs = config_of(folder)
-    if not theirs:
+    if not (theirs := config_of(folder)):
         return
-    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
     for group in GROUPS:
+        ours = _plain(getattr(cfg, group))
         # a setting that is newer than the run was its default then
-        default = json.loads(json.dumps(dataclasses.asdict(type(getattr(cfg, group))())))
-        was = default | (theirs.get(group) or {})
-        for key, value in ours[group].items():
-            if was.get(key) != value:
-                raise UserError(
-                    f"{folder} holds a run with {group}.{key}={was.get(key)!r}, not {value!r}: "
-                    "give another name=, or delete that folder"
-                )
+        was = _plain(type(getattr(cfg, group))()) | (theirs.get(group) or {})
+        for key, value in ours.items():
+            require(
+                was.get(key) == value,
+                f"{folder} holds a run with {group}.{key}={was.get(key)!r}, not {value!r}: "
+                "give another name=, or delete that folder",
+            )
 
 
 def require_same_texts(folder: Path, of: dict[str, str]) -> None:
-    """As `_require_same_run`, of what is not in a configuration."""
+    """As `require_same_run`, of what is not in a configuration."""
     for name, was in config_of(folder).get("of", of).items():
-        if was != of[name]:
-            raise UserError(
-                f"{folder}: the {name} changed since this run began: give another name=, or delete "
-                "that folder"
-            )
+        require(
+            was == of[name],
+            f"{folder}: the {name} changed since this run began: give another name=, or delete "
+            "that folder",
+        )
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -68,16 +66,25 @@ def config_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return with_objective(dict(read_json(path)))
+        return _with_objective(dict(read_json(path)))
     except (UserError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
 
 
-def digest(documents: Sequence[Document]) -> str:
-    digest = hashlib.blake2b(digest_size=12)
-    for document in documents:
-        digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
-    return digest.hexdigest()
+def data_of_run(folder: Path) -> DataConfig:
+    """The data that a run was given, so that its held-out side is the same afterwards: as many
+    records as it read, where it noted that. Raises UserError where the folder holds no run."""
+    try:
+        described = read_json(folder / "config.json")
+        data = dict(described["data"])
+        if (read := described.get("records")) is not None:
+            data |= {"limit": None, "records": read}
+        return typed(DataConfig, data, "data")
+    except (UserError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder} has no config.json of a run, so that its held-out side is unknown "
+            f"({error}): give --prompts"
+        ) from error
 
 
 def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
@@ -91,3 +98,28 @@ def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
         target = resolved(cfg.target)
         dtype, reason = target.dtype, native_dtype(target.device).reason
     return replace(cfg, target=replace(cfg.target, dtype=dtype)), reason
+
+
+def digest(documents: Sequence[Document]) -> str:
+    """A short hash of documents and their masks."""
+    digest = hashlib.blake2b(digest_size=12)
+    for document in documents:
+        digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
+    return digest.hexdigest()
+
+
+def _with_objective(written: dict[str, Any]) -> dict[str, Any]:
+    """A run's config.json, of which older ones have a `loss` where there is an `objective` now."""
+    if "objective" in written or not isinstance(loss := written.get("loss"), dict):
+        return written
+    name = loss.get("name", "nla")
+    of_term = {"jsd": "beta", "lk_hybrid": "eta"}.get(name)
+    objective = {"terms": {name: 1.0}, "depth_decay": loss.get("depth_decay", 0.8)}
+    if of_term in loss:
+        objective["constants"] = {name: {of_term: loss[of_term]}}
+    return written | {"objective": objective}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A configuration as its JSON is read back."""
+    return dict(json.loads(json.dumps(asdict(config))))

@@ -2,9 +2,9 @@
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
-from specdec.errors import UserError
+from specdec.errors import require
 from specdec.forcing.teacher import answers, predicted_rounds
 from specdec.measure.results import ByDepth, HeldOut
 from train.features.source import Source
@@ -18,7 +18,7 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
     """
     model.eval()
     world, rank = accelerator.num_processes, accelerator.process_index
-    sums: Tensor | None = None
+    sums = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     walks = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
     batches = -(-len(held_out.rows) // rows)
     with torch.no_grad():
@@ -29,19 +29,15 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
             index = index if real else 0
             batch = held_out.batch(range(index * rows, min((index + 1) * rows, len(held_out.rows))))
             table = model(batch, measure=True)
-            valid = table.anchors.valid_NK
-            columns = [valid.double(), *(x.double() for x in table.alpha)]
-            new = torch.stack([c.sum(0) for c in columns]) * real
-            sums = new if sums is None else sums + new
+            columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
+            sums = sums + torch.stack([c.sum(0) for c in columns]) * real
             for answer in answers(table, batch) if real else []:
-                walks[:2] += torch.tensor(predicted_rounds(answer.alpha.greedy)).to(walks)
-                walks[2:] += torch.tensor(predicted_rounds(answer.alpha.sampled)).to(walks)
+                both = (answer.alpha.greedy, answer.alpha.sampled)
+                walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
     model.train()
-    assert sums is not None
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")
     count_K, sampled_K, greedy_draft_K, greedy_K = sums.cpu()
-    if not walks[1]:
-        raise UserError("held-out answers are too short to measure τ: lower drafter.depth")
+    require(bool(walks[1]), "held-out answers are too short to measure τ: lower drafter.depth")
     shares = ((x / count_K.clamp_min(1)).tolist() for x in (sampled_K, greedy_draft_K, greedy_K))
     return HeldOut(
         tau_greedy=float(walks[0] / walks[1]),

@@ -8,25 +8,24 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
-from rich.progress import Progress
-from torch import Tensor
 
 from specdec.context import Moment
-from specdec.errors import UserError, nearest, require, require_between
+from specdec.errors import UserError, require, require_known, require_within
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
-from specdec.target.parts import Parts
+from specdec.measure.results import Training
 from train import checkpoint, optim
 from train.checkpoint import Best, State
 from train.features.source import Source
-from train.held_out import HeldOut, evaluate
-from train.optim import OptimConfig
-from train.tracking import Tracker
+from train.held_out import evaluate
+
+if TYPE_CHECKING:
+    from train.job import Job
 
 PRECISIONS = ("auto", "bf16", "no")
 OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
@@ -56,37 +55,10 @@ class LoopConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "rows", "accumulate", "log_every", "max_tokens", "patience"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"loop.{name}={value}: give 1 or more")
-        for name in ("eval_every", "save_every"):
-            require_between(f"loop.{name}", getattr(self, name), 0)
-        require_between("loop.seed", self.seed, 0, 2**32 - 1)
-        require(
-            self.precision in PRECISIONS,
-            f"loop.precision={self.precision!r} is unknown{nearest(self.precision, PRECISIONS)}",
-        )
-        require(
-            self.objective in OBJECTIVES,
-            f"loop.objective={self.objective!r} is unknown{nearest(self.objective, OBJECTIVES)}",
-        )
-
-
-@dataclass
-class Outcome:
-    """What training ended with."""
-
-    objective: float  # best held-out value
-    held_out: HeldOut  # all figures of the best checkpoint
-    step: int
-    steps: int
-    tokens: int
-    seconds: float
-    stopped_early: bool = False
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        ones = dict.fromkeys(("epochs", "rows", "accumulate", "log_every", "max_tokens"), 1)
+        require_within("loop", self, **ones, patience=1, eval_every=0, save_every=0)
+        require_within("loop", self, seed=(0, 2**32 - 1))
+        require_known("loop", self, precision=PRECISIONS, objective=OBJECTIVES)
 
 
 Keep = Callable[[Path], None]  # writes the draft as it is now to a folder, for all processes
@@ -108,30 +80,29 @@ class TrainRecord:
     gradient_norm: float
     tokens_per_second: float
 
+    def __str__(self) -> str:
+        alpha = " ".join(f"{a:.3f}" for a in self.sampled)
+        return f"loss {self.loss[0]:.2f}  α {alpha}  {self.tokens_per_second:,.0f} tokens/s"
+
 
 def train(
-    cfg: LoopConfig,
-    optim_cfg: OptimConfig,
-    accelerator: Accelerator,
-    forcing: TeacherForcing,
-    target: Parts,
-    data: Callable[[int, Keep], Source],
-    held_out: Source,
-    folder: Path,
-    tracker: Tracker,
-    progress: Progress,
-) -> Outcome:
-    """Train a drafter; leaves the best draft in folder/best and checkpoints to resume from.
+    job: "Job", forcing: TeacherForcing, data: Callable[[int, Keep], Source], held_out: Source
+) -> Training:
+    """Train a drafter; leaves the best draft in the folder's `best`, and checkpoints to resume
+    from.
 
     `data(epoch, keep)` is where the rows of an epoch come from, asked at its start: they may differ
     from those of the last, and follow from the draft as it is then, which `keep(folder)` writes.
-    Continues the newest checkpoint in `folder`, bit for bit in float32 on one process. Raises
+    Continues the newest checkpoint of the folder, bit for bit in float32 on one process. Raises
     `Diverged` when the loss or gradient is not finite, before the update; what was saved stays.
     """
+    cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
+    accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
     world, rank = accelerator.num_processes, accelerator.process_index
-    model, optimizer = accelerator.prepare(forcing, optim.build(forcing, optim_cfg))
+    model, optimizer = accelerator.prepare(forcing, optim.build(forcing, job.cfg.optim))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    state = checkpoint.load(folder / "checkpoints", model, optimizer) or State()
+    checkpoints = job.folder / "checkpoints"
+    state = checkpoint.load(checkpoints, model, optimizer) or State()
     tracker.rewind(state.step)
 
     task = progress.add_task("training", completed=state.step)
@@ -139,15 +110,19 @@ def train(
     stopped = cfg.patience is not None and state.waited >= cfg.patience
     step, steps = -1, 0
 
-    def keep(where: Path) -> None:
-        if step + 1 < state.step:
-            raise UserError(
-                f"{where} is missing, which an earlier part of this run wrote: delete "
-                f"{folder}, and train again"
-            )
-        weights = _of_drafter(checkpoint.weights(model))
-        if accelerator.is_main_process:
-            drafts.save(where, forcing.drafter, target, weights)
+    def save_draft(folder: Path, notes: dict[str, Any] | None = None) -> None:
+        whole, prefix = checkpoint.weights(model), "drafter."
+        if job.main:
+            weights = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
+            drafts.save(folder, forcing.drafter, job.target.parts, weights, notes)
+
+    def keep(folder: Path) -> None:
+        require(
+            step + 1 >= state.step,
+            f"{folder} is missing, which an earlier part of this run wrote: delete {job.folder}, "
+            "and train again",
+        )
+        save_draft(folder)
         accelerator.wait_for_everyone()
 
     def rows(epoch: int) -> Source:
@@ -156,7 +131,7 @@ def train(
             return data(epoch, keep)  # load and answer more, or less, than one that was not cut
 
     for step, planned in enumerate(_plan(cfg, rows, cfg.rows * cfg.accumulate * world)):
-        source, chosen, steps = planned.source, planned.rows, planned.steps
+        source, chosen, steps = planned
         progress.update(task, total=steps)
         if stopped:
             break
@@ -166,10 +141,11 @@ def train(
 
         # one step: forward and backward over this process's micro-batches
         seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
-        anchors = {}
-        for i in chosen:
-            row = source.rows[i]
-            anchors[i] = forcing.anchors(row.mask, row.document, row.position, seeds[i])
+        of_rows = {i: source.rows[i] for i in chosen}
+        anchors = {
+            i: forcing.anchors(row.mask, row.document, row.position, seeds[i])
+            for i, row in of_rows.items()
+        }
         count = sum(a.total for a in anchors.values())
         for n in range(cfg.accumulate):
             mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
@@ -179,22 +155,25 @@ def train(
             with nullcontext() if last else accelerator.no_sync(model):
                 loss, seen = model(batch, [anchors[i] for i in mine], moment)
                 loss = loss / max(count, 1) * world  # DDP and FSDP average over processes
-                _require_finite(loss, "loss", step, mine)
+                _require_finite(float(loss.detach()), "loss", step, mine)
                 accelerator.backward(loss)
             statistics += accelerator.reduce(seen.detach(), "sum").cpu()
-        norm = accelerator.clip_grad_norm_(parameters, optim_cfg.clip)
+        norm = float(accelerator.clip_grad_norm_(parameters, job.cfg.optim.clip))
         _require_finite(norm, "gradient", step, chosen)
-        rate = optim.learning_rate(optim_cfg, step, steps)
+        rate = optim.learning_rate(job.cfg.optim, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
 
         state.step = step + 1
-        state.tokens += sum(len(source.rows[i].ids) for i in chosen)
+        state.tokens += sum(len(row.ids) for row in of_rows.values())
         state.seconds += time.perf_counter() - started
-        record = _record(statistics, state, rate, float(norm))
-        progress.update(task, advance=1, description=_line(record))
+        means = statistics[:, 1:] / statistics[:, :1].clamp_min(1)  # since the last record
+        by_depth = dict(zip(STATISTICS[1:], means.T.tolist(), strict=True))
+        speed = state.tokens / state.seconds
+        record = TrainRecord(**by_depth, lr=rate, gradient_norm=norm, tokens_per_second=speed)
+        progress.update(task, advance=1, description=f"training  {record}")
         final = step + 1 == steps
 
         # once in a while: log, evaluate, save
@@ -209,30 +188,26 @@ def train(
             state.waited += 1
             if state.best is None or value > state.best.value:
                 state.best, state.waited = Best(value, step + 1, figures), 0
-                weights = _of_drafter(checkpoint.weights(model))
-                if accelerator.is_main_process:
-                    notes = {"step": step + 1, "held_out": asdict(figures)}
-                    drafts.save(folder / "best", forcing.drafter, target, weights, notes)
+                notes = {"step": step + 1, "held_out": asdict(figures)}
+                save_draft(job.folder / "best", notes)
             stopped = cfg.patience is not None and state.waited >= cfg.patience
         if saving or stopped:
-            where = folder / "checkpoints"
-            checkpoint.save(where, model, optimizer, state, accelerator.is_main_process)
+            checkpoint.save(checkpoints, model, optimizer, state, job.main)
             accelerator.wait_for_everyone()
     progress.remove_task(task)
     assert state.best is not None
-    return Outcome(
-        objective=state.best.value,
-        held_out=state.best.figures,
-        step=state.step,
-        steps=steps,
-        tokens=state.tokens,
-        seconds=state.seconds,
-        stopped_early=stopped,
+    return Training(
+        state.step,
+        steps,
+        state.tokens,
+        state.seconds,
+        state.best.value,
+        state.best.figures,
+        stopped,
     )
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """Which rows of a source one step reads, and how many steps the run has as planned now."""
 
     source: Source
@@ -264,29 +239,9 @@ def _plan(cfg: LoopConfig, data: Callable[[int], Source], portion: int) -> Itera
             step += 1
 
 
-def _require_finite(value: Tensor, what: str, step: int, rows: Sequence[int]) -> None:
-    if not math.isfinite(float(value.detach())):
+def _require_finite(value: float, what: str, step: int, rows: Sequence[int]) -> None:
+    if not math.isfinite(value):
         raise Diverged(
             f"the {what} is not finite at step {step + 1} (rows {', '.join(map(str, rows))}): "
             "the weights were not touched; lower optim.lr, or look at these rows"
         )
-
-
-def _record(statistics: Tensor, state: State, rate: float, norm: float) -> TrainRecord:
-    """Figures over the steps since the last record."""
-    count = statistics[:, 0].clamp_min(1)
-    loss, sampled, greedy_draft, greedy = (statistics[:, 1:] / count[:, None]).T.tolist()
-    speed = state.tokens / state.seconds
-    return TrainRecord(loss, sampled, greedy_draft, greedy, rate, norm, speed)
-
-
-def _line(record: TrainRecord) -> str:
-    alpha = " ".join(f"{a:.3f}" for a in record.sampled)
-    return (
-        f"training  loss {record.loss[0]:.2f}  α {alpha}  {record.tokens_per_second:,.0f} tokens/s"
-    )
-
-
-def _of_drafter(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "drafter."
-    return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}

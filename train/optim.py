@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from specdec.errors import require
+from specdec.errors import require, require_within
 
 
 @dataclass
@@ -23,16 +23,13 @@ class OptimConfig:
     clip: float = 0.5
 
     def __post_init__(self) -> None:
+        require_within("optim", self, weight_decay=0, final=0, warmup=(0, 1))
         require(0 < self.lr < math.inf, f"optim.lr={self.lr}: give a number above 0")
-        for name in ("weight_decay", "final"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"optim.{name}={value}: give 0 or more")
+        require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             f"optim.betas={self.betas}: give two numbers, each at least 0 and below 1",
         )
-        require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
-        require(0 <= self.warmup <= 1, f"optim.warmup={self.warmup}: give a share of all steps")
 
 
 def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -42,9 +39,8 @@ def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [g for g in groups if g["params"]]
     betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=True)
+    return torch.optim.AdamW([g for g in groups if g["params"]], cfg.lr, betas, fused=True)
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:

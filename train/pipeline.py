@@ -1,25 +1,17 @@
 """The main job: from a target and conversations to a measured, exported draft."""
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import closing, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-
-from accelerate import Accelerator
-from accelerate.utils import (
-    gather_object,
-    set_seed,
-)
-from rich.progress import Progress
 
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
-from specdec.drafters import Drafter, family
-from specdec.errors import UserError, require
-from specdec.files import make_folder, record, write_whole
+from specdec.drafters import Drafter
+from specdec.errors import require
+from specdec.files import make_folder, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -27,9 +19,7 @@ from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results, Training
 from specdec.progress import bars, console
 from specdec.report import report
-from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, opening
-from specdec.target.parts import Parts
 from train.config import Config
 from train.data.packing import pack
 from train.data.split import require_readable
@@ -37,194 +27,144 @@ from train.data.template import Document
 from train.features.source import Online, Source
 from train.features.store import Disk, Kind, Store, megabytes
 from train.folder import alone, digest, require_same_run, require_same_texts, with_dtype
-from train.loop import Diverged, Keep, Outcome, train
+from train.job import Job
+from train.loop import Keep, train
 from train.processes import accelerator_of
 from train.rounds import written
 from train.stages import starting
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
 
-DIVERGED = 0.0  # the objective of a diverged trial: finite, since a sweeper dies of NaN
-
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
     """Run the whole job in `folder` (default runs/NAME); returns the held-out objective.
 
     A folder that holds an interrupted run of the same configuration is continued; a finished
-    one is not trained again. Raises UserError for what the user can mend; a run that diverged
-    returns a finite worst value, and says so, only under a sweeper (see `train.py`).
+    one is not trained again. Raises UserError for what the user can mend, and `Diverged` for a
+    loss that is not finite.
     """
-    folder = Path(folder or Path("runs") / cfg.name)
+    started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
     accelerator = accelerator_of(cfg)
     main = accelerator.is_main_process
     console.quiet = not main
-    if len(dtypes := set(gather_object([cfg.target.dtype]))) > 1:
-        raise UserError(
-            f"the machines of this run chose different dtypes for the target ({dtypes}): give "
-            "target.dtype=float32 or target.dtype=bfloat16"
-        )
-    if accelerator.num_processes == 1:
-        set_seed(cfg.loop.seed)
+
+    # all that can be told before the target is loaded
     require_same_run(folder, cfg)
     require(
         cfg.rounds.count == 1 or cfg.rounds.data == "target" or cfg.data.answers == "target",
         f"rounds.data={cfg.rounds.data} has prompts answered anew: give data.answers=target",
     )
-    require_readable(cfg.data)  # all that can be told before the target is loaded
+    require_readable(cfg.data)
     make_folder(folder)
     if cfg.data.answers == "target":
         make_folder(Path(cfg.answers.root))
-    if cfg.features.cache == "disk" and family(cfg.drafter.name).trainable:
+    if cfg.stores_features:
         make_folder(Path(cfg.features.path or cfg.features.root))
     accelerator.wait_for_everyone()
-    with alone(folder) if main else nullcontext():
-        tracker = Tracker(cfg.track, folder, cfg.name, cfg, main)
-        try:
-            with bars(console, main) as progress:
-                return _run(cfg, reason, folder, accelerator, tracker, progress)
-        finally:
-            tracker.close()
+
+    with (
+        alone(folder) if main else nullcontext(),
+        closing(Tracker(cfg, folder, main)) as tracker,
+        bars(console, main) as progress,
+    ):
+        device = str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
+        with accelerator.main_process_first():  # a GGUF target is made dense once
+            target = TargetOnDemand(replace(cfg.target, device=device))
+            fingerprint = target.parts.fingerprint()
+        if cfg.family.reads_body:
+            target.whole()
+        console.print(opening(target.parts, cfg.target, reason))
+        job = Job(cfg, folder, accelerator, target, tracker, progress, started)
+        texts = texts_of(job)
+        documents, held_out, parts = texts.train, texts.held_out, target.parts
+        drafter = starting(cfg.stage, cfg.drafter, parts, documents, cfg.loop.seed)
+        _require_possible(job, drafter, texts)
+        of = {"target": fingerprint, "training data": digest(documents)}
+        of["held-out data"] = digest(held_out)
+        if cfg.stage.draft is not None:
+            of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
+        require_same_texts(folder, of)
+        if main:  # the folder is this run's from here on; a mistake before leaves it free
+            described = asdict(cfg) | {"of": of, "records": texts.records}
+            write_whole(folder / "config.json", json.dumps(described, indent=1))
+
+        training = _trained(job, drafter, texts)
+        accelerator.wait_for_everyone()
+        results = _finish(job, texts, training) if main else None
+        accelerator.wait_for_everyone()
+    if training is not None:
+        return training.objective
+    return results.temperatures[0].tau.value if results else 0.0
 
 
-def _run(
-    cfg: Config,
-    reason: str,
-    folder: Path,
-    accelerator: Accelerator,
-    tracker: Tracker,
-    progress: Progress,
-) -> float:
-    started, main = time.monotonic(), accelerator.is_main_process
-    with accelerator.main_process_first():  # a GGUF target is made dense once
-        target = TargetOnDemand(replace(cfg.target, device=_device(cfg, accelerator)))
-        fingerprint = target.parts.fingerprint()
-    kind = family(cfg.drafter.name)
-    if kind.reads_body:
-        target.whole()
-    console.print(opening(target.parts, cfg.target, reason))
-    texts = texts_of(cfg, folder, target, accelerator, progress, started)
-    seed = cfg.loop.seed
-    drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, seed, console)
-    _require_positions(target.parts, drafter, [*texts.train, *texts.held_out])
-    require_fitting(cfg.decode, drafter)
-    measured = texts.prompts[: texts.measured]
-    require_room(target.parts, [p.ids.tolist() for p in measured], cfg.decode.max_new_tokens)
-    of = {"target": fingerprint, "training data": digest(texts.train)}
-    of["held-out data"] = digest(texts.held_out)
-    if cfg.stage.draft is not None:
-        of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
-    require_same_texts(folder, of)
-    if main:  # the folder is this run's from here on; a mistake before leaves it free
-        described = dataclasses.asdict(cfg) | {"of": of, "records": texts.records}
-        write_whole(folder / "config.json", json.dumps(described, indent=1))
-
-    outcome: Outcome | None = None
-    if kind.trainable:
-        trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-        console.print(
-            f"drafter {cfg.drafter.name}: {trained:,} trained parameters\n"
-            f"objective: {cfg.objective}"
+def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
+    """Raise UserError for texts that have no room, and for what cannot be decoded at the end."""
+    parts, documents = job.target.parts, [*texts.train, *texts.held_out]
+    longest = max(parts.placed(d.ids.tolist()) for d in documents)
+    for name, room in (("target", parts.positions), ("drafter", drafter.positions)):
+        require(
+            room is None or longest <= room,
+            f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
+            f"give data.max_length={room}",
         )
-        both = (texts.train, texts.held_out)
-        data, held_out = _sources(cfg, target, drafter, both, accelerator, progress)
-        forcing = TeacherForcing(drafter, target.parts, cfg.sampler, cfg.objective)
-        before = target.parts.checksum()
-        outcome = train(
-            replace(cfg.loop, epochs=cfg.loop.epochs * cfg.rounds.count),
-            cfg.optim,
-            accelerator,
-            forcing,
-            target.parts,
-            _by_round(cfg, folder, target, drafter, texts, data, accelerator, progress),
-            held_out,
-            folder,
-            tracker,
-            progress,
-        )
-        console.print(
-            f"trained {outcome.step} of {outcome.steps} steps, {outcome.tokens:,} tokens at "
-            f"{outcome.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "
-            f"{outcome.held_out.tau_greedy:.3f}"
-        )
-        if target.parts.checksum() != before:
-            raise RuntimeError("training changed the target's weights: a bug, please report it")
-    elif main:
-        drafts.save(folder / "best", drafter, target.parts)
-    accelerator.wait_for_everyone()
-    objective = outcome.objective if outcome else None
-    if main:
-        results = _finish(cfg, folder, target.whole(), texts, outcome, tracker, progress)
-        if objective is None:
-            objective = results.temperatures[0].tau.value
-    accelerator.wait_for_everyone()
-    return float(objective if objective is not None else DIVERGED)
+    decode = job.cfg.decode
+    require_fitting(decode, drafter)
+    prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
+    require_room(parts, prompts, decode.max_new_tokens)
 
 
-def _require_positions(target: Parts, drafter: Drafter, documents: Sequence[Document]) -> None:
-    longest = max(target.placed(d.ids.tolist()) for d in documents)
-    rooms = {"target": target.positions, "drafter": drafter.positions}
-    for name, room in rooms.items():
-        if room is not None and longest > room:
-            raise UserError(
-                f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
-                f"give data.max_length={room}"
-            )
+def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
+    """Leave the drafter in the folder's `best`, trained where its family has weights to train."""
+    cfg, parts = job.cfg, job.target.parts
+    if not drafter.trainable:
+        if job.main:
+            drafts.save(job.folder / "best", drafter, parts)
+        return None
+    count = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    console.print(
+        f"drafter {cfg.drafter.name}: {count:,} trained parameters\nobjective: {cfg.objective}"
+    )
+    data, held_out = _sources(job, drafter, [texts.train, texts.held_out])
+    parts = job.target.parts  # whose layers may be gone now
+    forcing = TeacherForcing(drafter, parts, cfg.sampler, cfg.objective)
+    before = parts.checksum()
+    training = train(job, forcing, _by_round(job, drafter, texts, data), held_out)
+    console.print(
+        f"trained {training.step} of {training.steps} steps, {training.tokens:,} tokens at "
+        f"{training.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "
+        f"{training.held_out.tau_greedy:.3f}"
+    )
+    if job.target.parts.checksum() != before:
+        raise RuntimeError("training changed the target's weights: a bug, please report it")
+    return training
 
 
 def _by_round(
-    cfg: Config,
-    folder: Path,
-    target: TargetOnDemand,
-    drafter: Drafter,
-    texts: Texts,
-    data: Source,
-    accelerator: Accelerator,
-    progress: Progress,
+    job: Job, drafter: Drafter, texts: Texts, data: Source
 ) -> Callable[[int, Keep], Source]:
     """Where the rows of an epoch come from, by the round that it is in."""
-    latest = {0: data}
+    latest, rounds = {0: data}, job.cfg.rounds
 
     def source(epoch: int, keep: Keep) -> Source:
-        number = epoch // cfg.loop.epochs
+        number = epoch // job.cfg.loop.epochs
         if number not in latest:
-            where = folder / "rounds" / str(number)
-            missing = cfg.rounds.data != "target" and not (where / "draft").exists()
-            accelerator.wait_for_everyone()  # all have seen the same
-            if missing:
-                keep(where / "draft")
-            documents = written(
-                cfg.rounds,
-                number,
-                where,
-                target,
-                texts.asked,
-                texts.train,
-                cfg.answers,
-                accelerator,
-                progress,
-            )
-            console.print(f"round {number + 1} of {cfg.rounds.count}, data={cfg.rounds.data}")
+            documents = written(job, number, texts, keep)
+            console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             latest.clear()
-            (latest[number],) = _sources(cfg, target, drafter, [documents], accelerator, progress)
+            (latest[number],) = _sources(job, drafter, [documents])
         return latest[number]
 
     return source
 
 
-def _sources(
-    cfg: Config,
-    target: TargetOnDemand,
-    drafter: Drafter,
-    texts: Sequence[Sequence[Document]],
-    accelerator: Accelerator,
-    progress: Progress,
-) -> list[Source]:
+def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
     """Where the rows of each of these sets of texts come from. With features on disk, the target's
     layers are in memory only while it reads what is missing there."""
+    cfg, target, accelerator = job.cfg, job.target, job.accelerator
     sides = [pack(side, cfg.data.max_length) for side in texts]
     needs, sampler = drafter.needs, cfg.sampler
-    if cfg.features.cache == "online":
+    if not cfg.stores_features:
         return [Online(target.whole(), needs, sampler, rows) for rows in sides]
     kind = Kind.of(target.parts, needs, sampler)
     store = Store(cfg.features, kind)
@@ -232,29 +172,20 @@ def _sources(
     if missing:
         size = megabytes(kind.bytes(sum(len(row.ids) for row in missing)))
         console.print(f"feature cache {store.folder}: {size} to come")
-    world, rank = accelerator.num_processes, accelerator.process_index
     accelerator.wait_for_everyone()  # all have seen the same rows missing
-    if mine := missing[rank::world]:
-        store.fill(Online(target.whole(), needs, sampler, mine), progress)
+    if mine := missing[accelerator.process_index :: accelerator.num_processes]:
+        store.fill(Online(target.whole(), needs, sampler, mine), job.progress)
     accelerator.wait_for_everyone()
     store.refresh()
     if not drafter.reads_body:
         target.release()
         drafter.attach(target.parts)
-    device = target.parts.device
-    return [Disk(store, needs, side, device) for side in sides]
+    return [Disk(store, needs, side, target.parts.device) for side in sides]
 
 
-def _finish(
-    cfg: Config,
-    folder: Path,
-    target: Target,
-    texts: Texts,
-    outcome: Outcome | None,
-    tracker: Tracker,
-    progress: Progress,
-) -> Results:
+def _finish(job: Job, texts: Texts, training: Training | None) -> Results:
     """Measure the best draft with the decoder; report, W&B and export."""
+    cfg, folder, progress, target = job.cfg, job.folder, job.progress, job.target.whole()
     drafter = drafts.load(folder / "best", target)
     count = min(len(texts.prompts), texts.measured)
     task = progress.add_task("decoding", total=count * len(cfg.decode.temperatures))
@@ -266,22 +197,13 @@ def _finish(
         [p.words for p in texts.prompts],
     )
     progress.remove_task(task)
-    if outcome is not None:
-        ended = record(Training, dataclasses.asdict(outcome), "the outcome of training")
-        results.training = replace(ended, curve=curve(folder / "metrics.jsonl"))
+    if training is not None:
+        results.training = replace(training, curve=curve(folder / "metrics.jsonl"))
     pictures = report.write(folder / "report", results)
-    tracker.report(results, pictures, folder / "best")
+    job.tracker.report(results, pictures, folder / "best")
     console.print(report.summary(results))
     console.print(f"report: {folder / 'report' / 'report.md'}")
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
-        where = folder / "export"
-        checked = export.write(where, drafter, target, cfg.export)
-        console.print(f"exported to {where} ({cfg.export}); {checked}")
+        checked = export.write(folder / "export", drafter, target, cfg.export)
+        console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
     return results
-
-
-def _device(cfg: Config, accelerator: Accelerator) -> str:
-    return str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
-
-
-__all__ = ["DIVERGED", "Diverged", "run"]

@@ -2,21 +2,39 @@
 
 `timed` times for some seconds what the run will do: the target's passes and the drafter's
 training steps. `fitted` then takes as many training conversations as leave the whole run within
-its budget, of which the final evaluation gets a share. The pipeline keeps the plan in the run's
-folder, so that a resumed run keeps its size.
+its budget, of which the final evaluation gets a share. The plan is kept in the run's folder, so
+that a resumed run keeps its size.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from specdec.decoding.decode import decode
-from specdec.errors import require
+from specdec.errors import require, require_within
+from specdec.files import read_record, write_whole
+from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.strategy import LEARNING
+from specdec.progress import console
 from specdec.target.base import Target
+from train import optim
+from train.data.packing import pack
+from train.data.template import Document, Prompt
+from train.features.source import Online
+from train.stages import StageConfig, starting
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.job import Job
 
 TOKENS, NEW = 48, 5  # last tokens of a prompt, and new ones, that are timed
 SINGLE = 25  # new tokens of a row by itself: the final evaluation is made of such steps
@@ -43,12 +61,11 @@ class BudgetConfig:
     spent: float = 0.0
 
     def __post_init__(self) -> None:
+        require_within("budget", self, floor=1, spent=0)
         require(
             self.minutes is None or self.minutes > 0,
             f"budget.minutes={self.minutes}: give a number above 0, or null for no limit",
         )
-        require(self.floor >= 1, f"budget.floor={self.floor}: give 1 or more conversations")
-        require(self.spent >= 0, f"budget.spent={self.spent}: give seconds, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -92,79 +109,138 @@ class Plan:
         return self.answering + self.reading + self.training + self.measuring
 
     def __str__(self) -> str:
-        speeds = self.speeds
-        stages = {
-            "answers": self.answering,
-            "features": self.reading,
-            "training": self.training,
-            "measuring": self.measuring,
-        }
-        parts = ", ".join(f"{name} {_minutes(s)}" for name, s in stages.items() if s >= 1)
-        answers = f"writes {1 / speeds.answered:,.0f} tokens/s, " if self.answering else ""
+        names = {"answering": "answers", "reading": "features"}
+        stages = ("answering", "reading", "training", "measuring")
+        found = {names.get(stage, stage): getattr(self, stage) for stage in stages}
+        parts = ", ".join(f"{name} {_minutes(s)}" for name, s in found.items() if s >= 1)
+        writes = f"writes {1 / self.speeds.answered:,.0f} tokens/s, " if self.answering else ""
         return (
-            f"this machine {answers}reads {1 / speeds.read:,.0f} and trains on "
-            f"{1 / speeds.trained:,.0f} tokens/s\n"
+            f"this machine {writes}reads {1 / self.speeds.read:,.0f} and trains on "
+            f"{1 / self.speeds.trained:,.0f} tokens/s\n"
             f"plan: {self.conversations:,} of {self.available:,} training conversations, about "
             f"{_minutes(self.seconds)} ({parts}; {self.prompts} prompts are measured)"
         )
 
 
+def planned(
+    job: "Job", train: Sequence[Document | Prompt], held_out: Sequence[Document | Prompt]
+) -> tuple[int, int]:
+    """How many training conversations and prompts of the final evaluation fit the budget, printed
+    with the time that each stage should take. A resumed run keeps the numbers in its plan.json."""
+    cfg, path = job.cfg, job.folder / "plan.json"
+    if path.exists():
+        kept = read_record(Plan, path)
+        console.print(f"{path}: {kept.conversations:,} training conversations, as planned before")
+        return kept.conversations, kept.prompts
+    if cfg.budget.minutes is None:
+        return len(train), cfg.decode.prompts
+    console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for some seconds")
+    answering, target = cfg.data.answers == "target", job.target.whole()
+    batch = cfg.answers.batch if answering else cfg.loop.rows
+    rehearsed = rehearsal(cfg, target, train, job.accelerator)
+    speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed)
+    drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
+    step = cfg.loop.rows * cfg.data.max_length  # at most, in tokens
+    work = Work(
+        epochs=cfg.loop.epochs * cfg.rounds.count if cfg.family.trainable else 0,
+        new=cfg.answers.max_new_tokens if answering else 0,
+        kept=answering and cfg.stores_features,
+        prompts=min(cfg.decode.prompts, len(held_out)),
+        decoded=2 * drafted * cfg.decode.repeats,
+        learned=LEARNING * drafted,  # for the oracle
+        watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
+    )
+    left = 60 * cfg.budget.minutes - cfg.budget.spent - (time.monotonic() - job.started)
+    lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
+    plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
+    plan = broadcast_object_list([plan])[0]  # every process keeps to the first one's
+    console.print(str(plan))
+    if plan.conversations < POOR:
+        console.print(
+            f"that is fewer than {POOR} conversations: the figures will be poor; give a larger "
+            "budget.minutes for better ones"
+        )
+    if job.main:
+        write_whole(path, json.dumps(asdict(plan), indent=1))
+    return plan.conversations, plan.prompts
+
+
+def rehearsal(
+    cfg: "Config", target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
+) -> Callable[[], int]:
+    """A training step on texts as long as those to come, of a draft that is thrown away."""
+    documents = []
+    if not cfg.family.trainable:
+        return lambda: 1
+    for text in texts[: 8 * cfg.loop.rows]:
+        if isinstance(text, Prompt):  # whose answer is not written yet: the prompt stands for it
+            ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
+            text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
+        documents.append(text)
+    drafter = starting(StageConfig(), cfg.drafter, target, documents, 0)
+    rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
+    batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective)
+    optimizer = optim.build(forcing, cfg.optim)
+
+    def step() -> int:
+        anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in rows]
+        with accelerator.autocast():
+            loss, _ = forcing(batch, anchors)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(len(r.ids) for r in rows)
+
+    return step
+
+
 def fitted(
-    seconds: float | None,
+    seconds: float,
     floor: int,
     speeds: Speeds,
     work: Work,
     train: Sequence[int],
     held_out: Sequence[int],
 ) -> Plan:
-    """The largest plan of at most `seconds` (None: no limit), with `floor` conversations at least.
+    """The largest plan of at most `seconds`, but with `floor` conversations at least.
 
     `train` and `held_out` are the tokens that each conversation has before the target answers it,
     in the order in which they are taken. The held-out side is always taken whole.
     """
     answer = SAID * work.new
-
-    def answering(texts: int, tokens: int) -> float:
-        return texts * work.new * speeds.answered + tokens * speeds.read if work.new else 0.0
-
-    def reading(texts: int, tokens: int) -> float:
-        return 0.0 if work.kept else (tokens + texts * answer) * speeds.read
-
-    watching = (sum(held_out) + len(held_out) * answer) * speeds.trained * FORWARD
-
-    def measuring(prompts: int) -> float:
-        return (prompts * work.decoded + work.learned) * speeds.step + AFTER
-
+    fixed = work.learned * speeds.step + AFTER
+    each = work.decoded * speeds.step
     prompts = work.prompts
-    while seconds is not None and prompts > FEWEST and measuring(prompts) > MEASURED * seconds:
+    while prompts > FEWEST and fixed + prompts * each > MEASURED * seconds:
         prompts -= 1
+    watching = (sum(held_out) + len(held_out) * answer) * speeds.trained * FORWARD
 
     def plan(n: int, tokens: int) -> Plan:
         texts, read = n + len(held_out), tokens + sum(held_out)
+        answering = texts * work.new * speeds.answered + read * speeds.read if work.new else 0.0
         trained = work.epochs * (tokens + n * answer)
         evaluations = 1 + trained * work.watched if work.epochs else 0
         return Plan(
             conversations=n,
             available=len(train),
             prompts=prompts,
-            answering=answering(texts, read),
-            reading=reading(texts, read),
+            answering=answering,
+            reading=0.0 if work.kept else (read + texts * answer) * speeds.read,
             training=trained * speeds.trained + evaluations * watching,
-            measuring=measuring(prompts),
+            measuring=fixed + prompts * each,
             speeds=speeds,
         )
 
     plans = [plan(n, tokens) for n, tokens in enumerate(accumulate(train), 1)]
     least = plans[min(floor, len(plans)) - 1]
-    fitting = [p for p in plans if seconds is None or p.seconds <= seconds]
+    fitting = [p for p in plans if p.seconds <= seconds]
     return max([least, *fitting], key=lambda p: p.conversations)
 
 
 def timed(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    batch: int,
-    train_step: Callable[[], int],
+    target: Target, prompts: Sequence[Sequence[int]], batch: int, train_step: Callable[[], int]
 ) -> Speeds:
     """Time the target on prompts such as it will answer, `batch` rows at a time, and `train_step`,
     which takes one training step and returns how many tokens it read."""
@@ -172,25 +248,23 @@ def timed(
     many = decode(target, rows, max_new_tokens=NEW, eos=())
     one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]
     last = max(many, key=lambda g: g.seconds)
+
+    def now() -> float:
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     times = []
-    for turn in range(1 + STEPS):
-        _synchronize(target.device)
-        started = time.perf_counter()
+    for _ in range(1 + STEPS):
+        started = now()
         tokens = train_step()
-        _synchronize(target.device)
-        if turn:
-            times.append((time.perf_counter() - started) / tokens)
+        times.append((now() - started) / tokens)
     return Speeds(
         read=last.prefill_seconds / len(rows) / max(map(len, rows)),
         answered=last.seconds / (NEW - 1) / len(rows),
         step=one.seconds / (SINGLE - 1),
-        trained=statistics.median(times),
+        trained=statistics.median(times[1:]),
     )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _minutes(seconds: float) -> str:

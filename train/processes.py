@@ -10,9 +10,10 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    gather_object,
 )
 
-from specdec.errors import require
+from specdec.errors import UserError, require
 from train.config import Config
 
 
@@ -22,6 +23,7 @@ def accelerator_of(cfg: Config) -> Accelerator:
     accelerate 1.15 shards on accelerators only: asked for FSDP on CPU processes it replicates the
     model without a word. Its FSDP2 runs there as well once its state says so, which no public
     option does. Every process starts from the same weights: they need not be sent around.
+    Raises UserError where `target.dtype=auto` stands for different types on their machines.
     """
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
     sharding = None
@@ -32,19 +34,19 @@ def accelerator_of(cfg: Config) -> Accelerator:
         )
         sharding = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
     AcceleratorState._reset_state()  # an earlier run in this process may have another precision
+    native = "bf16" if cfg.target.dtype == "bfloat16" else "no"
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
-        mixed_precision=_precision(cfg),
+        mixed_precision=native if cfg.loop.precision == "auto" else cfg.loop.precision,
         kwargs_handlers=[patient],
         fsdp_plugin=sharding,
     )
     if sharding and accelerator.distributed_type is DistributedType.MULTI_CPU:
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding
+    if len(dtypes := set(gather_object([cfg.target.dtype]))) > 1:
+        raise UserError(
+            f"the machines of this run chose different dtypes for the target ({dtypes}): give "
+            "target.dtype=float32 or target.dtype=bfloat16"
+        )
     return accelerator
-
-
-def _precision(cfg: Config) -> str:
-    if cfg.loop.precision == "auto":
-        return "bf16" if cfg.target.dtype == "bfloat16" else "no"
-    return cfg.loop.precision

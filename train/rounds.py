@@ -1,20 +1,20 @@
 """Rounds: training that goes on with text which the draft of the round before helped to write."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from accelerate import Accelerator
-from rich.progress import Progress
+from typing import TYPE_CHECKING
 
 from specdec.decoding.decode import fitting_rule
-from specdec.errors import nearest, require, require_between
+from specdec.errors import require_known, require_within
 from specdec.formats import draft as drafts
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
-from specdec.target.loading import TargetOnDemand
-from train.data.answers import AnswersConfig, Author, answered
-from train.data.template import Document, Prompt
+from train.data.answers import Author, answered
+from train.data.template import Document
+
+if TYPE_CHECKING:
+    from train.job import Job
+    from train.loop import Keep
+    from train.texts import Texts
 
 DATA = ("target", "draft", "mixed")
 
@@ -41,43 +41,32 @@ class RoundsConfig:
     gamma: int | None = None
 
     def __post_init__(self) -> None:
-        require_between("rounds.count", self.count, 1)
-        require(
-            self.data in DATA, f"rounds.data={self.data!r} is unknown{nearest(self.data, DATA)}"
-        )
-        require(
-            self.gamma is None or 1 <= self.gamma <= DEEPEST,
-            f"rounds.gamma={self.gamma}: give 1 to {DEEPEST}, or null for the trained depth",
-        )
+        require_within("rounds", self, count=1, gamma=(1, DEEPEST))
+        require_known("rounds", self, data=DATA)
         fitting_rule(self.rule, Chain(1), Sampler(), False)
 
 
-def written(
-    cfg: RoundsConfig,
-    number: int,
-    folder: Path,
-    target: TargetOnDemand,
-    prompts: Sequence[Prompt],
-    first: Sequence[Document],
-    answers: AnswersConfig,
-    accelerator: Accelerator,
-    progress: Progress,
-) -> list[Document]:
-    """The texts of round `number` (from 0), which the draft in `folder`/draft helps to write;
-    `first` are those of round 0, one for each of the `prompts`.
+def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
+    """The texts of round `number`, from 1 on; `texts` are those of round 0.
 
-    Answers are kept in `folder` as they come, so that an interrupted round goes on where it was.
+    The draft that helps to write them, which `keep` saves, and the answers as they come lie in a
+    folder of the round, so that an interrupted round goes on where it was.
     """
-    same = cfg.data == "target" and (answers.temperature == 0 or not prompts)
-    if number == 0 or same:
-        return list(first)
+    cfg, answers, documents = job.cfg.rounds, job.cfg.answers, list(texts.train)
     if cfg.data == "target":
+        if answers.temperature == 0 or not texts.asked:
+            return documents
         other = replace(answers, seed=(answers.seed + number) % 2**32)
-        return answered(target, prompts, other, accelerator, progress)
+        return answered(job.target, texts.asked, other, job.accelerator, job.progress)
+    folder = job.folder / "rounds" / str(number)
+    missing = not (folder / "draft").exists()
+    job.accelerator.wait_for_everyone()  # all have seen the same
+    if missing:
+        keep(folder / "draft")
     step = 2 if cfg.data == "mixed" else 1
-    drafter = drafts.load(folder / "draft", target.whole())
+    drafter = drafts.load(folder / "draft", job.target.whole())
     author = Author(drafter, cfg.gamma or drafter.depth, cfg.rule, folder / "answers")
-    both = answered(target, prompts[::step], answers, accelerator, progress, author=author)
-    documents = list(first)
-    documents[::step] = both
+    documents[::step] = answered(
+        job.target, texts.asked[::step], answers, job.accelerator, job.progress, author=author
+    )
     return documents

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
+from numpy.typing import NDArray
 
 from specdec.drafters import Drafter, family, frequent_tokens
-from specdec.errors import UserError, require, require_between
+from specdec.errors import UserError, require, require_within
 from specdec.formats import draft as drafts
+from specdec.progress import console
 from specdec.target.parts import Parts
 from train.data.template import Document
 
@@ -30,7 +31,7 @@ class StageConfig:
     new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        require_between("stage.new_tokens", self.new_tokens, 0)
+        require_within("stage", self, new_tokens=0)
         require(
             self.draft is not None or self.new_tokens == 0,
             "stage.new_tokens adds to an earlier draft's vocabulary: give drafter.from=FOLDER too",
@@ -38,37 +39,27 @@ class StageConfig:
 
 
 def starting(
-    stage: StageConfig,
-    config: Any,
-    target: Parts,
-    documents: Sequence[Document],
-    seed: int,
-    console: Console,
+    stage: StageConfig, config: Any, target: Parts, documents: Sequence[Document], seed: int
 ) -> Drafter:
     """The drafter that a stage trains, in float32. A pruned draft vocabulary is what the assistant
     says most often. Raises UserError where an earlier draft does not fit."""
     torch.manual_seed(seed)
     said = [d.ids[d.mask] for d in documents]
     if stage.draft is not None:
-        return _continued(stage, config, target, said, console)
+        return _continued(Path(stage.draft), stage.new_tokens, config, target, said)
     kind, vocab_S = family(config.name), None
     if size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)
     drafter = kind.build(config, target, vocab_S).float()
     if kind.fit is not Drafter.fit:  # lists take many times the memory of arrays
-        texts = [d.ids.tolist() for d in documents]
-        drafter.fit(texts, [d.mask.tolist() for d in documents])
+        drafter.fit([d.ids.tolist() for d in documents], [d.mask.tolist() for d in documents])
     return drafter
 
 
 def _continued(
-    stage: StageConfig,
-    config: Any,
-    target: Parts,
-    said: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
-    console: Console,
+    folder: Path, new_tokens: int, config: Any, target: Parts, said: Sequence[NDArray[np.int32]]
 ) -> Drafter:
-    folder = Path(str(stage.draft))
+    """The draft in a folder with this config, and `new_tokens` of what is `said` added."""
     kind = family(config.name)
     require(
         kind.trainable,
@@ -81,48 +72,45 @@ def _continued(
         f"drafter={earlier.config.name} with it",
     )
     vocab_S, note = earlier.vocab_S, "its vocabulary is the target's"
-    if vocab_S is not None:
+    if vocab_S is None:
+        require(new_tokens == 0, f"stage.new_tokens={new_tokens}: {folder}: {note}")
+    else:
         counts_V = np.bincount(np.concatenate(said), minlength=target.vocab_size)
         covered = counts_V[vocab_S.numpy()].sum() / max(1, counts_V.sum())
         counts_V[vocab_S.numpy()] = 0
-        missing = np.argsort(-counts_V, kind="stable")[: stage.new_tokens]
+        missing = np.argsort(-counts_V, kind="stable")[:new_tokens]
         added = torch.from_numpy(missing[counts_V[missing] > 0])
         note = (
             f"its draft vocabulary of {len(vocab_S):,} tokens, which makes {covered:.1%} of this "
             f"data, is kept, and {len(added)} tokens are added"
         )
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
-        config = replace(config, draft_vocab=len(vocab_S))
-    else:
-        require(stage.new_tokens == 0, f"stage.new_tokens={stage.new_tokens}: {folder}: {note}")
-        if hasattr(config, "draft_vocab"):
-            config = replace(config, draft_vocab=None)
-    _require_sizes(folder, earlier.sizes, kind.plan(config, target))
-    drafter = kind.build(
-        config, target, None if vocab_S is None else vocab_S.to(target.device), earlier
-    )
-    console.print(f"training starts from {folder}: {note}")
-    for f in fields(config):
-        was, now = getattr(earlier.config, f.name), getattr(config, f.name)
-        if was != now and f.name != "draft_vocab":
-            console.print(f"  drafter.{f.name} was {was!r} and is {now!r} now")
-    return drafter.float()
-
-
-def _require_sizes(folder: Path, theirs: Any, ours: Any) -> None:
-    """Raise UserError naming the first of a draft's sizes that this run would have otherwise."""
-    was, now = (_flat(json.loads(json.dumps(asdict(sizes)))) for sizes in (theirs, ours))
+    if hasattr(config, "draft_vocab"):
+        config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
+    was, now = (_settings(sizes) for sizes in (earlier.sizes, kind.plan(config, target)))
     for name in sorted(was.keys() | now.keys()):
         if name != "draft_vocab" and was.get(name) != now.get(name):
             raise UserError(
                 f"drafter.from={folder} was trained with {name}={was.get(name)}, this run asks for "
                 f"{now.get(name)}: give the drafter's settings as they were"
             )
+    drafter = kind.build(config, target, vocab_S, earlier)
+    console.print(f"training starts from {folder}: {note}")
+    for f in fields(config):
+        before, after = getattr(earlier.config, f.name), getattr(config, f.name)
+        if before != after and f.name != "draft_vocab":
+            console.print(f"  drafter.{f.name} was {before!r} and is {after!r} now")
+    return drafter.float()
 
 
-def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """The values of nested objects by their dotted names."""
+def _settings(sizes: Any) -> dict[str, Any]:
+    """What `sizes` hold, as JSON has it, by name; within an object, by its keys joined by dots."""
     found: dict[str, Any] = {}
-    for key, x in value.items():
-        found |= _flat(x, f"{path}{key}.") if isinstance(x, dict) else {f"{path}{key}": x}
+    left = list(json.loads(json.dumps(asdict(sizes))).items())
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{name}.{key}", x) for key, x in value.items()]
+        else:
+            found[name] = value
     return found

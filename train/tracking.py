@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.errors import nearest, require
+from specdec.errors import require_known
 from specdec.files import read_lines, write_whole
 from specdec.measure.results import Curve, Results
 
@@ -30,9 +30,7 @@ class TrackConfig:
     entity: str | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.mode in MODES, f"track.mode={self.mode!r} is unknown{nearest(self.mode, MODES)}"
-        )
+        require_known("track", self, mode=MODES)
 
 
 class Tracker:
@@ -41,26 +39,27 @@ class Tracker:
     On a process that is not the main one it does nothing.
     """
 
-    def __init__(
-        self, cfg: TrackConfig, folder: Path, name: str, config: "Config", main: bool = True
-    ) -> None:
+    def __init__(self, cfg: "Config", folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self.main = main
         self._run: Run | None = None
-        if not main or cfg.mode == "disabled":
+        if not main or cfg.track.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
+        noted = folder / "wandb-id"  # so that a run that is resumed goes on as the same one
+        if not noted.exists():
+            write_whole(noted, os.urandom(4).hex())
         self._run = wandb.init(
-            project=cfg.project,
-            entity=cfg.entity,
-            name=name,
-            id=_run_id(folder),
+            project=cfg.track.project,
+            entity=cfg.track.entity,
+            name=cfg.name,
+            id=noted.read_text(),
             resume="allow",
             dir=folder,
-            mode=cfg.mode,  # type: ignore[arg-type]
-            config=asdict(config),
+            mode=cfg.track.mode,  # type: ignore[arg-type]
+            config=asdict(cfg),
         )
 
     def log(self, step: int, figures: Figures) -> None:
@@ -101,7 +100,6 @@ class Tracker:
         """End the W&B run, so that the next trial of a sweep begins one of its own."""
         if self._run:
             self._run.finish()
-            self._run = None
 
 
 def curve(path: Path) -> Curve | None:
@@ -121,21 +119,9 @@ def curve(path: Path) -> Curve | None:
     )
 
 
-def _run_id(folder: Path) -> str:
-    """The W&B id of this folder's run, made once, so that a resumed run goes on as the same."""
-    path = folder / "wandb-id"
-    if not path.exists():
-        write_whole(path, os.urandom(4).hex())
-    return path.read_text()
-
-
-def _flat(figures: Figures, prefix: str = "") -> dict[str, object]:
-    out: dict[str, object] = {}
-    for key, value in figures.items():
-        if isinstance(value, Mapping):
-            out |= _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, list):
-            out |= {f"{prefix}{key}/{i}": x for i, x in enumerate(value)}
-        else:
-            out[f"{prefix}{key}"] = value
-    return out
+def _flat(figures: object, name: str = "") -> dict[str, object]:
+    parts = dict(enumerate(figures)) if isinstance(figures, list) else figures
+    if not isinstance(parts, Mapping):
+        return {name: figures}
+    flat = (_flat(part, f"{name}/{key}".lstrip("/")) for key, part in parts.items())
+    return {n: x for found in flat for n, x in found.items()}

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 import train
 from specdec.drafters import DRAFTERS
-from specdec.errors import UserError
+from specdec.errors import UserError, command
 from specdec.formats import draft as checkpoint
 from specdec.objectives.losses import TERMS
 from specdec.target.loading import TargetConfig, load_target
@@ -40,7 +40,7 @@ from tests.tiny import (
     write_jsonl,
 )
 from train import pipeline
-from train.config import Config, explain, quoted
+from train.config import Config, of_hydra, quoted
 
 CONF = REPOSITORY / "conf"
 GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode", "track"]
@@ -68,12 +68,18 @@ def told(
     """What `train.py` prints on stderr for these overrides, in this process; without a folder,
     before the job starts."""
     capsys.readouterr()
-    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as error:
+    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as caught:
         config = compose(overrides)
         if folder is not None:
             train.run(config, folder)
     capsys.readouterr()
-    assert explain(error.value) == 2
+
+    def mistaken() -> None:
+        raise caught.value if isinstance(caught.value, UserError) else of_hydra(caught.value)
+
+    with pytest.raises(SystemExit) as ended:
+        command(mistaken)
+    assert ended.value.code == 2
     return capsys.readouterr().err
 
 
@@ -284,7 +290,7 @@ def test_a_mistake_is_told_before_the_target_is_loaded(
     def never(*_: Any) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(pipeline, "_run", never)  # which begins with loading it
+    monkeypatch.setattr(pipeline, "TargetOnDemand", never)
     places = {"file": tmp_path / "file", "broken": tmp_path / "broken.jsonl"}
     for path in places.values():
         path.write_text("{")

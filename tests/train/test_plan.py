@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/train/test_plan.py
 """
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,13 @@ def by_hand(n: int, tokens: int = 40, held: int = 5) -> float:
     return answering + reading + training + FIXED
 
 
-def plan(seconds: float | None, floor: int = 1, work: Work = WORK, available: int = 500) -> Plan:
+def plan(seconds: float, floor: int = 1, work: Work = WORK, available: int = 500) -> Plan:
     return fitted(seconds, floor, SPEEDS, work, [40] * available, [40] * 5)
 
 
 def test_seconds_by_hand() -> None:
-    assert plan(None).conversations == 500
-    assert plan(None).seconds == pytest.approx(by_hand(500))
+    assert plan(math.inf).conversations == 500
+    assert plan(math.inf).seconds == pytest.approx(by_hand(500))
 
 
 @pytest.mark.parametrize("n", [1, 77, 499])
@@ -67,7 +68,7 @@ def test_a_slow_machine_measures_fewer_prompts() -> None:
     more = dataclasses.replace(WORK, prompts=30)
     each = 15 * 0.05
     room = (20 * each + 20 * 0.05 + AFTER) / MEASURED  # for the evaluation of 20 prompts
-    assert plan(None, work=more).prompts == 30, "without a budget all are measured"
+    assert plan(math.inf, work=more).prompts == 30, "without a budget all are measured"
     assert plan(room + 1e-6, work=more).prompts == 20
     assert plan(room - 1e-6, work=more).prompts == 19
     assert plan(1.0, work=more).prompts == FEWEST
@@ -85,13 +86,13 @@ def test_longer_conversations_fill_a_budget_sooner() -> None:
 
 
 def test_data_that_has_answers_is_only_read() -> None:
-    theirs = plan(None, work=dataclasses.replace(WORK, new=0))
+    theirs = plan(math.inf, work=dataclasses.replace(WORK, new=0))
     assert theirs.answering == 0
     assert theirs.reading == pytest.approx(505 * 40 * 0.001)
 
 
 def test_features_that_are_kept_are_not_read_again() -> None:
-    kept = plan(None, work=dataclasses.replace(WORK, kept=True))
+    kept = plan(math.inf, work=dataclasses.replace(WORK, kept=True))
     assert kept.reading == 0
     assert kept.seconds == pytest.approx(by_hand(500) - 505 * (40 + 100 * SAID) * 0.001)
 

@@ -6,9 +6,7 @@ Overrides are drawn from the fields of the dataclasses themselves, so that a new
 without being added here: values of its type, extremes of it, and values of other types.
 """
 
-import contextlib
 import dataclasses
-import io
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY
-from train.config import Config, explain, quoted, register, resolve
+from train.config import Config, of_hydra, quoted, register, resolve
 
 TEXT = ["", "''", "' '", "null", "x", "a=b", "cpu", "/proc/x", "é", "'\\\\'", "[", "${name}", "???"]
 WHOLE = ["0", "1", "-1", "2", "3", "128", "4294967295", "4294967296", "1e9", "true", "9" * 25]
@@ -101,9 +99,8 @@ def test_whatever_is_configured(given: list[str]) -> None:
     try:
         config = resolve(compose("config", quoted(given)))
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            assert explain(error) == 2
-        assert said.getvalue().startswith("error: ") and said.getvalue().count("\n") == 1
+        said = str(error if isinstance(error, UserError) else of_hydra(error))
+        assert said and "\n" not in said.strip()
         OUTCOMES["told"] += 1
         return
     OUTCOMES["accepted"] += 1

@@ -288,7 +288,8 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     def share(rank: int) -> Source:
         everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
-            return pipeline._sources(cfg, target, drafter, texts, everyone, bar)[0]
+            job: Any = SimpleNamespace(cfg=cfg, target=target, accelerator=everyone, progress=bar)
+            return pipeline._sources(job, drafter, texts)[0]
 
     texts: list[list[Document]] = [[]]
     monkeypatch.setattr(pipeline, "pack", lambda *_: rows)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
@@ -64,7 +63,7 @@ def test_every_family_takes_over_an_earlier_draft(
     earlier = make_drafter(name, target)
     drafts.save(tmp_path / "draft", earlier, target)
     stage = StageConfig(str(tmp_path / "draft"))
-    found = starting(stage, CONFIGS[name], target, said([1, 2]), 0, Console(quiet=True))
+    found = starting(stage, CONFIGS[name], target, said([1, 2]), 0)
     weights = found.finished(found.state_dict())
     kept = drafts.read(tmp_path / "draft", target).state_dict()
     for key, weight in kept.items():
@@ -80,7 +79,7 @@ def test_rows_follow_their_token_ids(target: Target, tmp_path: Path) -> None:
     drafts.save(tmp_path / "draft", earlier, target)
     documents = said([a] * 5 + [b] * 2 + [c] + [int(VOCAB[0])] * 9)
     stage = StageConfig(str(tmp_path / "draft"), new_tokens=2)
-    found = starting(stage, CONFIGS["eagle3"], target, documents, 0, Console(quiet=True))
+    found = starting(stage, CONFIGS["eagle3"], target, documents, 0)
     assert found.vocab_S is not None and earlier.vocab_S is not None
     assert found.vocab_S.tolist() == sorted([*VOCAB.tolist(), a, b])
     assert found.config.draft_vocab == found.sizes.draft_vocab == len(VOCAB) + 2
@@ -102,7 +101,7 @@ def test_fewer_tokens_are_added_than_asked_where_the_data_has_no_more(
     drafts.save(tmp_path / "draft", make_drafter("medusa", target), target)
     stage = StageConfig(str(tmp_path / "draft"), new_tokens=7)
     documents = said([*VOCAB.tolist(), *[i for i in range(4) if i not in VOCAB]])
-    found = starting(stage, CONFIGS["medusa"], target, documents, 0, Console(quiet=True))
+    found = starting(stage, CONFIGS["medusa"], target, documents, 0)
     added = set(range(4)) - set(VOCAB.tolist())
     assert found.vocab_S is not None
     assert set(found.vocab_S.tolist()) == set(VOCAB.tolist()) | added

@@ -1,0 +1,29 @@
+"""What all parts of a run share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from specdec.target.loading import TargetOnDemand
+from train.config import Config
+from train.tracking import Tracker
+
+
+@dataclass
+class Job:
+    """A run at work in its folder, in one of its processes."""
+
+    cfg: Config
+    folder: Path
+    accelerator: Accelerator
+    target: TargetOnDemand
+    tracker: Tracker
+    progress: Progress
+    started: float  # by time.monotonic
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes what the run leaves."""
+        return self.accelerator.is_main_process
