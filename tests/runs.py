@@ -1,14 +1,13 @@
-"""What a run left, for tests that compare runs."""
+"""What a run left, for tests that compare runs, and rows that one could read."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import (
-    losses,
-    records,
-)
+from tests.tiny import losses, records
 
 
 def draft(folder: Path) -> dict[str, torch.Tensor]:
@@ -35,3 +34,8 @@ def require_same_run(ours: Path, theirs: Path) -> None:
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
+
+
+def rows_of(count: int) -> Any:
+    """A source of so many rows of 100 tokens."""
+    return SimpleNamespace(rows=[SimpleNamespace(ids=range(100))] * count)

@@ -20,18 +20,18 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
     world, rank = accelerator.num_processes, accelerator.process_index
     sums = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     walks = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
-    batches = -(-len(held_out.rows) // rows)
+    starts: list[int | None] = [*range(0, len(held_out.rows), rows)]
+    starts += [None] * (-len(starts) % world)  # all processes run the same number of forwards
     with torch.no_grad():
-        for n in range(-(-batches // world)):
-            # every process runs the same number of forwards; surplus ones count for nothing
-            index = n * world + rank
-            real = index < batches
-            index = index if real else 0
-            batch = held_out.batch(range(index * rows, min((index + 1) * rows, len(held_out.rows))))
+        for start in starts[rank::world]:
+            first = start or 0
+            batch = held_out.batch(range(first, min(first + rows, len(held_out.rows))))
             table = model(batch, measure=True)
+            if start is None:  # and a surplus one counts for nothing
+                continue
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
-            sums = sums + torch.stack([c.sum(0) for c in columns]) * real
-            for answer in answers(table, batch) if real else []:
+            sums = sums + torch.stack([c.sum(0) for c in columns])
+            for answer in answers(table, batch):
                 both = (answer.alpha.greedy, answer.alpha.sampled)
                 walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
     model.train()

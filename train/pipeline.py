@@ -116,27 +116,23 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
 
 def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     """Leave the drafter in the folder's `best`, trained where its family has weights to train."""
-    cfg, parts = job.cfg, job.target.parts
+    cfg = job.cfg
     if not drafter.trainable:
         if job.main:
-            drafts.save(job.folder / "best", drafter, parts)
+            drafts.save(job.folder / "best", drafter, job.target.parts)
         return None
     count = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     console.print(
         f"drafter {cfg.drafter.name}: {count:,} trained parameters\nobjective: {cfg.objective}"
     )
     data, held_out = _sources(job, drafter, [texts.train, texts.held_out])
-    parts = job.target.parts  # whose layers may be gone now
-    forcing = TeacherForcing(drafter, parts, cfg.sampler, cfg.objective)
-    before = parts.checksum()
+    forcing = TeacherForcing(drafter, job.target.parts, cfg.sampler, cfg.objective)
     training = train(job, forcing, _by_round(job, drafter, texts, data), held_out)
     console.print(
         f"trained {training.step} of {training.steps} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "
         f"{training.held_out.tau_greedy:.3f}"
     )
-    if job.target.parts.checksum() != before:
-        raise RuntimeError("training changed the target's weights: a bug, please report it")
     return training
 
 

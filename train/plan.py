@@ -109,10 +109,9 @@ class Plan:
         return self.answering + self.reading + self.training + self.measuring
 
     def __str__(self) -> str:
-        names = {"answering": "answers", "reading": "features"}
-        stages = ("answering", "reading", "training", "measuring")
-        found = {names.get(stage, stage): getattr(self, stage) for stage in stages}
-        parts = ", ".join(f"{name} {_minutes(s)}" for name, s in found.items() if s >= 1)
+        stages = {"answers": self.answering, "features": self.reading}
+        stages |= {"training": self.training, "measuring": self.measuring}
+        parts = ", ".join(f"{name} {_minutes(s)}" for name, s in stages.items() if s >= 1)
         writes = f"writes {1 / self.speeds.answered:,.0f} tokens/s, " if self.answering else ""
         return (
             f"this machine {writes}reads {1 / self.speeds.read:,.0f} and trains on "

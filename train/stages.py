@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.utils.generic import flatten_dict
 
 from specdec.drafters import Drafter, family, frequent_tokens
 from specdec.errors import UserError, require, require_within
@@ -87,7 +88,8 @@ def _continued(
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
-    was, now = (_settings(sizes) for sizes in (earlier.sizes, kind.plan(config, target)))
+    both = (earlier.sizes, kind.plan(config, target))
+    was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
     for name in sorted(was.keys() | now.keys()):
         if name != "draft_vocab" and was.get(name) != now.get(name):
             raise UserError(
@@ -101,16 +103,3 @@ def _continued(
         if before != after and f.name != "draft_vocab":
             console.print(f"  drafter.{f.name} was {before!r} and is {after!r} now")
     return drafter.float()
-
-
-def _settings(sizes: Any) -> dict[str, Any]:
-    """What `sizes` hold, as JSON has it, by name; within an object, by its keys joined by dots."""
-    found: dict[str, Any] = {}
-    left = list(json.loads(json.dumps(asdict(sizes))).items())
-    while left:
-        name, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{name}.{key}", x) for key, x in value.items()]
-        else:
-            found[name] = value
-    return found
