@@ -77,11 +77,10 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         console.print(opening(target.parts, cfg.target, reason))
         job = Job(cfg, folder, accelerator, target, tracker, progress, started)
         texts = texts_of(job)
-        documents, held_out, parts = texts.train, texts.held_out, target.parts
-        drafter = starting(cfg.stage, cfg.drafter, parts, documents, cfg.loop.seed)
+        drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         _require_possible(job, drafter, texts)
-        of = {"target": fingerprint, "training data": digest(documents)}
-        of["held-out data"] = digest(held_out)
+        of = {"target": fingerprint, "training data": digest(texts.train)}
+        of["held-out data"] = digest(texts.held_out)
         if cfg.stage.draft is not None:
             of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
         require_same_texts(folder, of)
