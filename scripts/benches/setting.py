@@ -14,8 +14,8 @@ from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.progress import console
 from specdec.target.base import Target
-from train.folder import data_of_run
 from train.data.split import held_out_prompts
+from train.folder import data_of_run
 
 
 @dataclass

@@ -22,8 +22,8 @@ from specdec.progress import console
 from specdec.target.loading import load_target, resolved
 from train.config import register, resolve
 from train.data.split import split_documents
-from train.processes import accelerator_of
 from train.plan import rehearsal
+from train.processes import accelerator_of
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
