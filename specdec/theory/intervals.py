@@ -42,11 +42,9 @@ def ratio_interval(
     """
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
     num, den = num[den > 0], den[den > 0]
-
-    def figure(index: np.ndarray) -> np.ndarray:
-        return num[index].sum(-1) / den[index].sum(-1)
-
-    return _bootstrap(figure, len(den), round(den.sum()), seed)
+    return _bootstrap(
+        lambda at: num[at].sum(-1) / den[at].sum(-1), len(den), round(den.sum()), seed
+    )
 
 
 def difference_interval(
@@ -61,8 +59,8 @@ def difference_interval(
     kept = (columns[1] > 0) & (columns[3] > 0)
     a, b, c, d = (x[kept] for x in columns)
 
-    def figure(index: np.ndarray) -> np.ndarray:
-        return a[index].sum(-1) / b[index].sum(-1) - c[index].sum(-1) / d[index].sum(-1)
+    def figure(at: np.ndarray) -> np.ndarray:
+        return a[at].sum(-1) / b[at].sum(-1) - c[at].sum(-1) / d[at].sum(-1)
 
     return _bootstrap(figure, len(a), len(a), seed)
 
@@ -73,12 +71,9 @@ def median_interval(
     """The median of `values`, over the median of `per` where given, whose entries were measured
     in the same turns; `n` counts the turns."""
     found = np.asarray(values, float)
-    under = np.ones(len(found)) if per is None else np.asarray(per, float)
-
-    def figure(index: np.ndarray) -> np.ndarray:
-        return np.median(found[index], -1) / np.median(under[index], -1)
-
-    return _bootstrap(figure, len(found), len(found), seed)
+    under = np.ones_like(found) if per is None else np.asarray(per, float)
+    n = len(found)
+    return _bootstrap(lambda at: np.median(found[at], -1) / np.median(under[at], -1), n, n, seed)
 
 
 def _bootstrap(

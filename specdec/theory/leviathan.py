@@ -1,11 +1,11 @@
 """What speculation should gain: the closed forms of Leviathan et al. 2023, in its numbering.
 
-α is one number (the paper's i.i.d. assumption, Section 3.1) or one a depth: α_k, the
-probability that the token at depth k is accepted given that all before it were. Times are in
-target steps: c is one draft step over one target step (Definition 3.7), and v a pass over
-γ + 1 tokens over a pass over one, which the paper takes as 1 (Section 3.3, "enough compute").
-All assume long answers: prefill and the cut at the end are not in them. Whatever is impossible
-(an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raises UserError.
+α is one number (the paper's i.i.d. assumption, Section 3.1) or one a depth: α_k, the probability
+that the token at depth k is accepted given that all before it were. Times are in target steps: c is
+one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the paper takes as 1 (Section
+3.3, "enough compute"). All assume long answers: prefill and the cut at the end are not in them.
+Whatever is impossible (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raises
+UserError.
 
 Letters: N positions, V vocabulary, S draft vocabulary; γ (`gamma`) drafted tokens a round.
 """
@@ -25,22 +25,19 @@ PassCost = Callable[[int], float]  # v by γ: a pass over γ + 1 tokens, in targ
 
 
 def divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
-    """D_LK(p, q) = Σ_x |p(x) - (p(x) + q(x)) / 2| [N], in 0 … 1 (Definition 3.2).
+    """D_LK(p, q) = Σ_x |p(x) - (p(x) + q(x)) / 2| [N] (Definition 3.2), which is 1 - Σ_x min(p, q)
+    (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5) and α = 1 - E[D_LK] (Corollary 3.6).
 
-    It is 1 - Σ_x min(p, q) (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5) and α = 1 - E[D_LK]
-    (Corollary 3.6). Over a draft vocabulary, p stays normalised over the whole one: what p has
-    outside it, q has not. A row of q without mass, where nothing is drafted, is 1 from p.
+    Over a draft vocabulary, p stays normalised over the whole one: what p has outside it, q has
+    not. A row of q without mass, where nothing is drafted, is 1 from p.
     """
     missing_N = (2 - p_NS.sum(-1) - q_NS.sum(-1)).clamp_min(0)
     return ((p_NS - q_NS).abs().sum(-1) + missing_N) / 2
 
 
 def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
-    """E[tokens per target pass] for γ = 0 … limit: 1 + Σ_{k<γ} Π_{j<=k} α_j.
-
-    With one α for all depths it is 1 + α + … + α^γ = (1 - α^{γ+1}) / (1 - α) (Equation 1),
-    summed, which is exact also where α is 1 or near it.
-    """
+    """E[tokens per target pass] for γ = 0 … limit: 1 + Σ_{k<γ} Π_{j<=k} α_j, with one α for all
+    depths (1 - α^{γ+1}) / (1 - α) (Equation 1). The sum is exact also where α is 1 or near it."""
     require(limit >= 0, f"gamma={limit}: give 0 or more")
     by_depth = [float(alpha)] * limit if isinstance(alpha, int | float) else list(alpha)[:limit]
     require(
@@ -52,19 +49,14 @@ def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
 
 
 def expected_tokens(alpha: Alpha, gamma: int) -> float:
-    """E[tokens per target pass], the bonus token included: τ as foreseen (Equation 1).
-
-    It is also by how much reads of the target's weights and KV cache shrink, since a pass reads
-    them once (Section 3.4). Of many positions at once: `alpha.expected_tokens`.
-    """
+    """E[tokens per target pass], the bonus token included: τ as foreseen (Equation 1), and by how
+    much reads of the target's weights and KV cache shrink, once a pass (Section 3.4). Of many
+    positions at once: `alpha.expected_tokens`."""
     return tokens_by_gamma(alpha, gamma)[-1]
 
 
 def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float:
-    """Expected speedup over plain decoding: E[tokens] / (γc + v).
-
-    With v = 1 it is (1 - α^{γ+1}) / ((1 - α)(γc + 1)) (Theorem 3.8); below 1 it is a slowdown.
-    """
+    """Expected speedup over plain decoding: E[tokens] / (γc + v), with v = 1 Theorem 3.8."""
     return expected_tokens(alpha, gamma) / _cost(gamma, c, v)
 
 
@@ -75,10 +67,7 @@ def round_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
 
 
 def guaranteed_factor(alpha: float, c: float) -> float:
-    """What the best γ gains at least: (1 + α) / (1 + c) where α > c, else 1 (Corollary 3.9).
-
-    It is Theorem 3.8 at γ = 1; where α <= c no γ helps at v = 1, and γ = 0 gives 1.
-    """
+    """What the best γ gains at least: (1 + α) / (1 + c) where α > c, else 1 (Corollary 3.9)."""
     return max(1.0, walltime_factor(alpha, 1, c))
 
 
@@ -128,8 +117,8 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 def oracle_factor(alpha: float, c: float) -> float:
     """Speedup where each round drafts just what will be accepted: 1 / (1 - α + αc).
 
-    Then E[tokens] = 1 / (1 - α) (Section 3.5) after α / (1 - α) draft steps and one pass of
-    the target, which still runs to verify (footnote 4), at v = 1. Infinite where α = 1 and c = 0.
+    E[tokens] = 1 / (1 - α) (Section 3.5) then take α / (1 - α) draft steps and one pass of the
+    target, which still verifies (footnote 4), at v = 1. Infinite where α = 1 and c = 0.
     """
     walltime_factor(alpha, 1, c)  # raises for an impossible α or c
     cost = 1 - alpha + alpha * c

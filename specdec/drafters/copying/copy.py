@@ -67,7 +67,5 @@ class Aligned(Memory):
 
 class Copy(Copying):
     Config = CopyConfig
+    Memory = Aligned
     bounds = {"max_match": 1}
-
-    def memory(self) -> Aligned:
-        return Aligned(self.config)

@@ -75,6 +75,7 @@ class Pool(Memory):
 
 class Lookahead(Copying):
     Config = LookaheadConfig
+    Memory = Pool
     bounds = {"window": 1, "ngram": 2, "pool": 1}
     reads_body = True
     _target: tuple[Target]
@@ -86,9 +87,6 @@ class Lookahead(Copying):
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)
         self._target = (target,)
-
-    def memory(self) -> Pool:
-        return Pool(self.config)
 
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         """What the pools hold, and where there is the target's cache, the windows as scouts."""

@@ -68,12 +68,13 @@ class Memories:
 
 
 class Copying(Drafter):
+    Memory: ClassVar[type[Memory]]  # the family's own
     trainable: ClassVar[bool] = False
     copies = True
 
-    @abstractmethod
     def memory(self) -> Any:
-        """An empty `Memory`."""
+        """The memory of an empty text."""
+        return self.Memory(self.config)
 
     def new_cache(self, capacity: int | None = None) -> Memories:
         return Memories()

@@ -47,6 +47,7 @@ class Text(Memory):
 
 class Ngram(Copying):
     Config = NgramConfig
+    Memory = Text
     in_transformers = "prompt lookup"
 
     def __init__(self, config: NgramConfig, sizes: Sizes) -> None:
@@ -56,6 +57,3 @@ class Ngram(Copying):
             1 <= least <= most,
             f"drafter.min_ngram={least} and max_ngram={most}: give 1 or more, the first no larger",
         )
-
-    def memory(self) -> Text:
-        return Text(self.config)

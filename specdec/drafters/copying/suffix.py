@@ -6,10 +6,9 @@ after them and weighs each path by its frequencies, D(path) = Π count(child) / 
 (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every
 n and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
 
-The corpus is held as a suffix array, the compact form of a suffix tree, with two integers for
-each token, in buffers of the module. The index of the text itself is a list of positions for each
-token, from which the matches of every length follow as tokens come. A node of either tree is
-represented by the places at which its path occurs.
+The corpus is held as a suffix array, the compact form of a suffix tree, in buffers of the module.
+The index of the text itself is a list of positions for each token, from which the matches of every
+length follow as tokens come. A node of either tree is the places at which its path occurs.
 
 Letters: N tokens of the corpus, R of them sampled.
 """
@@ -37,13 +36,9 @@ SAMPLED = 512  # occurrences that are examined to find the likeliest next tokens
 
 @dataclass
 class SuffixConfig:
-    """`factor` and `threshold` are explained at the top of this file; the paper takes factors of 1
-    to 4, and its engine the threshold 0.1.
-
-    `max_match` is the longest suffix that is matched, `recent` how many of a token's latest
-    occurrences in the text itself are followed, and `max_tokens` how many tokens of the corpus, the
-    last ones, are indexed.
-    """
+    """The paper takes factors of 1 to 4, and its engine the threshold 0.1. `max_match` is the
+    longest suffix that is matched, `recent` how many of a token's latest occurrences in the text
+    itself are followed, and `max_tokens` how many of the corpus's last tokens are indexed."""
 
     name: str = "suffix"
     depth: int = 16
@@ -185,13 +180,13 @@ class Suffixes(Memory):
         return score, tokens
 
     def _spread(
-        self, match: int, root: Places, depth: int, nodes: int
+        self, match: int, at: Places, depth: int, nodes: int
     ) -> tuple[float, list[TreeNode]]:
         """Σ D and the nodes of the tree that grows where D is largest."""
         found: list[TreeNode] = []
         heap: list[tuple[float, int, int, int, int, Places]] = []
         score, order = 0.0, 0  # `order` settles ties: the earlier first
-        at, weight, parent, level = root, 1.0, -1, 1
+        weight, parent, level = 1.0, -1, 1
         while True:
             if level <= self._most(match, depth):
                 for token, child in at.children(nodes):
