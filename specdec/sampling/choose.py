@@ -74,9 +74,7 @@ class Choose:
 
     def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
         """The draft's logits after the processors, spread over the target's vocabulary for them."""
-        if not self.processors:
-            return logits_BWS
-        if self.vocab_S is not None:
+        if self.processors and self.vocab_S is not None:
             whole = logits_BWS.new_full((*logits_BWS.shape[:2], self.vocab_size), -torch.inf)
             logits_BWS = whole.index_copy_(-1, self.vocab_S, logits_BWS)
         return self.processed(logits_BWS, paths)

@@ -1,9 +1,8 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
 A shape drives a drafter's `Growth` and says which tokens are proposed. Which rule may judge a
-sampled tree depends on how its siblings were drawn: those of a static tree can be drawn as any
-rule wants them, while nodes that were picked by their likelihood are fixed children (see
-`specdec.decoding.rules`).
+sampled tree depends on how its siblings were drawn (see `specdec.decoding.rules`): those of a
+static tree as any rule wants them, while nodes that were picked by their likelihood are fixed.
 
 Letters: B batch, N nodes, L of one level, W grown at once, C children, S draft vocabulary.
 """

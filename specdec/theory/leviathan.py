@@ -61,8 +61,8 @@ def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float
 
 
 def round_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
-    """Plain steps that a round costs: γc + v; where rounds draft only a `share` of γ on average,
-    so much of the way from a plain step to there."""
+    """Plain steps that a round costs: γc + v. Where rounds draft only a `share` of γ on average, it
+    costs that share of the way from a plain step to a whole round."""
     return share * (gamma * c + v - 1) + 1
 
 
