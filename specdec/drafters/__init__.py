@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -52,9 +53,6 @@ def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
 
     Ties go to the lower id; ids that never occur fill up, lowest first, where too few occur.
     """
-    counts: Counter[int] = Counter()
-    for ids in texts:
-        counts.update(ids)
-    ranked = sorted(counts, key=lambda i: (-counts[i], i))[:size]
-    fill = (i for i in range(size) if i not in counts)
-    return torch.tensor(sorted(ranked + [next(fill) for _ in range(size - len(ranked))]))
+    counts = Counter(chain.from_iterable(texts))
+    ranked = sorted({*counts, *range(size)}, key=lambda i: (-counts[i], i))
+    return torch.tensor(sorted(ranked[:size]))

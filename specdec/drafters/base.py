@@ -76,9 +76,9 @@ class Drafter(nn.Module, ABC):
     depth: int  # depths that are trained and measured, and the γ drafted by default
     parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
     max_depth: int | None = None  # parallel heads cannot draft more than they have
-    in_transformers: ClassVar[str | None] = None  # the same in its `generate`; see bench speed
-    long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs made for them, which bench measures
-    copies: bool = False  # drafts tokens that it finds, with no q and no ranks
+    in_transformers: ClassVar[str | None] = None  # its name in `generate` there, for benches
+    long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on them
+    copies: bool = False  # drafts tokens that it finds: there is no q, and no second-best token
     positions: int | None = None  # texts longer than this are not drafted for; None: any
     scratch: int = 0  # slots of the target's cache that drafting needs beside those of its nodes
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
@@ -123,7 +123,7 @@ class Drafter(nn.Module, ABC):
             drafter.start(target)
             if earlier is not None:
                 drafter.inherit(earlier)
-        drafter.begin_training()
+        drafter.begin_training(inherited=earlier is not None)
         return drafter
 
     def start(self, target: Parts) -> None:
@@ -162,8 +162,8 @@ class Drafter(nn.Module, ABC):
                     f"the earlier draft's tensor {name!r} is {said}, and {list(x.shape)} is needed"
                 )
 
-    def begin_training(self) -> None:
-        """Add what only training needs (adapters); called once, on fresh weights or on those of a
+    def begin_training(self, inherited: bool) -> None:
+        """Add what only training needs (adapters) to fresh weights, or to the `inherited` ones of a
         draft that is trained further."""
 
     def finished(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -286,21 +286,21 @@ class Drafter(nn.Module, ABC):
 
 
 def states(
-    read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    over_text: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
     ctx: Context,
     anchors_BA: Tensor,
     drafted_BAk: Tensor | None,
     depth: int,
 ) -> Tensor:
     """`Drafter.hidden` of a model that reads tokens alone, so that depth k at anchor a is depth 0
-    at a + k. `read` gives its hidden states [B, T, D] for ids, positions and documents [B, T]."""
+    at a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAk is None:
-        return windows(read(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
+        return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
     found = []
     for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
         for i, (a, first) in enumerate(zip(anchors, firsts, strict=True)):
             ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
-            found.append(read(ids, None, None)[0, a - first :])
+            found.append(over_text(ids, None, None)[0, a - first :])
     return torch.stack(found).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
 
 

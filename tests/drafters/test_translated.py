@@ -274,7 +274,7 @@ def test_cached_draft_equals_the_uncached_one(
     rows, went_back = torch.tensor([text, text[4:] + text[:4]]), 0
     for n, ends in enumerate([(4, 6), (5, 9), (9, 10), (14, 16), (23, 18), (30, 31)]):
         ctx = Context(rows, lengths=list(ends))
-        before = [list(own) for own in cache.read]
+        before = [list(own) for own in cache.tokens]
 
         def draw(ctx: Context, seeds: list[int], cache: Any, n: int = n) -> Any:
             rows_of = [torch.Generator().manual_seed(s) for s in seeds]
@@ -284,7 +284,7 @@ def test_cached_draft_equals_the_uncached_one(
             return drafter.draft(ctx, Chain(3), choose, cache)
 
         cached = draw(ctx, [n, n + 9], cache)
-        went_back += sum(own[: len(old)] != old for own, old in zip(cache.read, before))
+        went_back += sum(own[: len(old)] != old for own, old in zip(cache.tokens, before))
         for b, end in enumerate(ends):
             plain = draw(Context(rows[b : b + 1, :end]), [n + 9 * b], None)
             tokens = plain.tokens_BN[0].tolist()
@@ -391,8 +391,8 @@ def test_a_text_beyond_the_drafts_positions(
     cache = drafter.new_cache()
     fast = generate(target, prompt, max_new_tokens=30, drafter=drafter, gamma=3, eos=())
     assert fast.ids == plain.ids
-    drafter.read([prompt + plain.ids], cache)
-    assert 8 <= len(cache.read[0]) <= 24  # of 32, a quarter is for the draft
+    drafter.after_texts([prompt + plain.ids], cache)
+    assert 8 <= len(cache.tokens[0]) <= 24  # of 32, a quarter is for the draft
 
 
 @pytest.mark.parametrize("method", METHODS)

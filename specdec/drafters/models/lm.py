@@ -30,8 +30,8 @@ from specdec.target.parts import Parts, config_of_layers
 
 @dataclass
 class LMConfig(DraftLMConfig):
-    """As `DraftLMConfig`; and `source` "target" cuts `layers` (0-based; None: the first two and
-    the last two) out of the target."""
+    """As `DraftLMConfig`. With `source` "target" the draft is made of `layers` of the target
+    (0-based; None: the first two and the last two)."""
 
     name: str = "lm"
     depth: int = 4
@@ -48,7 +48,7 @@ class LM(Pretrained):
     def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
-        self.compiled = Compiled(self.read, SHORT)
+        self.compiled = Compiled(self.run, SHORT)
 
     @classmethod
     def plan(cls, config: LMConfig, target: Parts) -> LMSizes:
@@ -102,7 +102,7 @@ class LM(Pretrained):
         assert logits is not None
         return logits
 
-    def read(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
+    def run(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
         """The pass that `over_cache` makes, which can be compiled."""
         out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
         hidden = out.last_hidden_state

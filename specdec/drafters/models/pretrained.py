@@ -11,7 +11,7 @@ Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,10 @@ class LoraOptions:
 class DraftLMConfig:
     """Where the draft comes from.
 
-    `source`: "random" is the target's architecture with `overrides` of its config and fresh
-    weights; other than what a family adds, anything else is a hub name or a folder.
-    `train_embeddings=false` leaves the embedding and the LM head as they start: most of a small
-    model's weights and of its cost. `lora.rank` above 0 trains adapters alone, of which nothing is
-    left in the finished draft.
+    `source` is a hub name or a folder; or "random": the target's architecture with `overrides` of
+    its config and fresh weights. `train_embeddings=false` leaves the embedding and the LM head as
+    they start: most of a small model's weights and of its cost. `lora.rank` above 0 trains adapters
+    alone, which are added to the weights when the draft is saved.
     """
 
     name: str
@@ -75,8 +74,8 @@ class LMSizes(Sizes):
 
 
 class Pretrained(Drafter):
-    """A drafter with a `model` of one of transformers' auto classes. A family says how it is
-    read: `over_text` as a whole, and `over_cache`."""
+    """A drafter with a `model` of one of transformers' auto classes. A family says how it computes
+    a whole text and, while decoding, new tokens over a cache."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -87,21 +86,6 @@ class Pretrained(Drafter):
         self.model = fresh(self.Auto, sizes.model, config.train_embeddings)
         self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
 
-    @classmethod
-    def build(
-        cls,
-        config: Any,
-        target: Parts,
-        vocab_S: Tensor | None = None,
-        earlier: Drafter | None = None,
-    ) -> Self:
-        require(
-            config.lora.rank == 0 or config.source != "random" or earlier is not None,
-            "drafter.lora.rank: there is nothing to adapt in random weights: give another "
-            "drafter.source, drafter.from=FOLDER, or drafter.lora.rank=0",
-        )
-        return super().build(config, target, vocab_S, earlier)
-
     @property
     def train_depth(self) -> int:
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
@@ -111,8 +95,13 @@ class Pretrained(Drafter):
             trained = self.Auto.from_pretrained(self.config.source, dtype="float32")
             self.model.load_state_dict(trained.state_dict())
 
-    def begin_training(self) -> None:
+    def begin_training(self, inherited: bool) -> None:
         if self.config.lora.rank:
+            require(
+                inherited or self.config.source != "random",
+                "drafter.lora.rank: there is nothing to adapt in random weights: give another "
+                "drafter.source, drafter.from=FOLDER, or drafter.lora.rank=0",
+            )
             with_adapters(self.model, self.config.lora)
             for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
                 module.requires_grad_(self.config.train_embeddings)

@@ -58,12 +58,12 @@ class SparseConfig:
 
 
 class SparseCache(SlotCache):
-    """The small cache. Of each row it remembers how many tokens of the text it has `read`, and
+    """The small cache. Of each row it remembers how many tokens of the text it has `seen`, and
     before which one its positions were `chosen` last."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
-        self.read: list[int] = []
+        self.seen: list[int] = []
         self.chosen: list[int] = []
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
@@ -74,14 +74,14 @@ class SparseCache(SlotCache):
             mask_BTP = slot_P <= position_BT[..., None]
         if slot_position_BP is None:
             slot_position_BP = slot_P[None]
-        ahead = [n - slots for n, slots in zip(self.read, self.lengths, strict=True)]
+        ahead = [n - slots for n, slots in zip(self.seen, self.lengths, strict=True)]
         ahead_B1 = torch.tensor(ahead, device=ids_BT.device)[:, None]
         return Place(position_BT + ahead_B1, mask_BTP, slot_position_BP + ahead_B1)
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.read:  # else nothing was drafted yet
+        if self.seen:  # else nothing was drafted yet
             super().select(rows)
-            self.read, self.chosen = ([x[b] for b in rows] for x in (self.read, self.chosen))
+            self.seen, self.chosen = ([x[b] for b in rows] for x in (self.seen, self.chosen))
 
 
 class Sparse(View):
@@ -144,17 +144,17 @@ class Sparse(View):
         """Bring the small cache up to the target's. Where all rows hold one text, `choices` gives
         the positions to keep, by how many there were to choose from."""
         small.drop()
-        if not small.read:
-            small.read, small.chosen, small.lengths = ([0] * len(texts) for _ in range(3))
+        if not small.seen:
+            small.seen, small.chosen, small.lengths = ([0] * len(texts) for _ in range(3))
         plans = []
         for b, end in enumerate(full.lengths):
             before, picked = self._before(end), None
             if before > max(self.config.budget, small.chosen[b]):
                 picked = choices[before] if choices else self._choice(full, b, texts[b], before)
-                small.lengths[b], small.read[b] = self.config.budget, before
-            plans.append((picked, small.lengths[b], small.read[b], end))
-            small.lengths[b] += end - small.read[b]
-            small.read[b], small.chosen[b] = end, before
+                small.lengths[b], small.seen[b] = self.config.budget, before
+            plans.append((picked, small.lengths[b], small.seen[b], end))
+            small.lengths[b] += end - small.seen[b]
+            small.seen[b], small.chosen[b] = end, before
         small.reserve(max(small.lengths))
         for n, (ours, theirs) in enumerate(zip(small.slot_layers, full.slot_layers, strict=True)):
             if not theirs.is_initialized:  # a layer may read another's keys and values
@@ -207,7 +207,7 @@ class Sparse(View):
         for start in range(0, len(ends), ROWS):
             some, cache = ends[start : start + ROWS], self.new_cache()
             self.follow(_rows(full, 0, some), [text] * len(some), cache, choices)
-            found.append(self.read(cache, block_AK[start : start + ROWS], None))
+            found.append(self.continued(cache, block_AK[start : start + ROWS], None))
         return torch.cat(found)
 
 

@@ -155,7 +155,7 @@ class Translated(Drafter):
             own_BW, _ = self.own_ids(tokens_BW)
             return self._unembed(self.continued(own_BW, cache, parents_BW))
 
-        return Growth(self._unembed(self.read(ctx.rows(), cache)), grow)
+        return Growth(self._unembed(self.after_texts(ctx.rows(), cache)), grow)
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
@@ -164,17 +164,17 @@ class Translated(Drafter):
         written = self._written(ctx.rows(), cache or self.new_cache())
         return copied_chains([ids[: shape.depth] for ids in written], ctx)
 
-    def read(self, texts: Sequence[list[int]], cache: "TranslatedCache") -> Tensor:
+    def after_texts(self, texts: Sequence[list[int]], cache: "TranslatedCache") -> Tensor:
         """The draft's hidden states [B, D] after texts in target tokens."""
         owns = [self._fitting(self.bridge.to_draft(ids)) for ids in texts]
-        before = cache.read or [[] for _ in owns]
+        before = cache.tokens or [[] for _ in owns]
         cache.lengths = [_shared(*pair) for pair in zip(before, owns, strict=True)]
         new = unread(cache, list(map(len, owns)))
         longest = max(new)
         tails = [own[len(own) - n :] + [0] * (longest - n) for own, n in zip(owns, new)]
         hidden_BTD = self.continued(torch.tensor(tails, device=self.lm.device), cache)
         cache.keep(new)
-        cache.read = owns
+        cache.tokens = owns
         return last_of(hidden_BTD, new)
 
     def continued(
@@ -193,7 +193,7 @@ class Translated(Drafter):
         self, text: list[int], after_k: Tensor, depth: int, cache: "TranslatedCache"
     ) -> Tensor:
         """Hidden states [K, D + 1] at the end of a text and after each of the tokens after it."""
-        hidden_KD = self.read([text], cache)
+        hidden_KD = self.after_texts([text], cache)
         own_k, known_k = self.own_ids(after_k.to(self.lm.device))
         if len(own_k):
             hidden_KD = torch.cat([hidden_KD, self.continued(own_k[None], cache)[0]])
@@ -204,7 +204,7 @@ class Translated(Drafter):
 
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
         """What the draft writes after each text, in target tokens."""
-        last_BD = self.read(texts, cache)
+        last_BD = self.after_texts(texts, cache)
         steps: list[list[int]] = []
         for n in range(self.config.draft_tokens or self.depth):
             if n:
@@ -213,7 +213,7 @@ class Translated(Drafter):
             steps.append(self.lm.logits(last_BD).float().argmax(-1).tolist())
         rows = [list(row) for row in zip(*steps)]
         return [
-            self.bridge.to_target(ids, own, new) for ids, own, new in zip(texts, cache.read, rows)
+            self.bridge.to_target(ids, own, new) for ids, own, new in zip(texts, cache.tokens, rows)
         ]
 
     def _fitting(self, own: list[int]) -> list[int]:
@@ -230,12 +230,12 @@ class TranslatedCache(SlotCache):
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
-        self.read: list[list[int]] = []
+        self.tokens: list[list[int]] = []
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.read:  # else nothing was drafted yet
+        if self.tokens:  # else nothing was drafted yet
             super().select(rows)
-            self.read = [self.read[b] for b in rows]
+            self.tokens = [self.tokens[b] for b in rows]
 
 
 def _loaded(config: TranslatedConfig, target: Parts) -> Target:

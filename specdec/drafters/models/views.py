@@ -57,7 +57,7 @@ class View(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.target.logits(hidden)
 
-    def read(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+    def continued(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of tokens that continue what the cache holds."""
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.target.config, place, self.target.dtype)
@@ -71,7 +71,7 @@ class View(Drafter):
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             slots = None if parents_BW is None else parents_BW + 1
-            return self.unembed(self.read(cache, tokens_BW, slots), 0)
+            return self.unembed(self.continued(cache, tokens_BW, slots), 0)
 
         anchor_B1 = torch.tensor([ids[-1:] for ids in ctx.rows()], device=ctx.ids_BT.device)
         return Growth(grow(anchor_B1, None)[:, -1], grow)
