@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.context import Context, Needs, Proposal
+from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Verdict
 from specdec.decoding.stream import Stops
+
+PHASES = ("draft", "verify", "judge", "commit")  # of a round
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Generation:
     rounds: list[Round]
     prefill_seconds: float
     seconds: float  # of the rounds until this row ended, prefill apart
-    spent: dict[str, float] = field(default_factory=dict)  # by phase of a round, see `Clock`
+    spent: dict[str, float] = field(default_factory=dict)  # by phase of a round, see `PHASES`
 
     @property
     def emitted(self) -> int:
@@ -49,28 +52,19 @@ class Generation:
 
 
 class Clock:
-    """Seconds since decoding began, and those spent in each phase of the rounds so far."""
+    """Seconds spent so far in prefill and in each phase of the rounds."""
 
     def __init__(self) -> None:
-        self.spent = dict.fromkeys(("draft", "verify", "judge", "commit"), 0.0)
-        self.prefill = 0.0
-        self._began = self._last = time.perf_counter()
-
-    def prefilled(self) -> None:
-        self.prefill = time.perf_counter() - self._began
-
-    def rounds(self) -> float:
-        """Seconds since prefill."""
-        return time.perf_counter() - self._began - self.prefill
+        self.spent = dict.fromkeys(("prefill", *PHASES), 0.0)
+        self.began = self.last = time.perf_counter()
 
     def start(self) -> None:
-        self._last = time.perf_counter()
+        self.last = time.perf_counter()
 
     def end(self, phase: str) -> None:
         """What passed since the last call belongs to this phase."""
-        now = time.perf_counter()
-        self.spent[phase] += now - self._last
-        self._last = now
+        last, self.last = self.last, time.perf_counter()
+        self.spent[phase] += self.last - last
 
 
 @dataclass(frozen=True)
@@ -83,68 +77,62 @@ class Record:
     keep: Callable[[list[int], Context], None]
 
 
+@dataclass
 class Answers:
-    """The answers to all prompts, those that have ended, and the prompts still in the batch.
+    """The answers to all prompts, those that have ended, and the prompts still in the batch."""
 
-    `openings` are the parts of the prompts in which a stop string may begin.
-    """
+    prompts: Sequence[Sequence[int]]
+    openings: Sequence[Sequence[int]]  # the parts of the prompts in which a stop string may begin
+    limit: int
+    eos: tuple[int, ...]
+    stops: Stops | None
+    on_tokens: OnTokens | None
+    record: Record | None
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        openings: Sequence[Sequence[int]],
-        eos: tuple[int, ...],
-        limit: int,
-        stops: Stops | None,
-        on_tokens: OnTokens | None,
-    ) -> None:
-        self.prompts, self.openings = prompts, openings
-        self.eos, self.limit, self.stops, self.on_tokens = eos, limit, stops, on_tokens
-        self.in_batch = list(range(len(prompts)))  # the prompt of each row of the batch
+    def __post_init__(self) -> None:
+        self.in_batch = list(range(len(self.prompts)))  # the prompt of each row of the batch
         self.clock = Clock()
-        self._ids: list[list[int]] = [[] for _ in prompts]
-        self._rounds: list[list[Round]] = [[] for _ in prompts]
+        self._rounds: list[list[Round]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
 
     @property
     def all_ended(self) -> bool:
         return len(self._done) == len(self.prompts)
 
-    def add(self, new: list[list[int]], rounds: list[Round] | None) -> list[int]:
-        """What a round committed to each row of the batch; None: prefill did. Returns the rows
-        whose answers have ended with it."""
-        ended = []
-        for b, prompt in enumerate(self.in_batch):
-            if prompt in self._done:  # it has ended, but its row is still in the batch
+    def add(self, rows: Rows, new: list[list[int]], rounds: list[Round] | None = None) -> None:
+        """What a round has committed to each row of the batch; rounds None: prefill did."""
+        for b, i in enumerate(self.in_batch):
+            if i in self._done:  # it has ended, but its row is still in the batch
                 continue
-            ids, last = self._ids[prompt], None
+            ids = rows.texts[b][len(self.prompts[i]) :]
+            before = len(ids) - len(new[b])
             if rounds is not None:
-                last = rounds[b]
-                self._rounds[prompt].append(last)
-            before = len(ids)
-            ids += new[b]
-            end = self._end(prompt, before)
+                self._rounds[i].append(rounds[b])
+            end = self._end(self.openings[i], ids, before)
             if self.on_tokens:
-                self.on_tokens(prompt, ids[before:end], last)
-            if end is not None:
-                ended.append(b)
-                self._done[prompt] = Generation(
-                    prompt=list(self.prompts[prompt]),
-                    ids=ids[:end],
-                    overrun=ids[end:],
-                    rounds=self._rounds[prompt],
-                    prefill_seconds=self.clock.prefill,
-                    seconds=self.clock.rounds(),
-                    spent=dict(self.clock.spent),
-                )
-        return ended
+                self.on_tokens(i, ids[before:end], rounds[b] if rounds else None)
+            if end is None:
+                continue
+            spent, passed = dict(self.clock.spent), time.perf_counter() - self.clock.began
+            prefill = spent.pop("prefill")
+            self._done[i] = Generation(
+                prompt=list(self.prompts[i]),
+                ids=ids[:end],
+                overrun=ids[end:],
+                rounds=self._rounds[i],
+                prefill_seconds=prefill,
+                seconds=passed - prefill,
+                spent=spent,
+            )
+            if self.record is not None:
+                self.record.keep(rows.texts[b], rows.known(b))
 
     def remaining(self, patient: bool) -> list[int] | None:
         """The rows of the batch that go on, where those that have ended leave it now.
 
         Leaving copies the caches: a `patient` batch waits until a tenth of its rows have ended.
         """
-        rows = [b for b, prompt in enumerate(self.in_batch) if prompt not in self._done]
+        rows = [b for b, i in enumerate(self.in_batch) if i not in self._done]
         if len(rows) == len(self.in_batch) or (patient and len(rows) >= 0.9 * len(self.in_batch)):
             return None
         self.in_batch = [self.in_batch[b] for b in rows]
@@ -152,17 +140,14 @@ class Answers:
 
     def generations(self) -> list[Generation]:
         """One for each prompt, in their order, once all have ended."""
-        return [self._done[prompt] for prompt in range(len(self.prompts))]
+        return [self._done[i] for i in range(len(self.prompts))]
 
-    def _end(self, prompt: int, before: int) -> int | None:
-        """How many tokens the answer keeps where it ends behind its first `before`; None: it
-        goes on."""
-        ids = self._ids[prompt]
-        for i in range(before, min(len(ids), self.limit)):
-            if ids[i] in self.eos:
-                return i + 1
-            if self.stops is not None and self.stops.ends(self.openings[prompt], ids[: i + 1]):
-                return i + 1
+    def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
+        """How many of its tokens the answer keeps where it ends behind its first `before`; None:
+        it goes on."""
+        for n in range(before + 1, min(len(ids), self.limit) + 1):
+            if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):
+                return n
         return self.limit if len(ids) >= self.limit else None
 
 
@@ -172,20 +157,17 @@ def outcome(
     """What became of each row's draft, and the tokens that the row gains: the drafted ones that
     were kept, and the target's own."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
-    parents = None if proposal.parents_BN is None else proposal.parents_BN.tolist()
     rounds, new = [], []
-    for b, ids in enumerate(proposal.tokens_BN.tolist()):
-        nodes = sum(t >= 0 for t in ids)
+    for b, (ids, above) in enumerate(
+        zip(proposal.tokens_BN.tolist(), proposal.above_BN.tolist(), strict=True)
+    ):
         path = tuple(i for i in paths[b] if i >= 0)
-        depth, went_on = nodes, nodes > len(path)
-        if parents is not None:
-            last, depths = path[-1] if path else -1, {-1: 0}
-            went_on = False
-            for i, (token, parent) in enumerate(zip(ids, parents[b], strict=True)):
-                depths[i] = 1 + depths[parent] if token >= 0 else 0
-                went_on = went_on or (token >= 0 and parent == last)
-            depth = max(depths.values())
+        depths, end, went_on = [0], 1 + path[-1] if path else 0, False  # by place
+        for token, place in zip(ids, above, strict=True):
+            depths.append(1 + depths[place] if token >= 0 else 0)
+            went_on = went_on or (token >= 0 and place == end)
+        nodes = sum(token >= 0 for token in ids)
         tested = len(path) + went_on
-        rounds.append(Round(len(texts[b]) - 1, depth, len(path), nodes, tested, path))
+        rounds.append(Round(len(texts[b]) - 1, max(depths), len(path), nodes, tested, path))
         new.append([*(ids[i] for i in path), following[b]])
     return rounds, new

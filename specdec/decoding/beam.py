@@ -22,17 +22,17 @@ that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocab
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs
 from specdec.decoding.decode import require_room
-from specdec.decoding.rows import Rows
+from specdec.decoding.rows import Rows, each
 from specdec.drafters.base import Drafter
-from specdec.errors import require
+from specdec.errors import require, require_between
 from specdec.target.base import Target
 
 SCRATCH = 256  # slots of the target's cache that dead beams may fill before they are cleared
@@ -72,7 +72,6 @@ class Hypothesis:
 class BeamRound:
     """One pass of the target over the live beams and what was drafted after them."""
 
-    step: int  # beam steps made before
     drafted: int  # beam steps
     accepted: int  # drafted steps that were the target's too; one more was made
     nodes: int  # drafted tokens
@@ -85,19 +84,13 @@ class BeamResult:
 
     prompt: list[int]
     hypotheses: list[Hypothesis]  # best first
-    rounds: list[BeamRound]
-    prefill_seconds: float
+    rounds: list[BeamRound]  # one a pass
     seconds: float  # of the rounds
-    draft_seconds: float  # the part of them in which the draft worked
 
     @property
     def ids(self) -> list[int]:
         """The best hypothesis."""
         return self.hypotheses[0].ids
-
-    @property
-    def passes(self) -> int:
-        return len(self.rounds)
 
     @property
     def steps(self) -> int:
@@ -107,9 +100,10 @@ class BeamResult:
     @property
     def tau(self) -> float:
         """Beam steps per target pass, pooled."""
-        return (self.steps - 1) / self.passes if self.rounds else math.nan
+        return (self.steps - 1) / len(self.rounds) if self.rounds else math.nan
 
 
+@dataclass
 class Search:
     """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step a
     call: its candidates, their order, and its reasons to stop.
@@ -119,25 +113,21 @@ class Search:
     row is left out.
     """
 
-    def __init__(
-        self,
-        root: BeamNode,
-        beams: int,
-        limit: int,
-        eos: Tensor,
-        length_penalty: float,
-        early_stopping: bool | str,
-    ) -> None:
-        self.beams, self.limit, self.eos = beams, limit, eos
-        self.length_penalty, self.early_stopping = length_penalty, early_stopping
-        self.live = [root] * beams  # all alike: the scores let the first alone go on
-        self.score_W = torch.full((beams,), NEVER, device=eos.device)
-        self.score_W[0] = 0
-        self.best: list[BeamNode] = [root] * beams  # the best finished hypotheses so far
-        self.best_score_W = torch.full((beams,), NEVER, device=eos.device)
-        self.finished_W = torch.zeros(beams, dtype=torch.bool, device=eos.device)
-        self.length = 0  # generated tokens of every live beam
-        self.done = False
+    root: InitVar[BeamNode]
+    beams: int
+    limit: int
+    eos: Tensor
+    length_penalty: float
+    early_stopping: bool | str
+    length: int = 0  # generated tokens of every live beam
+    done: bool = False
+
+    def __post_init__(self, root: BeamNode) -> None:
+        never_W = torch.full((self.beams,), NEVER, device=self.eos.device)
+        self.live, self.score_W = [root] * self.beams, never_W.clone()
+        self.score_W[0] = 0  # all are alike: the scores let the first alone go on
+        self.best, self.best_score_W = [root] * self.beams, never_W  # hypotheses that ended
+        self.finished_W = torch.zeros_like(never_W, dtype=torch.bool)
 
     def step(self, log_p_WV: Tensor, known: Children) -> None:
         """Extend every beam by one token, given log p of the live ones. A node that is `known` by
@@ -203,7 +193,7 @@ class LiveTree:
             cache=self.cache,
             parents_BT=torch.tensor([parents], device=device),
         )
-        self.features = _each(features, lambda x_1ND: x_1ND[:, len(lost) :])
+        self.features = each(features, lambda x_1ND: x_1ND[:, len(lost) :])
         self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
@@ -236,7 +226,7 @@ class DraftBeams:
         self.drafter, self.eos_E, self.live = drafter, eos_E, [root]
         self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
         if len(prompt) > 1:  # what all beams share is read once, and only then repeated
-            self.rows.extend([[]], features, [len(prompt) - 1], None)
+            self.rows.extend([[]], features, [len(prompt) - 1])
             if self.cache is not None:
                 drafter.begin(self.rows.context(), self.cache)
 
@@ -253,7 +243,7 @@ class DraftBeams:
         seen = [[place[n] for n in (a, *path[:-1])] for a, path in zip(before, paths, strict=True)]
         self.rows.extend(
             [[n.token for n in path] for path in paths],
-            _each(features, lambda x_1ND: x_1ND.expand(len(live), -1, -1)),
+            each(features, lambda x_1ND: x_1ND.expand(len(live), -1, -1)),
             [steps] * len(live),
             torch.tensor(seen, device=self.eos_E.device),
         )
@@ -325,78 +315,8 @@ def beam_search(
     more tokens than target or draft have positions.
     """
     width = 2 * beams if draft_beams is None else draft_beams
-    _require(target, prompt, max_new_tokens, beams, early_stopping, drafter, width, gamma)
-    eos_E = torch.tensor(target.eos if eos is None else eos, device=target.device).long()
-    early_stopping = True if beams == 1 else early_stopping
-    started = time.perf_counter()
-
-    root = BeamNode(prompt[-1], None, COMMITTED)
-    search = Search(root, beams, max_new_tokens, eos_E, length_penalty, early_stopping)
-    tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
-    draft = DraftBeams(drafter, root, prompt, tree.features, eos_E) if drafter else None
-    tree.features = _each(tree.features, lambda x_1TD: x_1TD[:, -1:])
-    place: Places = {root: 0}  # where the nodes are in the target's last pass
-    known: Children = {}
-    search.step(tree.log_p_NV[[0] * beams], known)
-    steps, rounds, draft_seconds = 1, [], 0.0
-    prefill_done = time.perf_counter()
-
-    while not search.done:
-        t0 = time.perf_counter()
-        known, depth = {}, 0
-        if draft is not None:
-            draft.follow(search.live, steps, tree.features, place)
-            if depth := min(gamma, max_new_tokens - search.length - 1):
-                depth = draft.grow(search.score_W, width, depth, known)
-        drafted = list(known.values())
-        draft_seconds += time.perf_counter() - t0
-
-        tree.settle(search.live)
-        anchors = list(dict.fromkeys(search.live))
-        tree.score(anchors, drafted)
-        place = {node: i for i, node in enumerate([*anchors, *drafted])}
-
-        steps, step = 0, search.length
-        while not search.done and all(node in place for node in search.live):
-            search.step(tree.log_p_NV[[place[node] for node in search.live]], known)
-            steps += 1
-        rounds.append(BeamRound(step, depth, steps - 1, len(drafted)))
-
-    return BeamResult(
-        prompt=list(prompt),
-        hypotheses=[
-            Hypothesis([n.token for n in node.path()], score)
-            for node, score in zip(search.best, search.best_score_W.tolist(), strict=True)
-        ],
-        rounds=rounds,
-        prefill_seconds=prefill_done - started,
-        seconds=time.perf_counter() - prefill_done,
-        draft_seconds=draft_seconds,
-    )
-
-
-def _each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
-    """The same change made to every tensor of the features."""
-    layers, final = features.layers_BTF, features.final_BTD
-    return Context(
-        features.ids_BT,
-        None if layers is None else change(layers),
-        None if final is None else change(final),
-    )
-
-
-def _require(
-    target: Target,
-    prompt: Sequence[int],
-    new: int,
-    beams: int,
-    early_stopping: bool | str,
-    drafter: Drafter | None,
-    width: int,
-    gamma: int,
-) -> None:
-    require_room(target, [prompt], new, drafter)
-    require(beams >= 1, f"beams={beams}: give 1 or more")
+    require_room(target, [prompt], max_new_tokens, drafter)
+    require_between("beams", beams, 1)
     require(
         early_stopping in (True, False, "never"),
         f"early_stopping={early_stopping!r} is unknown: give true, false or never",
@@ -404,5 +324,43 @@ def _require(
     if drafter is not None:
         deepest = drafter.max_depth or gamma
         require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")
-        require(gamma >= 1, f"gamma={gamma}: give 1 or more steps to draft")
+        require_between("gamma", gamma, 1)
         require(gamma <= deepest, f"gamma={gamma}: this draft has {deepest} steps: give no more")
+    eos_E = torch.tensor(target.eos if eos is None else eos, device=target.device).long()
+    early_stopping = True if beams == 1 else early_stopping
+
+    root = BeamNode(prompt[-1], None, COMMITTED)
+    search = Search(root, beams, max_new_tokens, eos_E, length_penalty, early_stopping)
+    tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
+    draft = DraftBeams(drafter, root, prompt, tree.features, eos_E) if drafter else None
+    tree.features = each(tree.features, lambda x_1TD: x_1TD[:, -1:])
+    place: Places = {root: 0}  # where the nodes are in the target's last pass
+    known: Children = {}
+    search.step(tree.log_p_NV[[0] * beams], known)
+    steps, rounds, began = 1, list[BeamRound](), time.perf_counter()
+
+    while not search.done:
+        known, depth = {}, 0
+        if draft is not None:
+            draft.follow(search.live, steps, tree.features, place)
+            if depth := min(gamma, max_new_tokens - search.length - 1):
+                depth = draft.grow(search.score_W, width, depth, known)
+        drafted = list(known.values())
+
+        tree.settle(search.live)
+        anchors = list(dict.fromkeys(search.live))
+        tree.score(anchors, drafted)
+        place = {node: i for i, node in enumerate([*anchors, *drafted])}
+
+        steps = 0
+        while not search.done and all(node in place for node in search.live):
+            search.step(tree.log_p_NV[[place[node] for node in search.live]], known)
+            steps += 1
+        rounds.append(BeamRound(depth, steps - 1, len(drafted)))
+
+    scores = search.best_score_W.tolist()
+    found = [
+        Hypothesis([n.token for n in node.path()], score)
+        for node, score in zip(search.best, scores, strict=True)
+    ]
+    return BeamResult(list(prompt), found, rounds, time.perf_counter() - began)

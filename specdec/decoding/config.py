@@ -8,15 +8,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoding.decode import fitting_rule
+from specdec.decoding.decode import fitting_rule, require_draftable
 from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
-from specdec.errors import nearest, require, require_between, typed
+from specdec.errors import require, require_between, require_known, require_within, typed
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain, Static
 
 TREES = ("static", "dynamic", "best_first")
-MEASURED = {"optimal": "c", "goodput": "table", "disco": "path"}  # settings that can be measured
 
 
 @dataclass
@@ -57,21 +56,9 @@ class DecodeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "max_new_tokens", "repeats", "batch", "nodes", "branches"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"decode.{name}={value}: give 1 or more")
-        require(
-            self.gamma is None or 1 <= self.gamma <= DEEPEST,
-            f"decode.gamma={self.gamma}: give 1 to {DEEPEST}, or null for the trained depth",
-        )
-        require(
-            self.tree is None or self.tree in TREES,
-            f"decode.tree={self.tree!r} is unknown{nearest(str(self.tree), TREES)}",
-        )
-        require(
-            self.length in LENGTHS,
-            f"decode.length={self.length!r} is unknown{nearest(self.length, LENGTHS)}",
-        )
+        require_within("decode", self, prompts=1, max_new_tokens=1, repeats=1, batch=1, nodes=1)
+        require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1), top_k=0)
+        require_known("decode", self, tree=TREES, length=LENGTHS)
         require(
             self.tree is None or (self.length == "fixed" and not self.settings),
             f"decode.length={self.length} shortens chains: give decode.tree=null with it",
@@ -88,8 +75,6 @@ class DecodeConfig:
                 "them, and no decode.nodes",
             )
             Static(self.paths)  # raises where they do not form a tree
-        require_between("decode.seed", self.seed, 0, 2**32 - 1)
-        require_between("decode.top_k", self.top_k, 0)
         require(0 < self.top_p <= 1, f"decode.top_p={self.top_p}: give a share above 0, up to 1")
         require(
             0 < len(self.temperatures) == len(set(self.temperatures)),
@@ -107,22 +92,16 @@ class DecodeConfig:
 
 def is_measured(cfg: DecodeConfig) -> bool:
     """Whether the length policy needs figures that its settings do not give."""
-    name = MEASURED.get(cfg.length)
-    return name is not None and cfg.settings.get(name) in (None, "")
+    name = LENGTHS[cfg.length].measured
+    return bool(name) and cfg.settings.get(name) in (None, "")
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
     """Raise UserError where the drafter or the length policy cannot do what `cfg` asks for,
     before anything is measured."""
-    name, most = drafter.config.name, drafter.max_depth
+    name, policy = drafter.config.name, LENGTHS[cfg.length]
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-    if cfg.paths is not None:
-        gamma = Static(cfg.paths).depth
-    require(
-        most is None or gamma <= most,
-        f"decode.gamma={gamma} (or the depth of decode.paths) is too much: {name} has {most} heads "
-        "and drafts at most one token with each",
-    )
+    require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)
     require(
         cfg.tree != "best_first" or drafter.parallel,
         f"decode.tree=best_first needs parallel heads, and {name} drafts one token after another: "
@@ -133,14 +112,9 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
         f"decode.tree=static: {name} copies tokens, so there are no ranks to measure: give "
         "decode.tree=dynamic, or decode.paths",
     )
-    require(
-        not drafter.copies or not LENGTHS[cfg.length].reads_q,
-        f"decode.length={cfg.length} reads q, and {name} copies tokens without any q: give another "
-        "length",
-    )
     settings = {"limit": gamma} | dict(cfg.settings)
-    limit = typed(LENGTHS[cfg.length].Config, settings, "decode.settings").limit
-    require(limit >= 1, f"decode.settings.limit={limit}: give 1 or more")
+    limit = typed(policy, settings, "decode.settings").limit
+    require_between("decode.settings.limit", limit, 1)
     require(
         limit <= gamma,
         f"decode.settings.limit={limit} is above γ = {gamma} and would never be reached: give "

@@ -8,23 +8,23 @@ short. Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1 p
 (see `Proposal`), K kept nodes, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypedDict, Unpack
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import Context, Needs, Proposal
-from specdec.decoding.answers import Answers, Generation, OnTokens, Record, Round, outcome
+from specdec.context import Needs, Proposal
+from specdec.decoding.answers import Answers, Generation, OnTokens, Record, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Rule, Verdict, greedy, named
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.drafters.base import Drafter, last_of
-from specdec.errors import UserError, require
+from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
 from specdec.sampling.sampler import Sampler
@@ -77,24 +77,29 @@ def decode(
     and more tokens than the target has positions.
     """
     require_room(target, prompts, max_new_tokens)
-    require_options(target, len(prompts), seeds, stop)
+    asked = len(prompts)
+    fitting = seeds is None or len(seeds) == asked
+    require(fitting, f"{len(seeds or ())} seeds for {asked} prompts: give one for each prompt")
+    require("" not in stop, "stop='' would end every answer at once: give longer strings")
+    require(
+        not stop or target.tokenizer is not None,
+        "stop strings need the target's tokenizer, and it has none: give eos ids instead",
+    )
     sampler = sampler or Sampler(temperature=0.0)
     needs = replace(record.needs, final_hidden=True) if record else Needs()
     if drafter is not None:
         shape, needs = shape or Chain(drafter.depth), drafter.needs
-        require_draftable(drafter, shape, length)
+        require_draftable(drafter, shape.depth, type(length) if length else Length)
+        chain = isinstance(shape, Chain)
+        require(chain or not length, "a length shortens chains, and a tree has none: leave one out")
     judge = fitting_rule(rule, shape, sampler, greedy_draft)
     slots = None
     if compiled:
         slots = capacity(max(map(len, prompts)) + max_new_tokens, drafter, shape)
-    answers = Answers(
-        prompts,
-        [p[len(p) - target.placed(p) :] for p in prompts],
-        target.eos if eos is None else eos,
-        max_new_tokens,
-        Stops(stop, target.tokenizer) if stop else None,
-        on_tokens,
-    )
+    openings = [p[len(p) - target.placed(p) :] for p in prompts]
+    stops = Stops(stop, target.tokenizer) if stop else None
+    eos = target.eos if eos is None else eos
+    answers = Answers(prompts, openings, max_new_tokens, eos, stops, on_tokens, record)
 
     # Prefill: the target reads the prompts and emits the first token of each answer.
     cache = target.new_cache(slots)
@@ -102,24 +107,25 @@ def decode(
     choose = Choose(
         sampler,
         "fixed" if greedy_draft else judge.siblings,
-        [torch.Generator(target.device).manual_seed(s) for s in seeds or range(len(prompts))],
+        [torch.Generator(target.device).manual_seed(s) for s in seeds or range(asked)],
         None if drafter is None else drafter.vocab_S,
         target.vocab_size,
         target.shown(processors),
         rows.texts,
     )
-    draft = Draft(target, drafter, shape, length, choose, slots)
-    first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * len(prompts))[:, 0])
+    first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * asked)[:, 0])
     new = [[token] for token in first_B.tolist()]
-    rows.extend(new, Context(rows.ids()), [0] * len(new), None)
-    answers.clock.prefilled()
-    recorded(record, rows, answers.add(new, None))
+    rows.extend(new)
+    answers.clock.end("prefill")
+    answers.add(rows, new)
 
+    draft = Draft(target, drafter, shape, length, choose, drafter and drafter.new_cache(slots))
     while not answers.all_ended:
         # Rows whose answer has ended leave the batch.
         if (going := answers.remaining(patient=drafter is None)) is not None:
-            for part in (rows, cache, choose, draft):
-                part.select(going)
+            for part in (rows, cache, choose, draft.cache):
+                if part is not None:
+                    part.select(going)
         answers.clock.start()
 
         # The draft proposes a chain or a tree after each row's anchor.
@@ -129,7 +135,10 @@ def decode(
         # The target reads the anchors and all that was drafted in one pass.
         ids_BM, above_BM = proposal.block(rows.anchors())
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
-        logits_BMV = draft.heard(proposal, logits_BMV)
+        if drafter is not None and proposal.scouts is not None:
+            M = 1 + proposal.tokens_BN.shape[1]
+            drafter.hear(logits_BMV[:, M:], draft.cache)
+            logits_BMV = logits_BMV[:, :M]
         answers.clock.end("verify")
 
         # The rule keeps a path of each draft, and the target adds a token of its own.
@@ -141,9 +150,10 @@ def decode(
         counts, kept_BM = [len(ids) for ids in new], proposal.kept_places(verdict.path_BK)
         cache.keep(counts, kept_BM)
         rows.extend(new, features, counts, kept_BM)
-        draft.observe(rounds)
+        if length is not None:
+            length.observe([r.drafted for r in rounds], [r.accepted for r in rounds])
         answers.clock.end("commit")
-        recorded(record, rows, answers.add(new, rounds))
+        answers.add(rows, new, rounds)
     return answers.generations()
 
 
@@ -157,7 +167,7 @@ def prefill(
     features, final_BTD = target.features(rows.ids(), needs, cache=cache)
     logits_BV = target.logits(last_of(final_BTD, counts))
     cache.keep(counts)
-    rows.extend([[] for _ in distinct], features, counts, None)
+    rows.extend([[] for _ in distinct], features, counts)
     if len(distinct) < len(prompts):
         origin = [distinct.index(tuple(p)) for p in prompts]
         rows.select(origin)
@@ -166,29 +176,24 @@ def prefill(
     return rows, logits_BV
 
 
+@dataclass
 class Draft:
     """The draft's side of the loop: what a round proposes, and what drafting keeps between rounds.
     Without a drafter it proposes nothing."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        shape: Shape | None,
-        length: Length | None,
-        choose: Choose,
-        slots: int | None,
-    ) -> None:
-        self.target, self.drafter, self.shape = target, drafter, shape
-        self.length, self.choose, self.cache = length, choose, None
-        if drafter is not None:
-            self.cache = drafter.new_cache(slots)
+    target: Target
+    drafter: Drafter | None
+    shape: Shape | None
+    length: Length | None
+    choose: Choose
+    cache: Any = None  # of the drafter
 
     def proposal(self, rows: Rows, cache: SlotCache) -> Proposal:
         """What this round drafts: nothing where there is no drafter, where the policy says so, and
         where the positions of target or draft are used up."""
+        nothing = Proposal(rows.anchors()[:, :0])
         if self.drafter is None or self.shape is None:
-            return Proposal(rows.anchors()[:, :0])
+            return nothing
         positions = self.target.room(min(cache.lengths))
         taken = max(cache.lengths) + 1  # the anchor's, too
         room = min(positions, self.drafter.positions or positions) - taken
@@ -198,26 +203,8 @@ class Draft:
             stop = length.stop if length is not None and length.reads_q else None
             shape = Chain(min(gamma, room, shape.depth), stop)
         if not 1 <= shape.depth <= room:
-            return Proposal(rows.anchors()[:, :0])
+            return nothing
         return self.drafter.draft(rows.context(cache), shape, self.choose, self.cache)
-
-    def heard(self, proposal: Proposal, logits: Tensor) -> Tensor:
-        """The logits [B, M, V] of the block; those after its scouts are the drafter's."""
-        if proposal.scouts is None or self.drafter is None:
-            return logits
-        M = proposal.tokens_BN.shape[1] + 1
-        self.drafter.hear(logits[:, M:], self.cache)
-        return logits[:, :M]
-
-    def observe(self, rounds: list[Round]) -> None:
-        """Tell the length policy what became of the round."""
-        if self.length is not None:
-            self.length.observe([r.drafted for r in rounds], [r.accepted for r in rounds])
-
-    def select(self, rows: list[int]) -> None:
-        """Keep these rows of the batch only."""
-        if self.cache is not None:
-            self.cache.select(rows)
 
 
 def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
@@ -227,27 +214,18 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
             return rule.at_zero(proposal, logits_BMV.float())
         return greedy(proposal, logits_BMV.float().argmax(-1))
     verdicts = []
-    for b, (generator, ids) in enumerate(
-        zip(choose.generators, proposal.tokens_BN.tolist(), strict=True)
-    ):
-        drafted = max((i + 1 for i, t in enumerate(ids) if t >= 0), default=0)
+    for b, generator in enumerate(choose.generators):
+        ids = proposal.tokens_BN[b].tolist()
+        drafted = max((i + 1 for i, token in enumerate(ids) if token >= 0), default=0)
 
         def p_of(place_B: Tensor, b: int = b) -> Tensor:
             return choose.sampler.probs(logits_BMV[b, place_B])
 
         # without the row's padding, which depends on its neighbours
         verdicts.append(verify(rule, proposal.row(b, drafted), p_of, generator))
-    widest = max(v.path_BK.shape[1] for v in verdicts)
-    paths = [pad(v.path_BK, (0, widest - v.path_BK.shape[1]), value=-1) for v in verdicts]
     accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
-    return Verdict(accepted_B, next_B, torch.cat(paths))
-
-
-def recorded(record: Record | None, rows: Rows, ended: list[int]) -> None:
-    """Keep the features of the rows that have ended."""
-    for b in ended if record else ():
-        assert record is not None
-        record.keep(rows.texts[b], rows.known(b))
+    paths = [v.path_BK[0] for v in verdicts]
+    return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
 
 
 def fitting_rule(
@@ -258,16 +236,16 @@ def fitting_rule(
     if isinstance(name, Rule):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
+    best = "point_mass" if picked else "recursive"  # of a tree
     if name == "auto":
-        name = "block" if not tree else "point_mass" if picked or greedy_draft else "recursive"
+        name = "block" if not tree else "point_mass" if greedy_draft else best
     rule = named(name)
-    if tree and not rule.trees and not sampler.greedy:
-        fitting = "point_mass" if picked else "recursive"
-        raise UserError(f"decode.rule={name} judges chains only: give {fitting} for this tree")
-    if tree and picked and rule.siblings != "fixed" and not sampler.greedy:
-        raise UserError(
+    if tree and not sampler.greedy:
+        require(rule.trees, f"decode.rule={name} judges chains only: give {best} for this tree")
+        require(
+            not picked or rule.siblings == "fixed",
             f"decode.rule={name} wants siblings drawn from q, and this tree picks the likeliest: "
-            "give decode.rule=point_mass, or a static tree"
+            "give decode.rule=point_mass, or a static tree",
         )
     return rule
 
@@ -281,60 +259,40 @@ def require_room(
     """Raise UserError for no prompts or an empty one, for ids outside the target's vocabulary, and
     where an answer would not fit the positions of the target, or of a `drafter` that is given
     because it cannot stop drafting before its own end."""
+    known = target.embedding.num_embeddings
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
-    require(
-        all(len(p) > 0 for p in prompts), "the prompt has no tokens: there is nothing to continue"
-    )
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
     for ids in prompts:
+        require(len(ids) > 0, "the prompt has no tokens: there is nothing to continue")
+        worst = min(ids) if min(ids) < 0 else max(ids)
         require(
-            min(ids) >= 0 and max(ids) < target.embedding.num_embeddings,
-            f"the prompt holds token {max(ids) if min(ids) >= 0 else min(ids)}, but the target's "
-            f"vocabulary has {target.embedding.num_embeddings}: give ids of its own tokenizer",
+            0 <= worst < known,
+            f"the prompt holds token {worst}, but the target's vocabulary has {known}: give ids of "
+            "its own tokenizer",
         )
     placed = [target.placed(ids) for ids in prompts]
-    longest, shortest = max(placed), min(placed)
-    rooms = {"target": target.room(shortest)}
+    rooms = {"target": target.room(min(placed))}
     if drafter is not None and drafter.positions is not None:
         rooms["draft"] = drafter.positions
     for name, room in rooms.items():
         require(
-            longest + max_new_tokens <= room,
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the {room} "
+            max(placed) + max_new_tokens <= room,
+            f"a prompt of {max(placed)} tokens and {max_new_tokens} new ones do not fit the {room} "
             f"positions of the {name}: give fewer",
         )
 
 
-def require_options(
-    target: Target, prompts: int, seeds: Sequence[int] | None, stop: Sequence[str]
-) -> None:
-    """Raise UserError where seeds or stop strings do not fit."""
+def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
+    """Raise UserError where the drafter cannot draft so deep, or has no q for the policy."""
+    name, most = drafter.config.name, drafter.max_depth
     require(
-        seeds is None or len(seeds) == prompts,
-        f"{len(seeds or ())} seeds for {prompts} prompts: give one for each prompt",
-    )
-    require("" not in stop, "stop='' would end every answer at once: give longer strings")
-    require(
-        not stop or target.tokenizer is not None,
-        "stop strings need the target's tokenizer, and it has none: give eos ids instead",
-    )
-
-
-def require_draftable(drafter: Drafter, shape: Shape, length: Length | None) -> None:
-    """Raise UserError where the drafter cannot draft this shape, or the policy does not fit."""
-    name = drafter.config.name
-    require(
-        shape.depth <= (drafter.max_depth or shape.depth),
-        f"a draft of depth {shape.depth} was asked for, and this {name} drafts at most "
-        f"{drafter.max_depth} tokens: give a smaller gamma or tree",
+        most is None or depth <= most,
+        f"decode.gamma={depth} (or the depth of a tree) is too much: {name} has {most} heads and "
+        "drafts at most one token with each",
     )
     require(
-        length is None or isinstance(shape, Chain),
-        "a length policy shortens chains, and a tree has none: leave out length, or the tree",
-    )
-    require(
-        length is None or not length.reads_q or not drafter.copies,
-        f"{type(length).__name__} reads q: {name} copies tokens and has none",
+        not length.reads_q or not drafter.copies,
+        f"{length.__name__} reads q: {name} copies tokens and has none; give another decode.length",
     )
 
 
@@ -346,43 +304,18 @@ def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
     return max(256, 1 << (room - 1).bit_length())
 
 
-class Options(TypedDict, total=False):
-    """What `generate` passes on to `decode`."""
-
-    shape: Shape | None
-    sampler: Sampler | None
-    rule: str | Rule
-    greedy_draft: bool
-    length: Length | None
-    eos: tuple[int, ...] | None
-    stop: Sequence[str]
-    processors: Sequence[Processor]
-    compiled: bool
-
-
 def generate(
     target: Target,
     prompt: Sequence[int],
     *,
-    max_new_tokens: int,
     drafter: Drafter | None = None,
     gamma: int | None = None,
     seed: int = 0,
-    on_tokens: Callable[[list[int], Round | None], None] | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> Generation:
     """`decode` of one prompt, by a chain of γ = `gamma` tokens (None: as deep as the drafter was
-    trained; 0: plain) where no shape is given."""
+    trained; 0: plain) where no shape is given. The options are those of `decode`."""
     if "shape" not in options:
         options["shape"] = Chain(gamma) if gamma else None
         drafter = None if gamma == 0 else drafter
-    show = None if on_tokens is None else lambda _prompt, ids, last: on_tokens(ids, last)
-    return decode(
-        target,
-        [prompt],
-        max_new_tokens=max_new_tokens,
-        drafter=drafter,
-        seeds=[seed],
-        on_tokens=show,
-        **options,
-    )[0]
+    return decode(target, [prompt], drafter=drafter, seeds=[seed], **options)[0]

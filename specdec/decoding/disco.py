@@ -6,19 +6,16 @@ Decode some prompts with a `Recorder`, with the sampler that the classifier is f
 Letters: B rows of the batch, S draft vocabulary, F features, N records.
 """
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec.decoding.policy import Length, check_limit, check_threshold
-from specdec.errors import UserError, require
-from specdec.files import read_record
+from specdec.decoding.policy import Length, Measured
+from specdec.errors import require
 
 FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
@@ -36,21 +33,14 @@ class TokenFeatures:
         q_BS = q_BS.float()
         log_q_B = q_BS.gather(-1, token_B[:, None])[:, 0].clamp_min(1e-9).log()
         self.total_B = log_q_B if depth == 0 else self.total_B + log_q_B
-        first_B2 = q_BS.topk(2).values
-        return torch.stack(
-            [
-                log_q_B,
-                torch.special.entr(q_BS).sum(-1),
-                first_B2[:, 0] - first_B2[:, 1],
-                torch.full_like(log_q_B, depth),
-                self.total_B,
-            ],
-            -1,
-        )
+        entropy_B = torch.special.entr(q_BS).sum(-1)
+        first_B, second_B = q_BS.topk(2).values.unbind(-1)
+        depth_B = torch.full_like(log_q_B, depth)
+        return torch.stack([log_q_B, entropy_B, first_B - second_B, depth_B, self.total_B], -1)
 
 
 @dataclass(frozen=True)
-class StopClassifier:
+class StopClassifier(Measured):
     """P(this token is accepted | all before it were), by logistic regression over `FEATURES`."""
 
     weight: list[float]
@@ -60,15 +50,16 @@ class StopClassifier:
     records: int
     features: list[str] = field(default_factory=lambda: list(FEATURES))
 
+    setting, remedy = "path", "fit a stop classifier and save it there"
+
     def __post_init__(self) -> None:
-        if self.features != list(FEATURES):
-            raise UserError(f"stop classifier: its features {self.features} are not {FEATURES}")
+        require(
+            self.features == list(FEATURES),
+            f"stop classifier: its features {self.features} are not {FEATURES}",
+        )
         for name in ("weight", "mean", "scale"):
-            values = getattr(self, name)
-            require(
-                len(values) == len(FEATURES),
-                f"stop classifier: {name} must be {len(FEATURES)} numbers",
-            )
+            known = len(getattr(self, name)) == len(FEATURES)
+            require(known, f"stop classifier: {name} must be {len(FEATURES)} numbers")
         for value in [*self.weight, self.bias, *self.mean, *self.scale]:
             require(math.isfinite(value), f"stop classifier: {value!r} is not a finite number")
         require(min(self.scale) > 0, "stop classifier: a scale is not above 0")
@@ -80,14 +71,6 @@ class StopClassifier:
         )
         return (((features_NF - mean_F) / scale_F) @ weight_F + self.bias).sigmoid()
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def load(cls, path: Path) -> "StopClassifier":
-        """Raises UserError where the file is missing, damaged or not such a classifier."""
-        return read_record(cls, path, "fit a stop classifier and save it there")
-
 
 def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClassifier:
     """The classifier that minimises Σ_N cross-entropy + ridge / 2 · ‖weight‖² over features scaled
@@ -95,11 +78,11 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
     not depend on where the search starts. Raises UserError where all or none of the N tokens were
     accepted."""
     kept, n = int(accepted_N.sum()), len(accepted_N)
-    if not 0 < kept < n:
-        raise UserError(
-            f"stop classifier: {kept} of {n} recorded tokens were accepted, so there is no "
-            "boundary to learn: record more rounds, or draft a fixed length"
-        )
+    require(
+        0 < kept < n,
+        f"stop classifier: {kept} of {n} recorded tokens were accepted, so there is no boundary to "
+        "learn: record more rounds, or draft a fixed length",
+    )
     with torch.inference_mode(False), torch.enable_grad():  # also from within decoding
         y_N, x_NF = accepted_N.double().cpu(), features_NF.double().cpu()
         mean_F, scale_F = x_NF.mean(0), x_NF.std(0, correction=0)
@@ -128,6 +111,7 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
     )
 
 
+@dataclass
 class Recorder(Length):
     """Drafts a fixed length and records what `fit` needs.
 
@@ -137,17 +121,15 @@ class Recorder(Length):
 
     reads_q = True
 
-    def __init__(self, limit: int) -> None:
-        check_limit(limit)
-        self.limit = limit
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.features = TokenFeatures()
-        self._round: list[Tensor] = []
-        self._features: list[Tensor] = []
-        self._accepted: list[bool] = []
+        self._round: list[Tensor] = []  # features [B, F] of each depth
+        self._records: list[tuple[Tensor, bool]] = []
 
     def gamma(self, batch: int) -> int:
         self._round = []
-        return self.limit
+        return super().gamma(batch)
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
         self._round.append(self.features(depth, q_BS, token_B))
@@ -155,52 +137,32 @@ class Recorder(Length):
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         for k, features_BF in enumerate(x.cpu() for x in self._round):
-            for b, (d, a) in enumerate(zip(drafted, accepted, strict=True)):
+            for features_F, d, a in zip(features_BF, drafted, accepted, strict=True):
                 if d > k and a >= k:
-                    self._features.append(features_BF[b])
-                    self._accepted.append(a > k)
-        self._round = []
+                    self._records.append((features_F, a > k))
 
     def records(self) -> tuple[Tensor, Tensor]:
         """Features [N, F] and whether the token was accepted [N]. Raises UserError for none."""
-        require(bool(self._features), "nothing was recorded: decode with the recorder first")
-        return torch.stack(self._features), torch.tensor(self._accepted)
+        require(bool(self._records), "nothing was recorded: decode with the recorder first")
+        features, accepted = zip(*self._records, strict=True)
+        return torch.stack(features), torch.tensor(accepted)
 
 
 @dataclass
-class DiscoConfig:
-    """`limit` is the most to draft. A chain ends after a token whose probability of acceptance is
-    below `threshold`. `path` is the JSON file of a `StopClassifier`; not needed where one is given
-    in memory."""
+class Disco(Length):
+    """Stops where the classifier expects the token just drafted to be rejected (DISCO, Mamou et
+    al. 2024): its probability of acceptance is below `threshold`. `path` is the JSON file of a
+    `StopClassifier`."""
 
     limit: int = 16
     threshold: float = 0.5
     path: str = ""
 
-    def __post_init__(self) -> None:
-        check_limit(self.limit)
-        check_threshold(self.threshold)
+    reads_q, measured = True, "path"
 
-
-class Disco(Length):
-    """Stops where the classifier expects the token just drafted to be rejected (DISCO, Mamou et
-    al. 2024). Raises UserError where there is no classifier, or it cannot be read."""
-
-    Config = DiscoConfig
-    reads_q = True
-
-    def __init__(self, config: DiscoConfig, classifier: StopClassifier | None = None) -> None:
-        if classifier is None:
-            require(
-                bool(config.path),
-                "length.path is missing: disco needs the JSON file of a fitted stop classifier",
-            )
-            classifier = StopClassifier.load(Path(config.path))
-        self.config, self.classifier, self.features = config, classifier, TokenFeatures()
-
-    def gamma(self, batch: int) -> int:
-        return self.config.limit
+    def use(self, found: StopClassifier | None = None) -> None:
+        self.classifier, self.features = found or StopClassifier.load(self.path), TokenFeatures()
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
         features_BF = self.features(depth, q_BS, token_B)
-        return self.classifier.probability(features_BF) < self.config.threshold
+        return self.classifier.probability(features_BF) < self.threshold

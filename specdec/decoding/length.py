@@ -6,21 +6,18 @@ is explained in policy.py; `disco`, which learns when to stop, has a file of its
 Letters: B rows of the batch, S draft vocabulary, K depths.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from specdec.decoding.disco import Disco
-from specdec.decoding.policy import Length, check_limit, check_threshold
-from specdec.errors import UserError, nearest, require, typed
-from specdec.files import read_record
+from specdec.decoding.policy import Length, Measured
+from specdec.errors import nearest, require, require_between, typed
 from specdec.theory.leviathan import (
     PassCost,
     interpolate,
@@ -31,101 +28,42 @@ from specdec.theory.leviathan import (
 
 
 @dataclass
-class FixedConfig:
-    """`limit`: tokens drafted in every round (the paper's γ)."""
+class Fixed(Length):
+    """γ = `limit` tokens in every round (Leviathan et al. 2023, Algorithm 1)."""
 
     limit: int = 4
-
-    def __post_init__(self) -> None:
-        check_limit(self.limit)
-
-
-class Fixed(Length):
-    """γ tokens in every round (Leviathan et al. 2023, Algorithm 1)."""
-
-    Config = FixedConfig
-
-    def __init__(self, config: FixedConfig) -> None:
-        self.config = config
-
-    def gamma(self, batch: int) -> int:
-        return self.config.limit
 
 
 # --- Lengths that follow measured acceptance and cost ----------------------------------------
 
 
 @dataclass
-class AdaptiveConfig:
-    """How acceptance by depth is estimated.
+class Adaptive(Length, ABC):
+    """Drafts the γ whose rate is highest given the acceptance so far, and now and then one more.
 
-    `limit` is the most to draft. `alpha` is the acceptance by depth to start from, measured or
-    guessed, and counts as much as `weight` tested tokens; a depth beyond the list starts from the
-    estimate of the depth before it. Each round that tests a depth multiplies the depth's earlier
-    counts by `forget`, so that 1 forgets nothing. Every `explore_every`-th round drafts one token
-    more than seems best, since a depth that was given up would otherwise never be tried again; 0
-    switches that off.
+    `alpha` is the acceptance by depth to start from, measured or guessed, and counts as much as
+    `weight` tested tokens; a depth beyond the list starts from the estimate of the depth before it.
+    Each round that tests a depth multiplies the depth's earlier counts by `forget`, so that 1
+    forgets nothing. Every `explore_every`-th round drafts one token more than seems best, since a
+    depth that was given up would otherwise never be tried again; 0 switches that off. It explores
+    by counting rounds and never by chance, so that the same rounds give the same lengths, and not
+    where even tokens that were all accepted would not pay.
     """
 
-    limit: int = 8
     alpha: list[float] = field(default_factory=lambda: [0.6])
     weight: float = 10.0
     forget: float = 0.99
     explore_every: int = 50
 
     def __post_init__(self) -> None:
-        check_limit(self.limit)
+        super().__post_init__()
         require(bool(self.alpha), "length.alpha is empty: give at least one acceptance")
         for a in self.alpha:
             require(0 <= a <= 1, f"length.alpha holds {a}: an acceptance is between 0 and 1")
         require(self.weight > 0, f"length.weight={self.weight}: give more than 0")
         require(0 < self.forget <= 1, f"length.forget={self.forget}: give more than 0, at most 1")
-        require(
-            self.explore_every >= 0,
-            f"length.explore_every={self.explore_every}: give 0 for never, or more",
-        )
-
-
-class AcceptanceByDepth:
-    """An online estimate of α_k = P(the token at depth k is accepted | it was drafted, and all
-    before it were accepted).
-
-    It is (weight · prior_k + accepted_k) / (weight + tested_k); both counts are multiplied by
-    `forget` before each round that tests depth k.
-    """
-
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self.config = config
-        self.tested = [0.0] * config.limit
-        self.accepted = [0.0] * config.limit
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        for k in range(self.config.limit):
-            tested = sum(d > k and a >= k for d, a in zip(drafted, accepted, strict=True))
-            if tested:
-                kept = sum(a > k for a in accepted)
-                self.tested[k] = self.config.forget * self.tested[k] + tested
-                self.accepted[k] = self.config.forget * self.accepted[k] + kept
-
-    def alpha(self) -> list[float]:
-        """α by depth [K], K = limit."""
-        prior, weight, found = self.config.alpha, self.config.weight, list[float]()
-        for k, (tested, accepted) in enumerate(zip(self.tested, self.accepted)):
-            start = prior[k] if k < len(prior) else (found[-1] if found else prior[-1])
-            found.append((weight * start + accepted) / (weight + tested))
-        return found
-
-
-class Adaptive(Length, ABC):
-    """Drafts the γ whose rate is highest given the acceptance so far, and now and then one more.
-
-    It explores by counting rounds and never by chance, so that the same rounds give the same
-    lengths, and not where even tokens that were all accepted would not pay.
-    """
-
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self.settings = config
-        self.acceptance = AcceptanceByDepth(config)
+        require_between("length.explore_every", self.explore_every, 0)
+        self.tested, self.accepted = [0.0] * self.limit, [0.0] * self.limit
         self.rounds = 0
 
     @abstractmethod
@@ -134,57 +72,75 @@ class Adaptive(Length, ABC):
 
     def gamma(self, batch: int) -> int:
         self.rounds += 1
-        alpha = self.acceptance.alpha()
+        alpha = self.by_depth()
         rates = self.rates(alpha, batch)
-        best = rates.index(max(rates))
-        every = self.settings.explore_every
-        if every == 0 or self.rounds % every or best == self.settings.limit:
+        best, every = rates.index(max(rates)), self.explore_every
+        if every == 0 or self.rounds % every or best == self.limit:
             return best
         hoped = self.rates(alpha[:best] + [1.0] * (len(alpha) - best), batch)
         return best + (max(hoped[best + 1 :]) > rates[best])
 
+    def by_depth(self) -> list[float]:
+        """α by depth [K], K = limit: the estimate of P(the token at depth k is accepted | it was
+        drafted, and all before it were accepted), (weight · prior + accepted) / (weight + tested).
+        """
+        found: list[float] = []
+        for k, (tested, accepted) in enumerate(zip(self.tested, self.accepted, strict=True)):
+            start = self.alpha[k] if k < len(self.alpha) else found[-1]
+            found.append((self.weight * start + accepted) / (self.weight + tested))
+        return found
+
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        self.acceptance.observe(drafted, accepted)
+        for k in range(self.limit):
+            tested = sum(d > k and a >= k for d, a in zip(drafted, accepted, strict=True))
+            if tested:
+                kept = sum(a > k for a in accepted)
+                self.tested[k] = self.forget * self.tested[k] + tested
+                self.accepted[k] = self.forget * self.accepted[k] + kept
 
 
 @dataclass
-class OptimalConfig(AdaptiveConfig):
-    """`c` is the time of a draft step over that of a target step. `v` has, for some γ, the time of
+class Optimal(Adaptive):
+    """The γ of the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
+    with acceptance by depth and the measured cost of a pass. It ignores the size of the batch,
+    which `Goodput` takes into account.
+
+    `c` is the time of a draft step over that of a target step. `v` has, for some γ, the time of
     a pass over γ + 1 tokens over that of a step; between those points, and from (0, 1) to the
-    first, v follows straight lines. Without any points it is 1."""
+    first, v follows straight lines. Without any points it is 1.
+    """
 
     c: float | None = None
     v: dict[int, float] = field(default_factory=dict)
 
+    measured = "c"
 
-class Optimal(Adaptive):
-    """The γ of the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
-    with acceptance by depth and the measured cost of a pass. It ignores the size of the batch,
-    which `Goodput` takes into account. Raises UserError where c is not given."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pass_cost = pass_cost(self.v)
 
-    Config = OptimalConfig
-
-    def __init__(self, config: OptimalConfig) -> None:
-        super().__init__(config)
-        if config.c is None:
-            raise UserError(
-                "length.c is missing: give the time of a draft step over that of a target step, as "
-                "an evaluation reports it under costs"
-            )
-        self.c, self.v = config.c, pass_cost(config.v)
+    def use(self, found: Any = None) -> None:
+        require(
+            self.c is not None,
+            "length.c is missing: give the time of a draft step over that of a target step, as an "
+            "evaluation reports it under costs",
+        )
 
     def rates(self, alpha: list[float], batch: int) -> list[float]:
-        return walltime_by_gamma(alpha, self.c, self.settings.limit, self.v)
+        assert self.c is not None
+        return walltime_by_gamma(alpha, self.c, self.limit, self.pass_cost)
 
 
 @dataclass
-class CostTable:
+class CostTable(Measured):
     """Seconds of a whole round, drafting and verifying: `seconds[i][j]` for `batches[i]` rows and
     `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes first."""
 
     batches: list[int]
     gammas: list[int]
     seconds: list[list[float]]
+
+    setting, remedy = "table", "measure a cost table and save it there"
 
     def __post_init__(self) -> None:
         for name in ("batches", "gammas"):
@@ -197,97 +153,58 @@ class CostTable:
             [len(row) for row in self.seconds] == [len(self.gammas)] * len(self.batches),
             f"cost table: seconds must have {len(self.batches)} rows of {len(self.gammas)}",
         )
-        for row in self.seconds:
-            for cell in row:
-                require(
-                    math.isfinite(cell) and cell > 0,
-                    f"cost table: seconds hold {cell!r}; give finite times above 0",
-                )
+        for cell in (cell for row in self.seconds for cell in row):
+            timed = math.isfinite(cell) and cell > 0
+            require(timed, f"cost table: seconds hold {cell!r}; give finite times above 0")
 
     def step(self, gamma: int, batch: int) -> float:
         """T_step(γ, batch) in seconds: bilinear; beyond the table its last slope, never falling."""
         by_batch = [interpolate(self.gammas, row, gamma) for row in self.seconds]
         return interpolate(self.batches, by_batch, batch)
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def load(cls, path: Path) -> "CostTable":
-        """Raises UserError where the file is missing, damaged or not such a table."""
-        return read_record(cls, path, "measure a cost table and save it there")
-
 
 @dataclass
-class GoodputConfig(AdaptiveConfig):
-    """`table` is the JSON file of a `CostTable`; not needed where one is given in memory."""
-
-    table: str = ""
-
-
 class Goodput(Adaptive):
     """The γ of the largest E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al. 2024:
     goodput). Where the batch is so large that a wider pass costs more than its tokens bring, it
-    drafts nothing. Raises UserError where there is no table, or it cannot be read."""
+    drafts nothing. `table` is the JSON file of a `CostTable`."""
 
-    Config = GoodputConfig
+    table: str = ""
 
-    def __init__(self, config: GoodputConfig, table: CostTable | None = None) -> None:
-        super().__init__(config)
-        if table is None:
-            require(
-                bool(config.table),
-                "length.table is missing: goodput needs the JSON file of a measured cost table",
-            )
-            table = CostTable.load(Path(config.table))
-        self.table = table
+    measured = "table"
+
+    def use(self, found: CostTable | None = None) -> None:
+        self.costs = found or CostTable.load(self.table)
 
     def rates(self, alpha: list[float], batch: int) -> list[float]:
-        tokens = tokens_by_gamma(alpha, self.settings.limit)
-        return [t / self.table.step(gamma, batch) for gamma, t in enumerate(tokens)]
+        tokens = tokens_by_gamma(alpha, self.limit)
+        return [t / self.costs.step(gamma, batch) for gamma, t in enumerate(tokens)]
 
 
 # --- Lengths that stop within a round ---------------------------------------------------------
 
 
 @dataclass
-class ConfidenceConfig:
-    """`limit` is the most to draft. A chain ends after a token whose q is below `threshold`, or if
-    `cumulative`, where the product of q over the chain is."""
+class Confidence(Length):
+    """Stops after a token whose q is below `threshold`, or if `cumulative`, where the product of q
+    over the chain is; that token is still verified."""
 
-    limit: int = 8
     threshold: float = 0.4
     cumulative: bool = False
 
-    def __post_init__(self) -> None:
-        check_limit(self.limit)
-        check_threshold(self.threshold)
-
-
-class Confidence(Length):
-    """Stops after a token that the draft itself thinks unlikely; that token is still verified."""
-
-    Config = ConfidenceConfig
     reads_q = True
-
-    def __init__(self, config: ConfidenceConfig) -> None:
-        self.config = config
-        self.q_B: Tensor | None = None
-
-    def gamma(self, batch: int) -> int:
-        return self.config.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
         q_B = q_BS.gather(-1, token_B[:, None])[:, 0]
-        if self.config.cumulative and depth > 0 and self.q_B is not None:
+        if self.cumulative and depth > 0:
             q_B = q_B * self.q_B
-        self.q_B = q_B
-        return q_B < self.config.threshold
+        self.q_B: Tensor = q_B
+        return self.q_B < self.threshold
 
 
 # --- By name, and the bound -------------------------------------------------------------------
 
-LENGTHS: dict[str, Any] = {
+LENGTHS: dict[str, type[Length]] = {
     "fixed": Fixed,
     "optimal": Optimal,
     "confidence": Confidence,
@@ -296,13 +213,13 @@ LENGTHS: dict[str, Any] = {
 }
 
 
-def length(name: str, settings: Mapping[str, Any] | None = None) -> Length:
-    """The policy of this name, with `settings` for its config. Raises UserError for an unknown name
-    or setting, and as the policy's constructor does."""
+def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = None) -> Length:
+    """The policy of this name with these settings, and what was `found` by measuring for it.
+    Raises UserError for an unknown name or setting, and where what must be measured is missing."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
-    kind = LENGTHS[name]
-    found: Length = kind(typed(kind.Config, settings or {}, "length"))
-    return found
+    policy = typed(LENGTHS[name], settings or {}, "length")
+    policy.use(found)
+    return policy
 
 
 @dataclass(frozen=True)
@@ -333,17 +250,15 @@ def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = Non
     require(bool(found), "the oracle has no rounds: decode some first")
     longest = max(max(d, a) for d, a in found)
     cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
-    cheapest = [0.0]  # time to emit m tokens all of which the draft would get
+    cheapest = [0.0]  # time to emit m tokens, all of which the draft would get right
     for m in range(1, longest + 2):
-        cheapest.append(min(cost[g] + cheapest[m - g - 1] for g in range(m)))
+        cheapest.append(min(cheapest[m - g - 1] + cost[g] for g in range(m)))
     tokens = sum(a + 1 for _, a in found)
-    time = sum(cheapest[a + 1] for _, a in found)
     fixed = [sum(a // (g + 1) + 1 for _, a in found) * cost[g] for g in range(longest + 1)]
-    best = min(range(longest + 1), key=lambda g: (fixed[g], g))
     return Oracle(
-        speedup=tokens / time,
-        fixed_gamma=best,
-        fixed_speedup=tokens / fixed[best],
+        speedup=tokens / sum(cheapest[a + 1] for _, a in found),
+        fixed_gamma=fixed.index(min(fixed)),
+        fixed_speedup=tokens / min(fixed),
         censored=sum(a >= d for d, a in found) / len(found),
         rounds=len(found),
         drafted=longest,

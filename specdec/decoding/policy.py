@@ -13,31 +13,46 @@ The policies are in length.py, the one that learns when to stop in disco.py.
 Letters: B rows of the batch, S draft vocabulary.
 """
 
-from abc import ABC, abstractmethod
+import json
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from specdec.errors import require
+from specdec.errors import require, require_between
+from specdec.files import read_record
 from specdec.sampling.trees import DEEPEST
 
-T = TypeVar("T")
 
-
-class Length(ABC):
-    """How many tokens a round drafts. Rows keep their order through a round.
+@dataclass
+class Length:
+    """How many tokens a round drafts: by default always `limit`, which is the most for every
+    policy. The fields of a policy are its settings. Rows keep their order through a round.
 
     `reads_q` says that `stop` reads q: the decoder then computes q even where it drafts greedily,
-    at temperature 1. Where it is false, `stop` is never called.
+    at temperature 1. Where it is false, `stop` is never called. `measured` names a setting that
+    can be measured where it is not given.
     """
 
-    reads_q: bool = False
+    limit: int = 8
 
-    @abstractmethod
+    reads_q: ClassVar[bool] = False
+    measured: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        require_between("length.limit", self.limit, 0, DEEPEST)
+        require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
+
+    def use(self, found: Any = None) -> None:
+        """Take what was measured, or else what the settings give. Raises UserError where a policy
+        needs it and there is neither."""
+
     def gamma(self, batch: int) -> int:
         """The most tokens to draft in the coming round of `batch` rows; 0 is a plain step."""
+        return self.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
         """Which rows draft no further [B] bool, after `token_B`, indices into S, were drawn at
@@ -48,12 +63,19 @@ class Length(ABC):
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Take what became of a round: tokens drafted and accepted, one entry for each row."""
-        return
 
 
-def check_limit(limit: int) -> None:
-    require(0 <= limit <= DEEPEST, f"length.limit={limit}: give 0 to {DEEPEST} tokens to draft")
+class Measured:
+    """A dataclass that is measured once and kept as a JSON file, which a setting names."""
 
+    setting: ClassVar[str]
+    remedy: ClassVar[str]  # how to get the file
 
-def check_threshold(threshold: float) -> None:
-    require(0 <= threshold <= 1, f"length.threshold={threshold}: give a probability, 0 to 1")
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))  # type: ignore[call-overload]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Raises UserError where no file is named, or where it is missing or damaged."""
+        require(bool(path), f"length.{cls.setting} is missing: name a file ({cls.remedy})")
+        return read_record(cls, Path(path), cls.remedy)

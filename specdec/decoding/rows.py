@@ -3,7 +3,9 @@
 Letters: B batch, T time, K accepted tokens, F features, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,88 +19,86 @@ class Rows:
     stays one list, so that whoever holds it sees the batch as it is."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.texts = [list(p) for p in prompts]
-        self.seen = [0] * len(self.texts)  # positions whose features are here
+        self.texts: list[list[int]] = [[] for _ in prompts]
+        self.seen = [0] * len(prompts)  # positions whose features are here
         self.device = device
-        self._ids = torch.zeros(len(self.texts), 0, dtype=torch.long, device=device)
-        self._layers: Tensor | None = None
-        self._final: Tensor | None = None
-        self._write_ids([(b, 0, ids) for b, ids in enumerate(self.texts)])
+        ids_BT = torch.zeros(len(prompts), 0, dtype=torch.long, device=device)
+        self._buffers = Context(ids_BT)  # of ids and features, with room for more
+        self.extend([list(p) for p in prompts])
 
     def ids(self) -> Tensor:
         """[B, T], padded on the right."""
-        return self._ids[:, : max(map(len, self.texts))]
+        return self._buffers.ids_BT[:, : max(map(len, self.texts))]
 
     def anchors(self) -> Tensor:
         """The last token of each row [B, 1]."""
         return torch.tensor([[ids[-1]] for ids in self.texts], device=self.device)
 
     def extend(
-        self, new: list[list[int]], features: Context, counts: list[int], path_BK: Tensor | None
+        self,
+        new: list[list[int]],
+        features: Context | None = None,
+        counts: Sequence[int] = (),
+        path_BK: Tensor | None = None,
     ) -> None:
         """Commit tokens to each row, and the features of `counts[b]` places of a pass: the first
         ones, or those that `path_BK` names."""
-        starts = [len(ids) for ids in self.texts]
+        fresh = [torch.tensor(ids, dtype=torch.long, device=self.device) for ids in new]
+        self._buffers.ids_BT = _written(self._buffers.ids_BT, list(map(len, self.texts)), fresh)
         for ids, more in zip(self.texts, new, strict=True):
             ids += more
-        self._write_ids([(b, s, n) for b, (s, n) in enumerate(zip(starts, new, strict=True))])
-        self._layers = self._written(self._layers, features.layers_BTF, counts, path_BK)
-        self._final = self._written(self._final, features.final_BTD, counts, path_BK)
-        self.seen = [s + c for s, c in zip(self.seen, counts, strict=True)]
+        if features is None:
+            return
+        for name, x in tensors(features).items():
+            if path_BK is not None:
+                x = x[torch.arange(len(x), device=x.device)[:, None], path_BK]
+            buffer = getattr(self._buffers, name)
+            buffer = x.new_empty(len(x), 0, x.shape[2]) if buffer is None else buffer
+            kept = [places[:n] for places, n in zip(x, counts, strict=True)]
+            setattr(self._buffers, name, _written(buffer, self.seen, kept))
+        self.seen = [s + n for s, n in zip(self.seen, counts, strict=True)]
 
     def known(self, b: int) -> Context:
         """The tokens [1, T] of one row whose features are here, with these."""
-        row, known = slice(b, b + 1), self.seen[b]
-        layers, final = (None if x is None else x[row, :known] for x in (self._layers, self._final))
-        return Context(self._ids[row, :known], layers, final)
+        ids_BT = self._buffers.ids_BT[b : b + 1, : self.seen[b]]
+        return replace(each(self._buffers, lambda x: x[b : b + 1, : self.seen[b]]), ids_BT=ids_BT)
 
     def context(self, cache: SlotCache | None = None) -> Context:
         """What a drafter may read; `cache` is the target's, for drafters that are part of it."""
         known = max(self.seen)
-        return Context(
-            self.ids(),
-            None if self._layers is None else self._layers[:, :known],
-            None if self._final is None else self._final[:, :known],
-            lengths=[len(ids) for ids in self.texts],
-            texts=self.texts,
-            cache=cache,
-        )
+        lengths = [len(ids) for ids in self.texts]
+        found = each(self._buffers, lambda x: x[:, :known])
+        return replace(found, ids_BT=self.ids(), lengths=lengths, texts=self.texts, cache=cache)
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the batch only."""
         index = torch.tensor(rows, device=self.device)
         self.texts[:] = [list(self.texts[b]) for b in rows]
         self.seen = [self.seen[b] for b in rows]
-        self._ids = self._ids[index]
-        self._layers = None if self._layers is None else self._layers[index]
-        self._final = None if self._final is None else self._final[index]
-
-    def _write_ids(self, pieces: list[tuple[int, int, list[int]]]) -> None:
-        end = max(start + len(new) for _, start, new in pieces)
-        self._ids = _roomy(self._ids, end)
-        for b, start, new in pieces:
-            self._ids[b, start : start + len(new)] = torch.tensor(new, device=self.device)
-
-    def _written(
-        self, buffer: Tensor | None, new: Tensor | None, counts: list[int], path_BK: Tensor | None
-    ) -> Tensor | None:
-        if new is None:
-            return buffer
-        if path_BK is not None:
-            rows = torch.arange(len(new), device=new.device)[:, None]
-            new = new[rows, path_BK]
-        if buffer is None:
-            buffer = new.new_empty(len(new), 0, new.shape[2])
-        buffer = _roomy(buffer, max(s + c for s, c in zip(self.seen, counts, strict=True)))
-        for b, (start, count) in enumerate(zip(self.seen, counts, strict=True)):
-            buffer[b, start : start + count] = new[b, :count]
-        return buffer
+        found = each(self._buffers, lambda x: x[index])
+        self._buffers = replace(found, ids_BT=self._buffers.ids_BT[index])
 
 
-def _roomy(buffer: Tensor, length: int) -> Tensor:
-    """A buffer [B, T, …] with room for `length` entries a row, grown by doubling."""
-    if length <= buffer.shape[1]:
-        return buffer
-    grown = buffer.new_zeros(buffer.shape[0], max(256, 2 * length), *buffer.shape[2:])
-    grown[:, : buffer.shape[1]] = buffer
-    return grown
+def tensors(features: Context) -> dict[str, Any]:
+    """The features of a context that are there, by field."""
+    found = {"layers_BTF": features.layers_BTF, "final_BTD": features.final_BTD}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
+    """The same change made to every feature; the ids stay as they are."""
+    changed: dict[str, Any] = {name: change(x) for name, x in tensors(features).items()}
+    return replace(features, **changed)
+
+
+def _written(buffer: Tensor, starts: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
+    """A buffer [B, T, …] with a piece [t, …] more in each row; where it is full, one twice as
+    large."""
+    end = max(start + len(x) for start, x in zip(starts, pieces, strict=True))
+    if end > buffer.shape[1]:
+        grown = buffer.new_zeros(buffer.shape[0], max(256, 2 * end), *buffer.shape[2:])
+        grown[:, : buffer.shape[1]] = buffer
+        buffer = grown
+    for b, (start, x) in enumerate(zip(starts, pieces, strict=True)):
+        buffer[b, start : start + len(x)] = x
+    return buffer

@@ -15,19 +15,18 @@ C children of a node, V vocabulary, R some rows of the batch. `p_BMV` is the tar
 distribution after each place.
 """
 
-import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Proposal
-from specdec.errors import UserError, nearest
+from specdec.errors import UserError, nearest, require
 
 
 class Law(NamedTuple):
@@ -56,7 +55,8 @@ class Rule:
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), "fixed" chosen without chance. Where q is
     None every lossless rule takes fixed siblings. `at_zero` judges at temperature 0; None is
-    `greedy`, which is lossless whatever the rule is above 0.
+    `greedy`, which is lossless whatever the rule is above 0. `parameters` have the largest value
+    of each parameter that a user may give; the values must be above 0.
     """
 
     node: JudgeChildren | None = None
@@ -64,6 +64,8 @@ class Rule:
     siblings: Literal["none", "without", "with", "fixed"] = "none"
     lossless: bool = True
     at_zero: JudgeGreedily | None = None
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    name: str = "of the caller's"
 
     @property
     def trees(self) -> bool:
@@ -73,39 +75,64 @@ class Rule:
         """Whether what is committed follows the target, at temperature 0 (`greedy`) or above."""
         return self.at_zero is None if greedy else self.lossless
 
-    def tuned(self, **parameters: float) -> "Rule":
-        """This rule with other parameters: RULES["lenience"].tuned(factor=0.8)."""
-        return replace(
-            self,
-            node=self.node and partial(self.node, **parameters),
-            whole=self.whole and partial(self.whole, **parameters),
-            at_zero=self.at_zero and partial(self.at_zero, **parameters),
-        )
+    def tuned(self, **values: float) -> "Rule":
+        """This rule with other parameters: RULES["lenience"].tuned(factor=0.8). Raises UserError
+        for a parameter that it does not have, or a value out of range."""
+        for key, value in values.items():
+            known = "; known: " + ", ".join(self.parameters)
+            has = known if self.parameters else ", which has no parameters"
+            require(
+                key in self.parameters, f"decode.rule: {key!r} is no parameter of {self.name}{has}"
+            )
+            most = self.parameters[key]
+            bound = f" and at most {most:g}" if most < math.inf else ""
+            message = f"decode.rule={self.name}: {key}={value}; give a number above 0{bound}"
+            require(0 < value <= most, message)
+        given = ",".join(f"{key}={value:g}" for key, value in values.items())
+        judges: dict[str, Any] = {
+            kind: partial(judge, **values)
+            for kind in ("node", "whole", "at_zero")
+            if (judge := getattr(self, kind)) is not None
+        }
+        return replace(self, name=f"{self.name}:{given}", **judges)
 
 
 # --- local rules: the children of one node -------------------------------------------------
 
 
 def rejection(
-    tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor, replacement: bool = True
+    tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, replacement: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leviathan et al. 2023, Algorithm 1: accept x with min(1, p(x) / q(x)); else the next token
     follows norm(max(p - q, 0)). With several children that is the p by which the next one is
-    judged: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2)."""
+    judged: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2). Without q
+    each child is a point mass."""
     takes = []
     for x_B1 in tokens_BC.split(1, -1):
-        takes.append(_ratio(p_BV, q_BV, x_B1).clamp_max(1))
-        left_BV = _normal((p_BV - q_BV).clamp_min(0), p_BV)
-        p_BV = torch.where(x_B1 >= 0, left_BV, p_BV)
-        if not replacement and len(takes) < tokens_BC.shape[1]:
-            q_BV = _without(q_BV, x_B1.clamp_min(0))
+        there_B1, index_B1 = x_B1 >= 0, x_B1.clamp_min(0)
+        if q_BV is None:
+            takes.append(torch.where(there_B1, p_BV.gather(-1, index_B1), 0.0).clamp_max(1))
+            left_BV = p_BV.scatter(-1, index_B1, 0.0)
+        else:
+            takes.append(_ratio(p_BV, q_BV, x_B1).clamp_max(1))
+            left_BV = (p_BV - q_BV).clamp_min(0)
+        p_BV = torch.where(there_B1, _normal(left_BV, p_BV), p_BV)
+        if q_BV is not None and not replacement and len(takes) < tokens_BC.shape[1]:
+            q_BV = _without(q_BV, index_B1)
     return torch.cat(takes, -1), p_BV
 
 
-def recursive(tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+def recursive(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Recursive rejection sampling without replacement (Jeon et al. 2024; Chen et al. 2024,
     Sequoia): as `rejection`, and after x is rejected also q <- norm(q without x)."""
     return rejection(tokens_BC, q_BV, p_BV, replacement=False)
+
+
+def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """EAGLE's trees at T > 0 (Li et al. 2024): children chosen without chance; accept x with
+    p(x), else p <- norm(p without x). It is `recursive` for q that are one-hot, never reads q,
+    and is lossless however the tokens came about, for it is so for each draft by itself."""
+    return rejection(tokens_BC, None, p_BV)
 
 
 def lenience(
@@ -113,13 +140,12 @@ def lenience(
 ) -> tuple[Tensor, Tensor]:
     """Leviathan et al. 2023, Appendix A.5: `rejection` with factor · q for q, factor in (0, 1].
     Lossy, but no token becomes likelier than p / factor."""
-    _check_factor(factor)
     if q_BV is None:
-        q_BV = torch.zeros_like(p_BV).scatter_(-1, tokens_BC[:, :1].clamp_min(0), 1.0)
+        q_BV = _one_hot(tokens_BC[:, 0], p_BV)
     return rejection(tokens_BC, factor * q_BV, p_BV)
 
 
-def kseq(tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """SpecTr's k-SEQ (Sun et al. 2023, Algorithm 2), for k independent children: accept each x
     with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q).
 
@@ -127,6 +153,8 @@ def kseq(tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor) -> tuple[Tensor, Tensor]
     negative for any ρ at or above the solution, so the bisection (the upper end, in float64)
     decides how much is accepted and never whether the rule is lossless.
     """
+    if q_BV is None:
+        return point_mass(tokens_BC, q_BV, p_BV)
     p, q = p_BV.double(), q_BV.double()
     count_B1 = (tokens_BC >= 0).sum(-1, keepdim=True).double()
     high_B1 = count_B1.clamp_min(1)
@@ -145,18 +173,6 @@ def kseq(tokens_BC: Tensor, q_BV: Tensor, p_BV: Tensor) -> tuple[Tensor, Tensor]
     return take_BC.to(p_BV), rest_BV.to(p_BV)
 
 
-def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """EAGLE's trees at T > 0 (Li et al. 2024): children chosen without chance; accept x with
-    p(x), else p <- norm(p without x). It is `recursive` for q that are one-hot, never reads q,
-    and is lossless however the tokens came about, for it is so for each draft by itself."""
-    takes = []
-    for x_B1 in tokens_BC.split(1, -1):
-        there_B1, index_B1 = x_B1 >= 0, x_B1.clamp_min(0)
-        takes.append(torch.where(there_B1, p_BV.gather(-1, index_B1), 0.0).clamp_max(1))
-        p_BV = torch.where(there_B1, _normal(p_BV.scatter(-1, index_B1, 0.0), p_BV), p_BV)
-    return torch.cat(takes, -1), p_BV
-
-
 # --- rules of the whole tree ---------------------------------------------------------------
 
 
@@ -166,30 +182,24 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); S_i = Σ_v max(w_i p_{i+1}(v) -
     q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i), h_N = w_N. The accepted length is the largest
     i whose own coin h_i came up (0 if none); the next token follows max(w_i p - q, 0).
-    Never accepts fewer in expectation than `rejection` (see specdec/theory/block.py). Where a row
-    has no node, q counts as 0, which makes h_i = w_i at its last one.
+    Never accepts fewer in expectation than `rejection` (see specdec/theory/verification.py). Where
+    a row has no node, q counts as 0, which makes h_i = w_i at its last one.
     """
-    tokens_BN, q_BNV = proposal.tokens_BN, proposal.q_BNV
-    there_BN1 = (tokens_BN >= 0)[..., None]
+    tokens_BN, q_BNV, before_BNV = proposal.tokens_BN, proposal.q_BNV, p_BMV[:, :-1]
     if q_BNV is None:
-        q_BNV = torch.zeros_like(p_BMV[:, 1:])
-        q_BNV = q_BNV.scatter_(-1, tokens_BN.clamp_min(0)[..., None], 1.0)
-    ratio_BN = _ratio(p_BMV[:, :-1], q_BNV, tokens_BN[..., None])[..., 0]
-    weight = ratio_BN.new_ones(len(ratio_BN))
-    weights = [weight]
-    for i in range(ratio_BN.shape[1]):
-        weight = (weight * ratio_BN[:, i]).clamp_max(1)
-        weights.append(weight)
+        q_BNV = _one_hot(tokens_BN, before_BNV)
+    weights = [torch.ones_like(p_BMV[:, 0, 0])]
+    for ratio_B in _ratio(before_BNV, q_BNV, tokens_BN[..., None])[..., 0].unbind(-1):
+        weights.append((weights[-1] * ratio_B).clamp_max(1))
     weight_BM = torch.stack(weights, -1)
-    residual_BNV = weight_BM[:, :-1, None] * p_BMV[:, :-1] - q_BNV.masked_fill(~there_BN1, 0.0)
-    residual_BNV = residual_BNV.clamp_min(0)
+    drawn_BNV = q_BNV.masked_fill((tokens_BN < 0)[..., None], 0.0)
+    residual_BNV = (weight_BM[:, :-1, None] * before_BNV - drawn_BNV).clamp_min(0)
     coin_BN = _survival(residual_BNV.sum(-1), weight_BM[:, :-1])
     coin_BM = torch.cat([coin_BN, weight_BM[:, -1:]], -1)
     none_later = (1 - coin_BM).flip(-1).cumprod(-1).flip(-1)
-    none_after_BM = torch.cat([none_later[:, 1:], torch.ones_like(coin_BM[:, :1])], -1)
+    none_after_BM = pad(none_later[:, 1:], (0, 1), value=1.0)
     stop_BM = torch.cat([none_after_BM[:, :1], (coin_BM * none_after_BM)[:, 1:]], -1)
-    next_BMV = torch.cat([_normal(residual_BNV, p_BMV[:, :-1]), p_BMV[:, -1:]], 1)
-    return Law(stop_BM, next_BMV)
+    return Law(stop_BM, torch.cat([_normal(residual_BNV, before_BNV), p_BMV[:, -1:]], 1))
 
 
 def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
@@ -231,7 +241,7 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
         alive_B[row_R] *= 1 - weight_BM[row_R, child_R]
         p_RV, weight_R = p_BMV[row_R, parent_R], weight_BM[row_R, parent_R]
         if q_BMV is None:
-            q_RV = torch.zeros_like(p_RV).scatter_(-1, x_R1, 1.0)
+            q_RV = _one_hot(x_R1[:, 0], p_RV)
         else:
             q_RV = q_BMV[row_R, parent_R]
             q_BMV[row_R, parent_R] = _without(q_RV, x_R1)
@@ -252,8 +262,7 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
     """
     threshold_BM = (delta * (-torch.special.entr(p_BMV).sum(-1)).exp()).clamp_max(epsilon)
     p_BN = _drafted(p_BMV, proposal)
-    kept_BN = (p_BN > proposal.above(threshold_BM)) & (proposal.tokens_BN >= 0)
-    end_B = _longest(kept_BN, proposal, p_BN.log())
+    end_B = _longest(p_BN > proposal.above(threshold_BM), proposal, p_BN.log())
     return Law(torch.zeros_like(threshold_BM).scatter_(1, end_B[:, None], 1.0), p_BMV)
 
 
@@ -262,40 +271,46 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
 
 def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
     """Keep the longest path whose every token is the target's argmax at its place."""
-    end_B = _longest(proposal.tokens_BN == proposal.above(argmax_BM), proposal)
-    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
+    kept_BN = proposal.tokens_BN == proposal.above(argmax_BM)
+    return _then_argmax(proposal, _longest(kept_BN, proposal), argmax_BM)
 
 
 def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
     """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x where p(x) >= factor · max p, p taken
     at T = 1; the longest kept path wins, and the next token is the argmax there. Lossy."""
-    _check_factor(factor)
     best_BM, argmax_BM = logits_BMV.max(-1)
-    least_BN = proposal.above(best_BM) + math.log(factor)
-    kept_BN = (_drafted(logits_BMV, proposal) >= least_BN) & (proposal.tokens_BN >= 0)
-    end_B = _longest(kept_BN, proposal)
-    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
-
-
-def _check_factor(factor: float) -> None:
-    if not 0 < factor <= 1:
-        raise ValueError(f"lenience: factor={factor}; give a number in (0, 1]")
-
-
-RULES: dict[str, Rule] = {
-    "rejection": Rule(node=rejection),
-    "block": Rule(whole=block),
-    "recursive": Rule(node=recursive, siblings="without"),
-    "specinfer": Rule(node=rejection, siblings="with"),
-    "kseq": Rule(node=kseq, siblings="with"),
-    "point_mass": Rule(node=point_mass, siblings="fixed"),
-    "traversal": Rule(whole=traversal, siblings="without"),
-    "typical": Rule(whole=typical, siblings="fixed", lossless=False),
-    "lenience": Rule(node=lenience, lossless=False, at_zero=lenience_at_zero),
-}
+    kept_BN = _drafted(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
+    return _then_argmax(proposal, _longest(kept_BN, proposal), argmax_BM)
 
 
 # --- by name -----------------------------------------------------------------------------------
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(name="rejection", node=rejection),
+        Rule(name="block", whole=block),
+        Rule(name="recursive", node=recursive, siblings="without"),
+        Rule(name="specinfer", node=rejection, siblings="with"),
+        Rule(name="kseq", node=kseq, siblings="with"),
+        Rule(name="point_mass", node=point_mass, siblings="fixed"),
+        Rule(name="traversal", whole=traversal, siblings="without"),
+        Rule(
+            name="typical",
+            whole=typical,
+            siblings="fixed",
+            lossless=False,
+            parameters={"epsilon": 1.0, "delta": math.inf},
+        ),
+        Rule(
+            name="lenience",
+            node=lenience,
+            lossless=False,
+            at_zero=lenience_at_zero,
+            parameters={"factor": 1.0},
+        ),
+    )
+}
 
 
 def named(text: str) -> Rule:
@@ -303,45 +318,16 @@ def named(text: str) -> Rule:
     "typical:epsilon=0.2,delta=0.05". Raises UserError for an unknown name or parameter, and for
     a value that the rule does not accept."""
     name, _, given = text.partition(":")
-    if name not in RULES:
-        raise UserError(f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
-    rule, values = RULES[name], {}
-    judge = rule.node or rule.whole
-    parameters = inspect.signature(judge).parameters.values() if judge else ()
-    known = [p.name for p in parameters if type(p.default) is float]
+    require(name in RULES, f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
+    values = {}
     for part in filter(None, given.split(",")):
         key, _, value = part.partition("=")
         try:
             values[key] = float(value)
         except ValueError:
-            raise UserError(
-                f"decode.rule={text!r}: {part!r} is not of the form factor=0.8"
-            ) from None
-        if key not in known:
-            has = f"; known: {', '.join(known)}" if known else ", which has no parameters"
-            raise UserError(f"decode.rule={text!r}: {key!r} is no parameter of {name}{has}")
-    if not values:
-        return rule
-    rule, one, token = rule.tuned(**values), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
-    try:  # on a vocabulary of one token: does the rule accept these values?
-        if rule.node is not None:
-            rule.node(token, one, one)
-        elif rule.whole is not None:
-            rule.whole(Proposal(token, one[None]), one.expand(1, 2, 1))
-    except ValueError as error:
-        raise UserError(f"decode.rule={text!r}: {error}") from None
-    return rule
-
-
-def rule_name(rule: Rule) -> str:
-    """The name of a rule of `RULES`, with its parameters where they are others."""
-    judge = rule.node or rule.whole
-    parameters = getattr(judge, "keywords", {})
-    for name, known in RULES.items():
-        if getattr(judge, "func", judge) is (known.node or known.whole):
-            given = ",".join(f"{key}={value:g}" for key, value in parameters.items())
-            return f"{name}:{given}" if given else name
-    return "of the caller's"
+            message = f"decode.rule={text!r}: {part!r} is not of the form factor=0.8"
+            raise UserError(message) from None
+    return RULES[name].tuned(**values) if values else RULES[name]
 
 
 # --- paths and numbers -------------------------------------------------------------------------
@@ -353,6 +339,10 @@ def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
     return Verdict((path_BK >= 0).sum(-1), next_B, path_BK)
 
 
+def _then_argmax(proposal: Proposal, end_B: Tensor, argmax_BM: Tensor) -> Verdict:
+    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
+
+
 def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
     """Of values [B, M, V] by place and token, the drafted tokens' own [B, N]."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
@@ -362,28 +352,32 @@ def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
 def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None) -> Tensor:
     """The deepest place [B] whose path is kept throughout; of equally deep ones the one with the
     larger sum of scores along its path, or without scores the one drafted first."""
+    kept_BN = kept_BN & (proposal.tokens_BN >= 0)
     if proposal.parents_BN is None:
         return kept_BN.long().cumprod(-1).sum(-1)
     above_BN = proposal.above_BN
-    depth_BM = above_BN.new_zeros(len(above_BN), above_BN.shape[1] + 1)
-    total_BM = None if score_BN is None else pad(score_BN, (1, 0))
+    depth_BM = pad(torch.zeros_like(above_BN), (1, 0))
+    score_BN = torch.zeros_like(kept_BN, dtype=torch.float32) if score_BN is None else score_BN
+    total_BM = pad(score_BN, (1, 0))
     for _ in range(kept_BN.shape[1]):  # each turn reaches one depth further
         parent_BN = depth_BM.gather(1, above_BN)
         reached_BN = kept_BN & ((parent_BN > 0) | (above_BN == 0))
-        further_BM = torch.cat([depth_BM[:, :1], torch.where(reached_BN, parent_BN + 1, 0)], -1)
+        further_BM = pad(torch.where(reached_BN, parent_BN + 1, 0), (1, 0))
         if torch.equal(further_BM, depth_BM):
             break
         depth_BM = further_BM
-        if total_BM is not None and score_BN is not None:
-            total_BM = pad(total_BM.gather(1, above_BN) + score_BN, (1, 0))
-    if total_BM is None:
-        return depth_BM.argmax(-1)
+        total_BM = pad(total_BM.gather(1, above_BN) + score_BN, (1, 0))
     deepest_BM = depth_BM == depth_BM.amax(-1, keepdim=True)
     return total_BM.masked_fill(~deepest_BM, -torch.inf).argmax(-1)
 
 
 def _tiny(x: Tensor) -> float:
     return torch.finfo(x.dtype).tiny
+
+
+def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    """Point masses, shaped and typed as these distributions; arbitrary where there is no token."""
+    return torch.zeros_like(like).scatter_(-1, tokens.clamp_min(0)[..., None], 1.0)
 
 
 def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:

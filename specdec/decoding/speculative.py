@@ -10,11 +10,13 @@ Letters: B batch, T time.
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -58,23 +60,9 @@ HARMLESS = {
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant"),
 }
-# for some fields, a value other than None and False that asks for nothing
-NEUTRAL: dict[str, float] = {
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "num_return_sequences": 1,
-    "diversity_penalty": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-}
+# values other than None and False that ask for nothing
+NEUTRAL = GenerationConfig._get_default_generation_params()
+NEUTRAL |= {"min_new_tokens": 0, "min_p": 0.0, "penalty_alpha": 0.0, "guidance_scale": 1.0}
 
 
 @dataclass
@@ -131,15 +119,15 @@ def speculative_generate(
     """
     config = _config(target, generation_config, overrides)
     require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")
-    if attention_mask is None:
-        attention_mask = _inferred(input_ids, config, target)
+    given, pad = _ids(config.eos_token_id), config.pad_token_id
+    eos = given or (() if "eos_token_id" in overrides else target.eos)
+    if attention_mask is None and pad is not None and pad not in (given or target.eos):
+        attention_mask = input_ids != pad
     rows = _unpadded(input_ids, attention_mask)
     prompts, hidden = rows, [0] * len(rows)  # tokens that transformers' processors do not see
     if isinstance(target, Seq2SeqTarget):
         prompts, hidden = [target.begun(ids) for ids in rows], [len(ids) for ids in rows]
     seen = [len(p) - n for p, n in zip(prompts, hidden, strict=True)]
-    given = _ids(config.eos_token_id)
-    eos = given or (() if "eos_token_id" in overrides else target.eos)
     limit = _limit(config, max(seen))
     processors = _processors(config, target, eos, seen, limit, logits_processor)
     stop = config.stop_strings or ()
@@ -159,13 +147,10 @@ def speculative_generate(
         compiled=compiled,
         on_tokens=streamer,
     )
-    pad = config.pad_token_id
     if pad is None:
         pad = next((i for i in eos if i >= 0), 0)
-    texts = [g.prompt[n:] + g.ids for n, g in zip(hidden, done, strict=True)]
-    sequences = torch.full((len(texts), max(map(len, texts))), pad)
-    for b, ids in enumerate(texts):
-        sequences[b, : len(ids)] = torch.tensor(ids)
+    texts = [torch.tensor(g.prompt[n:] + g.ids) for n, g in zip(hidden, done, strict=True)]
+    sequences = pad_sequence(texts, batch_first=True, padding_value=pad)
     return Speculation(sequences.to(input_ids.device), done)
 
 
@@ -173,25 +158,20 @@ def _config(
     target: Target, given: GenerationConfig | None, overrides: dict[str, Any]
 ) -> GenerationConfig:
     """The fields as `generate` merges them: overrides, what is given, the target's own."""
-    own = target.model.generation_config
-    config = copy.deepcopy(given) if given is not None else GenerationConfig()
-    try:
-        config.update(**own.to_dict(), defaults_only=True)
+    config, fields = copy.deepcopy(given or GenerationConfig()), vars(GenerationConfig())
+    with told():
+        config.update(**target.model.generation_config.to_dict(), defaults_only=True)
         unknown = config.update(**overrides)
-    except ValueError as error:
-        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
-    fields = vars(GenerationConfig())
+        config.update(temperature=1.0, top_k=50, top_p=1.0, defaults_only=True)
     for name in unknown:
         raise UserError(f"generation_config.{name} is unknown{nearest(name, fields)}")
-    if _asks(config, "num_beams"):
-        raise UserError(
-            f"generation_config.num_beams={config.num_beams} is not supported here: call "
-            "specdec.decoding.beam.beam_search, or give num_beams=1"
-        )
     for name in fields:
         if name not in READ | HARMLESS and _asks(config, name):
+            remedy = (
+                "call specdec.decoding.beam.beam_search" if name == "num_beams" else "leave it out"
+            )
             value = getattr(config, name)
-            raise UserError(f"generation_config.{name}={value} is not supported: leave it out")
+            raise UserError(f"generation_config.{name}={value} is not supported: {remedy}")
     start = config.decoder_start_token_id
     if isinstance(target, Seq2SeqTarget) and start not in (None, target.seq2seq.start):
         raise UserError(
@@ -201,25 +181,30 @@ def _config(
     return config
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """What transformers says of a wrong value becomes a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
+
+
 def _asks(config: GenerationConfig, name: str) -> bool:
     """Whether the field asks for something."""
     value = getattr(config, name, None)
     return value is not None and value is not False and value != NEUTRAL.get(name)
 
 
-def _inferred(input_ids: Tensor, config: GenerationConfig, target: Target) -> Tensor | None:
-    """Padding where no mask tells it, by transformers' rule."""
-    pad, eos = config.pad_token_id, _ids(config.eos_token_id) or target.eos
-    return None if pad is None or pad in eos else input_ids != pad
-
-
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    if input_ids.dim() != 2 or not len(input_ids):
-        raise UserError(f"input_ids have the shape {list(input_ids.shape)}: give [rows, tokens]")
+    found = list(input_ids.shape)
+    require(
+        len(found) == 2 and found[0] > 0, f"input_ids have the shape {found}: give [rows, tokens]"
+    )
     if attention_mask is None:
         return input_ids.tolist()
-    if attention_mask.shape != input_ids.shape:
-        raise UserError("attention_mask has another shape than input_ids: give one entry a token")
+    alike = attention_mask.shape == input_ids.shape
+    require(alike, "attention_mask has another shape than input_ids: give one entry a token")
     return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
@@ -241,9 +226,7 @@ def _sampler(config: GenerationConfig) -> Sampler:
         return Sampler(0.0)
     if _late(config):
         return Sampler(1.0)  # the processors warp
-    temperature = 1.0 if config.temperature is None else config.temperature
-    top_k = 50 if config.top_k is None else config.top_k
-    return Sampler(temperature, top_k, 1.0 if config.top_p is None else config.top_p)
+    return Sampler(config.temperature, config.top_k, config.top_p)
 
 
 def _processors(
@@ -263,37 +246,26 @@ def _processors(
         "PrefixConstrainedLogitsProcessor depends on the number of the row, and each row is "
         "processed by itself here: give one prompt at a time",
     )
+    size = target.vocab_size
     for name, ids in _named(config):
-        require(
-            all(0 <= i < target.vocab_size for i in ids),
-            f"generation_config.{name} names tokens that the target's {target.vocab_size} do not "
-            "include",
-        )
+        known = all(0 <= i < size for i in ids)
+        require(known, f"generation_config.{name} names tokens outside the target's {size}")
     for name in COUNTED:
-        if len(set(seen)) > 1 and _asks(config, name):
-            raise UserError(
-                f"generation_config.{name} with prompts of unequal length: give them one at a time"
-            )
+        require(
+            len(set(seen)) == 1 or not _asks(config, name),
+            f"generation_config.{name} with prompts of unequal length: give them one at a time",
+        )
     require(
         bool(eos) or not _asks(config, "exponential_decay_length_penalty"),
         "generation_config.exponential_decay_length_penalty needs an eos token: give eos_token_id",
     )
     config = copy.deepcopy(config)
-    config.do_sample = _late(config)
-    config.top_k = 50 if config.top_k is None else config.top_k
-    config.max_length = seen[0] + limit
+    config.do_sample, config.max_length = _late(config), seen[0] + limit
     config._eos_token_tensor = torch.tensor(eos, device=target.device) if eos else None
-    try:
-        return list(
-            target.model._get_logits_processor(
-                config,
-                input_ids_seq_length=seen[0],
-                logits_processor=LogitsProcessorList(given),
-                device=str(target.device),
-            )
-        )
-    except ValueError as error:
-        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
+    make, device = target.model._get_logits_processor, str(target.device)
+    with told():
+        theirs = LogitsProcessorList(given)
+        return list(make(config, seen[0], logits_processor=theirs, device=device))
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:

@@ -4,14 +4,13 @@ Letters: D depths, R ranks among siblings.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.decoding.decode import generate
-from specdec.decoding.rules import Rule
 from specdec.drafters.base import Drafter
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static, best_paths
 from specdec.target.base import Target
 
@@ -23,34 +22,22 @@ def acceptance_by_rank(
     max_new_tokens: int,
     depth: int,
     width: int = 6,
-    *,
-    sampler: Sampler | None = None,
-    rule: str | Rule = "auto",
-    greedy_draft: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Acceptance by depth and rank [D, R], for `best_static`: the share of rounds that reached a
     node of the first-ranked chain and went on to its child of that rank.
 
-    It is counted while decoding `prompts` with the sampler and rule that the tree is for, and a
-    tree of `width` children after each node of that chain. Rank r is the r-th likeliest token
-    where siblings are picked (greedy decoding, or `greedy_draft`), else the r-th one drawn.
+    It is counted while decoding `prompts` with the options of `decode` (sampler, rule and
+    `greedy_draft`) that the tree is for, and a tree of `width` children after each node of that
+    chain. Rank r is the r-th likeliest token where siblings are picked (greedy decoding, or
+    `greedy_draft`), else the r-th one drawn.
     """
-    paths = [[0] * d + [rank] for d in range(depth) for rank in range(width)]
-    order = sorted(map(tuple, paths), key=lambda p: (len(p), p))
+    paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # as nodes stand
+    options |= {"drafter": drafter, "shape": Static(paths), "max_new_tokens": max_new_tokens}
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
     for prompt in prompts:
-        result = generate(
-            target,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            drafter=drafter,
-            shape=Static(paths),
-            sampler=sampler,
-            rule=rule,
-            greedy_draft=greedy_draft,
-        )
-        for r in result.rounds:
-            kept = order[r.path[-1]] if r.path else ()
+        for r in generate(target, prompt, **options).rounds:
+            kept = paths[r.path[-1]] if r.path else ()
             for d in range(min(depth, len(kept) + 1)):
                 if any(kept[:d]):
                     break

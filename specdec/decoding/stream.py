@@ -33,9 +33,7 @@ class Stream:
 
     def rest(self) -> str:
         """At the end of the answer, the text that was held back."""
-        piece = self._decoded(self._ids)[len(self._shown) :]
-        self._show(len(self._ids), piece)
-        return piece
+        return self._show(len(self._ids), self._decoded(self._ids))
 
     def text(self) -> str:
         """All that was given so far, without special tokens."""
@@ -51,17 +49,16 @@ class Stream:
                 return ""
             count = self._count + 1  # what it begins would be complete by now: it is broken
             text = self._decoded(self._ids[:count])
-        piece = text[len(self._shown) :]
-        self._show(count, piece)
-        return piece
+        return self._show(count, text)
 
-    def _show(self, count: int, piece: str) -> None:
-        """The first `count` tokens have been shown, the last of them as this piece."""
+    def _show(self, count: int, text: str) -> str:
+        """Show what is new in the first `count` tokens, which decode to this text."""
         broken = count < len(self._ids)
         first = max(0, count - SHOWN) if broken else self._count
-        self._pieces.append(piece)
+        self._pieces.append(text[len(self._shown) :])
         self._ids, self._count = self._ids[first:], count - first
         self._shown = self._decoded(self._ids[: self._count])
+        return self._pieces[-1]
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import JudgeChildren, Law, Rule, Verdict, point_mass, verdict
+from specdec.decoding.rules import Law, Rule, Verdict, verdict
 from specdec.sampling.sampler import sample
 
 
@@ -32,16 +32,15 @@ def verify(
     (B, N), device = proposal.tokens_BN.shape, proposal.tokens_BN.device
     row_B = torch.arange(B, device=device)
     at_B, going_B1 = torch.zeros_like(row_B), torch.ones_like(row_B[:, None], dtype=torch.bool)
-    if rule.whole is not None:
+    if rule.node is None:
         p_BMV = torch.stack([p_of(at_B + m) for m in range(N + 1)], 1)
         return draw(law(rule, proposal, p_BMV), proposal, generator)
     _require_fitting(rule, proposal)
-    children_BMC, judge = proposal.children_BMC(), _judge_of_children(rule, proposal)
-    next_BV = p_of(at_B)
+    children_BMC, next_BV = proposal.children_BMC(), p_of(at_B)
     while bool(((child_BC := children_BMC[row_B, at_B]) > 0).any()):
         # a row that has stopped is judged again at its node, which gives the same next_BV
         tokens_BC = proposal.tokens_at(row_B[:, None], child_BC)
-        take_BC, next_BV = judge(tokens_BC, proposal.q_at(row_B, child_BC[:, 0]), next_BV)
+        take_BC, next_BV = rule.node(tokens_BC, proposal.q_at(row_B, child_BC[:, 0]), next_BV)
         coin_BC = torch.rand(take_BC.shape, dtype=next_BV.dtype, device=device, generator=generator)
         taken_BC = coin_BC < take_BC
         going_B1 = going_B1 & taken_BC.any(-1, keepdim=True)
@@ -58,16 +57,18 @@ def law(rule: Rule, proposal: Proposal, p_BMV: Tensor) -> Law:
     _require_fitting(rule, proposal)
     if proposal.tokens_BN.shape[1] == 0:
         return Law(torch.ones_like(p_BMV[..., 0]), p_BMV)
-    if rule.whole is not None:
+    if rule.node is None:
+        assert rule.whole is not None
         return rule.whole(proposal, p_BMV)
     children_BMC = proposal.children_BMC()
     (B, M, V), C = p_BMV.shape, children_BMC.shape[-1]
     child_QC = children_BMC.reshape(B * M, C)  # Q = B M: every place of every row at once
     row_Q = torch.arange(B, device=p_BMV.device).repeat_interleave(M)
-    tokens_QC = proposal.tokens_at(row_Q[:, None], child_QC)
-    q_QV = proposal.q_at(row_Q, child_QC[:, 0])
-    judge = _judge_of_children(rule, proposal)
-    take_QC, next_QV = judge(tokens_QC, q_QV, p_BMV.reshape(B * M, V))
+    tokens_QC, q_QV = (
+        proposal.tokens_at(row_Q[:, None], child_QC),
+        proposal.q_at(row_Q, child_QC[:, 0]),
+    )
+    take_QC, next_QV = rule.node(tokens_QC, q_QV, p_BMV.reshape(B * M, V))
     none_BMC = (1 - take_QC).cumprod(-1).reshape(B, M, C)
     before_BMC = torch.cat([torch.ones_like(none_BMC[..., :1]), none_BMC[..., :-1]], -1)
     go_BMC = take_QC.reshape(B, M, C) * before_BMC
@@ -92,9 +93,3 @@ def _require_fitting(rule: Rule, proposal: Proposal) -> None:
     chain_BN = Proposal(proposal.tokens_BN).above_BN
     if bool(((proposal.above_BN != chain_BN) & (proposal.tokens_BN >= 0)).any()):
         raise ValueError("this verification rule judges chains only, and the draft is a tree")
-
-
-def _judge_of_children(rule: Rule, proposal: Proposal) -> JudgeChildren:
-    """Without q the children are fixed, and every lossless rule is `point_mass`."""
-    assert rule.node is not None
-    return point_mass if proposal.q_BNV is None and rule.lossless else rule.node

@@ -15,7 +15,6 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import fitting_rule
 from specdec.decoding.length import Oracle, oracle
 from specdec.decoding.policy import Length
-from specdec.decoding.rules import rule_name
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
@@ -197,7 +196,7 @@ def _figures(
     said = [*words[:SHOWN], *(text(g.prompt) for g in shown[len(words) :])]
     return AtTemperature(
         temperature=sampler.temperature,
-        rule="greedy" if greedy and rule.at_zero is None else rule_name(rule),
+        rule="greedy" if greedy and rule.at_zero is None else rule.name,
         lossless=rule.keeps_p(greedy),
         gamma=gamma,
         nodes=shape.nodes,

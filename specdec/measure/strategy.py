@@ -14,8 +14,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from specdec.decoding.config import is_measured, require_fitting
-from specdec.decoding.disco import Disco, Recorder, StopClassifier, fit
-from specdec.decoding.length import CostTable, Fixed, Goodput, length
+from specdec.decoding.disco import Recorder, StopClassifier, fit
+from specdec.decoding.length import CostTable, length
 from specdec.decoding.policy import Length
 from specdec.decoding.static_tree import (
     acceptance_by_rank,
@@ -23,7 +23,6 @@ from specdec.decoding.static_tree import (
     expected_static,
     fastest_static,
 )
-from specdec.errors import typed
 from specdec.measure.costs import cost_table, costs, rounds_in_turn
 from specdec.measure.job import Job
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
@@ -91,7 +90,7 @@ def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
         return Strategy(shape, None, Learned([list(p) for p in paths], found_DR.tolist()))
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
-        return Strategy(Chain(typed(Fixed.Config, settings, "decode.settings").limit))
+        return Strategy(Chain(length("fixed", settings).limit))
     if not is_measured(cfg):
         return Strategy(chain, lambda: length(cfg.length, settings))
     if cfg.length == "optimal":
@@ -101,13 +100,12 @@ def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
         return Strategy(chain, lambda: length(cfg.length, settings), learned)
     if cfg.length == "goodput":
         table = cost_table(job, prompts[0], gamma)
-        goodput = typed(Goodput.Config, settings, "decode.settings")
-        return Strategy(chain, lambda: Goodput(goodput, table), Learned(table=table))
+        return Strategy(chain, lambda: length(cfg.length, settings, table), Learned(table=table))
     recorder = Recorder(gamma)  # of what is accepted at this temperature, by this rule
     job.rounds(learning, gamma, recorder)
     classifier = fit(*recorder.records())
-    disco = typed(Disco.Config, settings, "decode.settings")
-    return Strategy(chain, lambda: Disco(disco, classifier), Learned(classifier=classifier))
+    learned = Learned(classifier=classifier)
+    return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
 
 
 def fastest_shape(job: Job, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:

@@ -141,7 +141,7 @@ def test_short_prompts_and_answers(new: int, prompt: tuple[int, ...]) -> None:
             target, prompt, beams=3, max_new_tokens=new, drafter=drafter, gamma=3, eos=EOS
         )
         assert_same(result, reference)
-        assert result.passes <= new - 1
+        assert len(result.rounds) <= new - 1
 
 
 HALF = (0, 1, 3, 4, 8, 10, 11, 16, 23, 24, 26, 28, 29, 33, 34, 35, 36, 38, 39, 40)
@@ -239,9 +239,9 @@ def test_a_draft_that_is_the_target_makes_gamma_plus_one_steps_a_pass(
         target, PROMPT, drafter=near(target, 0), draft_beams=draft_beams, gamma=gamma, **options
     )
     assert_same(fast, theirs("gpt2", 3, new, eos=()))
-    assert (plain.steps, plain.passes, plain.tau) == (new, new - 1, 1)
+    assert (plain.steps, len(plain.rounds), plain.tau) == (new, new - 1, 1)
     assert fast.steps == new
-    assert fast.passes == math.ceil((new - 1) / (gamma + 1))
+    assert len(fast.rounds) == math.ceil((new - 1) / (gamma + 1))
     assert all(r.accepted == r.drafted for r in fast.rounds)
 
 
@@ -303,15 +303,10 @@ def test_statistics_add_up() -> None:
     )
     rounds = result.rounds
     assert any(0 < r.accepted < r.drafted for r in rounds)
-    assert result.passes == len(rounds) and result.steps == len(result.ids) == 30
+    assert result.steps == len(result.ids) == 30
     assert result.tau == sum(r.accepted + 1 for r in rounds) / len(rounds)
-    made = 1  # by prefill
     for r in rounds:
-        assert r.step == made
         assert 0 <= r.accepted <= r.drafted <= gamma and r.drafted <= r.nodes <= U * r.drafted
-        made += r.accepted + 1
-    assert made == 30
-    assert 0 < result.draft_seconds < result.seconds
 
 
 @pytest.mark.parametrize("scratch", [0, 40, 256])
@@ -335,7 +330,7 @@ def test_dead_beams_leave_the_cache(
     monkeypatch.setattr(beam.LiveTree, "score", spied)
     monkeypatch.setattr(beam, "SCRATCH", scratch)
     result = beam_search(target, PROMPT, beams=5, max_new_tokens=60, eos=())
-    assert 5 * result.passes <= slots <= 2 * 5 * result.passes
+    assert 5 * len(result.rounds) <= slots <= 2 * 5 * len(result.rounds)
     assert held == sorted(held)
     if kind == "gpt2":  # whose beams agree on what lies behind them
         assert len(PROMPT) < held[-1] < len(PROMPT) + 60

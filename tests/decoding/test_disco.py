@@ -17,8 +17,6 @@ from torch import Tensor
 
 from specdec.decoding.disco import (
     FEATURES,
-    Disco,
-    DiscoConfig,
     Recorder,
     StopClassifier,
     TokenFeatures,
@@ -116,7 +114,7 @@ def test_recorder_keeps_the_tokens_whose_fate_is_known() -> None:
 
 
 def test_disco_stops_below_its_threshold() -> None:
-    disco = Disco(DiscoConfig(limit=7, threshold=0.5), likely(0.3))
+    disco = length("disco", {"limit": 7, "threshold": 0.5}, likely(0.3))
     assert (disco.gamma(1), disco.reads_q) == (7, True)
     assert stops(disco, [[0.9, 0.2, 0.9], [0.29, 0.31, 0.5]]) == [
         [False, True],
@@ -124,7 +122,7 @@ def test_disco_stops_below_its_threshold() -> None:
         [False, False],
     ]
     # σ(log .45 - log .3) = .6: a stricter threshold stops there too
-    strict = Disco(DiscoConfig(threshold=0.61), likely(0.3))
+    strict = length("disco", {"threshold": 0.61}, likely(0.3))
     assert stops(strict, [[0.45]]) == [[True]]
 
 

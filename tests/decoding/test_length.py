@@ -16,17 +16,10 @@ import torch
 
 from specdec.decoding.length import (
     LENGTHS,
-    AcceptanceByDepth,
-    AdaptiveConfig,
     Confidence,
-    ConfidenceConfig,
     CostTable,
     Fixed,
-    FixedConfig,
-    Goodput,
-    GoodputConfig,
     Optimal,
-    OptimalConfig,
     length,
     oracle,
 )
@@ -45,11 +38,11 @@ def told(policy: Length, *rounds: tuple[int, int]) -> None:
 
 
 def test_fixed_drafts_gamma_whatever_happens() -> None:
-    fixed = Fixed(FixedConfig(5))
+    fixed = Fixed(5)
     told(fixed, (5, 0), (5, 0))
     assert (fixed.gamma(1), fixed.gamma(1000), fixed.reads_q) == (5, 5, False)
     assert fixed.stop(0, rows([0.1, 0.9], [1, 0]), torch.tensor([0, 1])).tolist() == [False] * 2
-    assert Fixed(FixedConfig(0)).gamma(1) == 0  # the plain step
+    assert Fixed(0).gamma(1) == 0  # the plain step
 
 
 def test_lengths_by_name() -> None:
@@ -98,32 +91,32 @@ def test_mistakes_are_told_in_one_line(name: str, settings: dict, words: str) ->
 
 
 def test_acceptance_by_depth_by_hand() -> None:
-    known = AcceptanceByDepth(AdaptiveConfig(limit=4, alpha=[0.5], weight=2.0, forget=1.0))
-    assert known.alpha() == [0.5] * 4
+    known = Optimal(limit=4, alpha=[0.5], weight=2.0, forget=1.0)
+    assert known.by_depth() == [0.5] * 4
     known.observe([3, 3, 1], [3, 1, 0])
     # depth 0: 2 of 3; depth 1: 1 of 2, from what depth 0 gives; depth 2: 1 of 1; depth 3: none
     first = (2 * 0.5 + 2) / 5
     second = (2 * first + 1) / 4
     third = (2 * second + 1) / 3
-    assert known.alpha() == pytest.approx([first, second, third, third])
+    assert known.by_depth() == pytest.approx([first, second, third, third])
 
 
 def test_a_prior_by_depth_holds_until_rounds_say_otherwise() -> None:
-    known = AcceptanceByDepth(AdaptiveConfig(limit=3, alpha=[0.9, 0.4], weight=5.0, forget=1.0))
-    assert known.alpha() == pytest.approx([0.9, 0.4, 0.4])
+    known = Optimal(limit=3, alpha=[0.9, 0.4], weight=5.0, forget=1.0)
+    assert known.by_depth() == pytest.approx([0.9, 0.4, 0.4])
     for _ in range(5000):
         known.observe([2], [1])  # depth 0 always, depth 1 never
-    assert known.alpha() == pytest.approx([1.0, 0.0, 0.0], abs=1e-3)
+    assert known.by_depth() == pytest.approx([1.0, 0.0, 0.0], abs=1e-3)
 
 
 def test_order_matters_only_where_rounds_are_forgotten() -> None:
     good, bad = [(2, 2)] * 30, [(2, 0)] * 30
 
     def after(forget: float, rounds: list[tuple[int, int]]) -> float:
-        known = AcceptanceByDepth(AdaptiveConfig(limit=2, weight=1.0, forget=forget))
+        known = Optimal(limit=2, weight=1.0, forget=forget)
         for drafted, accepted in rounds:
             known.observe([drafted], [accepted])
-        return known.alpha()[0]
+        return known.by_depth()[0]
 
     assert after(1.0, good + bad) == after(1.0, bad + good)
     assert after(0.9, good + bad) < 0.3 < 0.7 < after(0.9, bad + good)
@@ -146,16 +139,16 @@ def test_optimal_is_the_argmax_by_brute_force(c: float, v: dict[int, float]) -> 
         return 1.0
 
     for seen in ([], [(6, 6)] * 9, [(6, 1)] * 9, [(6, 0)] * 40, [(6, 3), (6, 5), (2, 2)] * 5):
-        policy = Optimal(OptimalConfig(limit=6, c=c, v=v, explore_every=0))
+        policy = Optimal(limit=6, c=c, v=v, explore_every=0)
         told(policy, *seen)
-        alpha = policy.acceptance.alpha()
+        alpha = policy.by_depth()
         factors = [1.0] + [walltime_factor(alpha, g, c, cost(g)) for g in range(1, 7)]
         assert factors[policy.gamma(1)] == pytest.approx(max(factors), rel=1e-12)
 
 
 def test_optimal_by_hand() -> None:
     # α = .6 for all depths at first; c = .2: 1, 1.333, 1.4, 1.36: γ = 2
-    policy = Optimal(OptimalConfig(limit=8, c=0.2, explore_every=0))
+    policy = Optimal(limit=8, c=0.2, explore_every=0)
     assert policy.gamma(1) == 2
     told(policy, *[(2, 0)] * 400)
     assert policy.gamma(1) == 0  # α < c: nothing helps
@@ -165,7 +158,7 @@ def test_optimal_by_hand() -> None:
 
 def test_exploring_goes_by_the_count_of_rounds_and_brings_a_length_back() -> None:
     def lengths() -> list[int]:
-        policy = Optimal(OptimalConfig(limit=4, c=0.2, explore_every=10))
+        policy = Optimal(limit=4, c=0.2, explore_every=10)
         told(policy, *[(4, 0)] * 300)
         found = []
         for _ in range(400):  # the draft is good now, but only a draft can show it
@@ -178,10 +171,10 @@ def test_exploring_goes_by_the_count_of_rounds_and_brings_a_length_back() -> Non
     assert found[:20] == ([0] * 9 + [1]) * 2  # one in ten, one token
     assert found[-1] == 4
     assert found == lengths()  # and nothing of it is chance
-    never = Optimal(OptimalConfig(limit=4, c=0.2, explore_every=0))
+    never = Optimal(limit=4, c=0.2, explore_every=0)
     told(never, *[(4, 0)] * 300)
     assert {never.gamma(1) for _ in range(100)} == {0}
-    hopeless = Optimal(OptimalConfig(limit=4, c=1.0, explore_every=10))
+    hopeless = Optimal(limit=4, c=1.0, explore_every=10)
     assert {hopeless.gamma(1) for _ in range(100)} == {0}  # accepted or not, it would not pay
 
 
@@ -204,7 +197,7 @@ def test_cost_table_is_bilinear_and_goes_on_beyond() -> None:
 
 
 def test_goodput_is_the_argmax_and_falls_to_0_where_the_batch_is_large() -> None:
-    policy = Goodput(GoodputConfig(limit=8, alpha=[0.7], explore_every=0), LINEAR)
+    policy = length("goodput", {"limit": 8, "alpha": [0.7], "explore_every": 0}, LINEAR)
     found = []
     for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096):
         tokens = [sum(0.7**i for i in range(k + 1)) for k in range(9)]
@@ -220,7 +213,7 @@ def test_goodput_is_the_argmax_and_falls_to_0_where_the_batch_is_large() -> None
 
 
 def test_goodput_comes_back_where_the_batch_is_small_again() -> None:
-    policy = Goodput(GoodputConfig(limit=8, alpha=[0.7], explore_every=5), LINEAR)
+    policy = length("goodput", {"limit": 8, "alpha": [0.7], "explore_every": 5}, LINEAR)
     assert [policy.gamma(64) for _ in range(5)] == [1, 1, 1, 1, 2]  # at times one token more
     assert [policy.gamma(100) for _ in range(5)] == [0, 0, 0, 0, 1]
     told(policy, *[(0, 0)] * 100)  # plain steps teach nothing
@@ -228,7 +221,7 @@ def test_goodput_comes_back_where_the_batch_is_small_again() -> None:
 
 
 def test_goodput_follows_acceptance() -> None:
-    policy = Goodput(GoodputConfig(limit=8, explore_every=0), LINEAR)
+    policy = length("goodput", {"limit": 8, "explore_every": 0}, LINEAR)
     policy.observe([8] * 300, [8] * 300)
     assert policy.gamma(1) == 8
     for _ in range(200):
@@ -257,14 +250,14 @@ def test_an_impossible_cost_table_is_refused(table: tuple, words: str) -> None:
 
 
 def test_confidence_stops_each_row_where_its_own_token_is_unlikely() -> None:
-    policy = Confidence(ConfidenceConfig(limit=5, threshold=0.5))
+    policy = Confidence(limit=5, threshold=0.5)
     q_BK = [[0.9, 0.4, 0.9], [0.9, 0.9, 0.5], [0.1, 0.9, 0.9]]
     assert stops(policy, q_BK) == [[False, False, True], [True, False, False], [False] * 3]
     assert (policy.gamma(3), policy.reads_q) == (5, True)
 
 
 def test_cumulative_confidence_multiplies_and_starts_anew_each_round() -> None:
-    policy = Confidence(ConfidenceConfig(threshold=0.5, cumulative=True))
+    policy = Confidence(threshold=0.5, cumulative=True)
     # .8, .64, .512, .4096 and .9, .45
     q_BK = [[0.8] * 4, [0.9, 0.5, 1.0, 1.0]]
     once = [[False, False], [False, True], [False, True], [True, True]]

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.disco import Disco, DiscoConfig
-from specdec.decoding.length import (
-    Confidence,
-    ConfidenceConfig,
-    Fixed,
-    FixedConfig,
-    Optimal,
-    OptimalConfig,
-)
+from specdec.decoding.length import Confidence, Fixed, Optimal, length
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import RULES
 from specdec.decoding.verify import law
@@ -158,12 +150,12 @@ class Alternating(Fixed):
 
 
 LOSSLESS: dict[str, Callable[[], Length]] = {
-    "confidence": lambda: Confidence(ConfidenceConfig(3, threshold=0.35)),
-    "cumulative": lambda: Confidence(ConfidenceConfig(3, threshold=0.2, cumulative=True)),
-    "disco": lambda: Disco(DiscoConfig(3, threshold=0.5), likely(0.4)),
-    "past rounds": lambda: Alternating(FixedConfig()),
-    "optimal": lambda: Optimal(OptimalConfig(3, weight=0.5, c=0.3, explore_every=2)),
-    "fixed": lambda: Fixed(FixedConfig(3)),
+    "confidence": lambda: Confidence(3, threshold=0.35),
+    "cumulative": lambda: Confidence(3, threshold=0.2, cumulative=True),
+    "disco": lambda: length("disco", {"limit": 3, "threshold": 0.5}, likely(0.4)),
+    "past rounds": lambda: Alternating(),
+    "optimal": lambda: Optimal(3, weight=0.5, c=0.3, explore_every=2),
+    "fixed": lambda: Fixed(3),
 }
 
 
@@ -214,7 +206,7 @@ def test_a_length_that_drops_the_token_it_looked_at_is_caught(looks_at: str, rul
     alone is no excuse. The bound is half a percent, nine orders above the tolerance."""
     p, q = conditionals(3, 3), conditionals(3, 103)
     broken = drops_what_it_looked_at(p if looks_at == "p" else q)
-    found = committed(Fixed(FixedConfig(3)), rule, p, q, drafts=broken, rounds=1)
+    found = committed(Fixed(3), rule, p, q, drafts=broken, rounds=1)
     assert sum(found.values()) == pytest.approx(1)  # a law, but not the target's
     assert error(found, p, 3) > 0.005
 
@@ -225,7 +217,7 @@ def looks_ahead(p: Conditional) -> Drafts:
 
     def cut(policy: Length, q: Conditional, prefix: Prefix, gamma: int) -> list[Chain]:
         found = []
-        for chain, mass in drafts(Fixed(FixedConfig(gamma)), q, prefix, gamma):
+        for chain, mass in drafts(Fixed(gamma), q, prefix, gamma):
             n = 0
             while n < len(chain):
                 x, before = chain[n], prefix + chain[:n]
@@ -241,7 +233,7 @@ def looks_ahead(p: Conditional) -> Drafts:
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_length_that_cuts_where_the_target_would_reject_is_caught(rule: str) -> None:
     p, q = conditionals(3, 3), conditionals(3, 103)
-    found = committed(Fixed(FixedConfig(3)), rule, p, q, drafts=looks_ahead(p), rounds=1)
+    found = committed(Fixed(3), rule, p, q, drafts=looks_ahead(p), rounds=1)
     assert error(found, p, 3) > 0.005
 
 
@@ -249,7 +241,7 @@ class LooksAtP(Fixed):
     """Stops by the target's p of the token just drawn, but keeps that token."""
 
     def __init__(self, p: Conditional) -> None:
-        super().__init__(FixedConfig(3))
+        super().__init__(3)
         self.p, self.chain = p, ()
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Nothing is sampled but in the tests of `draw`. p and q are whole conditional tab
 vocabulary, p_j [V^j, V] being the distribution after each of the V^j prefixes of length j, the
 prefix read as a number in base V. All in float64; sums of at most some hundred terms of at
 most 1 are exact to 1e-14, so the tolerance of 1e-12 leaves room for rounding alone. Trees, and
-the rules made for them, are in test_verify_trees.py; here they judge chains.
+the rules made for them, are in test_verify_trees.py and test_rules.py; here they judge chains.
 
 Letters: B batch, N drafted tokens, M = N + 1 target distributions, V vocabulary.
 """

@@ -1,0 +1,168 @@
+"""What a user sets for decoding: what is wrong is refused in one line, what is right is followed.
+
+Run alone: python -m pytest tests/decoding/test_decode_settings.py
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.decoding.config import DecodeConfig
+from specdec.decoding.decode import decode, fitting_rule, generate
+from specdec.decoding.length import length
+from specdec.decoding.rules import named
+from specdec.decoding.speculative import speculative_generate
+from specdec.errors import UserError
+from specdec.measure.costs import costs
+from specdec.measure.job import Job
+from specdec.measure.strategy import strategy
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
+from specdec.target.base import Target
+from tests.drafters.test_contract import make_drafter, make_target, text
+from tests.tiny import compose
+
+PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]
+T1 = Sampler(1.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": "confidence", "settings": {"threshold": "x"}}, "threshold"),
+        ({"length": "confidence", "settings": {"limit": 2.5}}, "limit"),
+        ({"length": "optimal", "settings": {"alpha": 0.5, "c": 0.1}}, "alpha"),
+        ({"length": "optimal", "settings": {"thresh": 1, "c": 0.1}}, "thresh"),
+        ({"tree": "dynamic", "settings": {"limit": 3}}, "chains"),
+        ({"paths": [[0]]}, "static"),
+        ({"tree": "static", "paths": [[1]]}, "sibling"),
+        ({"settings": {"limit": 4}}, "would never be reached: give decode.gamma=4"),
+        ({"gamma": 2, "length": "confidence", "settings": {"limit": 3}}, "above γ = 2"),
+    ],
+)
+def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
+    drafter = make_drafter("lm", target)
+    with pytest.raises(UserError, match=words):
+        strategy(Job(target, drafter, DecodeConfig(**options), T1), PROMPTS)
+
+
+def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
+    one = compose(["drafter=lm", "decode.length=confidence", "decode.settings.threshold=0.3"])
+    assert one.decode.settings == {"threshold": 0.3}
+    two = compose(["drafter=lm", "decode.length=optimal", "decode.settings={c: 0.1, v: {4: 1.2}}"])
+    assert length("optimal", two.decode.settings).pass_cost(4) == pytest.approx(1.2)  # type: ignore[attr-defined]
+
+
+def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
+    for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
+        with pytest.raises(UserError, match="copies tokens"):
+            strategy(Job(target, make_drafter(name, target), DecodeConfig(**options), T1), PROMPTS)
+    cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
+    how = strategy(Job(target, make_drafter("early_exit", target), cfg, T1), PROMPTS)
+    assert how.shape.nodes == 4
+
+
+@pytest.mark.parametrize("shape", [Chain(3), Static([[0], [1], [0, 0]])], ids=["chain", "tree"])
+def test_a_verification_costs_all_that_the_shape_can_draft(
+    target: Target, monkeypatch: pytest.MonkeyPatch, shape: Shape
+) -> None:
+    """After two tokens prompt lookup has one to copy at most, or none."""
+    widths, step = set(), target.step
+
+    def recorded(ids_BT: torch.Tensor, *args: Any) -> Any:
+        widths.add(ids_BT.shape[1])
+        return step(ids_BT, *args)
+
+    monkeypatch.setattr(target, "step", recorded)
+    costs(Job(target, make_drafter("ngram", target), DecodeConfig(), T1), [5], shape, turns=1)
+    assert widths == {1, 1 + shape.nodes}
+
+
+def test_no_gamma_is_the_trained_depth_and_0_is_plain(target: Target) -> None:
+    drafter = make_drafter("lm", target, noise=0.05)
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos": ()}
+    made = [generate(target, PROMPTS[0], drafter=drafter, gamma=g, **options) for g in (None, 3, 0)]
+    assert made[0].rounds == made[1].rounds and made[0].rounds[0].drafted == drafter.depth == 3
+    assert made[2].rounds == generate(target, PROMPTS[0], **options).rounds
+
+
+def test_a_length_that_would_not_be_asked_is_refused(target: Target) -> None:
+    lm, copies = make_drafter("lm", target), make_drafter("ngram", target)
+    options: dict[str, Any] = {"max_new_tokens": 4, "length": length("confidence", {"limit": 2})}
+    with pytest.raises(UserError, match="a tree has none"):
+        decode(target, PROMPTS, drafter=lm, shape=Static([[0], [1]]), **options)
+    with pytest.raises(UserError, match="Confidence reads q: ngram copies tokens"):
+        decode(target, PROMPTS, drafter=copies, **options)
+
+
+def test_the_rule_that_is_named_instead_does_fit(target: Target) -> None:
+    for shape in (Static([[0], [1], [0, 0]]), Dynamic(3, 5, 2)):
+        with pytest.raises(UserError, match="judges chains only") as caught:
+            fitting_rule("block", shape, T1)
+        (name,) = re.findall(r"give (\w+) for this tree", str(caught.value))
+        assert fitting_rule(name, shape, T1).trees
+
+
+def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
+    for stop, words in (([""], "at once"), (["x"], "tokenizer, and it has none")):
+        with pytest.raises(UserError, match=words):
+            decode(target, PROMPTS, max_new_tokens=2, stop=stop)
+    for depth, nodes, words in ((3, 0, "nodes=0"), (0, 3, "depth=0")):
+        with pytest.raises(UserError, match=words):
+            BestFirst(depth, nodes)
+
+
+def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
+    for words in ("block", "lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"):
+        assert named(words).name == words
+    drafter = make_drafter("lm", target, noise=0.3)
+    kept = [
+        sum(g.emitted for g in made) / sum(len(g.rounds) for g in made)
+        for factor in ("1", "0.2")
+        for made in [
+            decode(
+                target, PROMPTS * 4, max_new_tokens=24, drafter=drafter, sampler=T1, eos=(),
+                rule=f"lenience:factor={factor}",
+            )
+        ]
+    ]  # fmt: skip
+    assert kept[1] > kept[0]
+    zero = [
+        decode(target, PROMPTS, max_new_tokens=24, drafter=drafter, eos=(), rule=rule)
+        for rule in ("auto", "typical", "lenience:factor=1", "lenience:factor=0.2")
+    ]  # at T = 0
+    ids = [[g.ids for g in made] for made in zero]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    rounds = [sum(len(g.rounds) for g in made) for made in zero]
+    assert rounds[3] < rounds[2]
+    for wrong, words in (
+        ("lenience:foo=1", "known: factor"),
+        ("block:x=1", "no parameters"),
+        ("lenience:factor", "factor=0.8"),
+        ("lenient", "lenience"),
+        ("lenience:factor=2", "factor=2.0; give"),
+        ("lenience:factor=nan", "factor=nan; give"),
+    ):
+        with pytest.raises(UserError, match=words):
+            DecodeConfig(rule=wrong)
+
+
+def test_seeds_are_one_a_row(target: Target) -> None:
+    for seeds in ([1], [1, 2, 3, 4]):
+        with pytest.raises(UserError, match="seeds"):
+            decode(target, PROMPTS, max_new_tokens=2, sampler=T1, seeds=seeds)
+
+
+def test_a_row_draws_by_the_seed_and_its_place(target: Target) -> None:
+    ids = torch.tensor([PROMPTS[0]] * 2)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 3.0}
+    made = speculative_generate(target, None, ids, seed=3, **options).sequences
+    alone = speculative_generate(target, None, ids[:1], seed=3, **options).sequences
+    assert made[0].tolist() == alone[0].tolist() != made[1].tolist()
