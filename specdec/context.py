@@ -16,9 +16,9 @@ from torch import Tensor
 class Needs:
     """What a drafter reads of the target.
 
-    `layers`: residual stream after k layers, as in Hugging Face `hidden_states[k]`, 0 being the
-    embeddings and L the stream before the final norm. `final_hidden`: the stream after the
-    final norm, which the LM head reads.
+    `layers`: residual stream after k layers, as in Hugging Face `hidden_states[k]`, L being the
+    stream before the final norm. `final_hidden`: the stream after the final norm, which the LM
+    head reads.
     """
 
     layers: tuple[int, ...] = ()

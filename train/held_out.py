@@ -32,7 +32,7 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
             sums = sums + torch.stack([c.sum(0) for c in columns])
             for answer in answers(table, batch):
-                both = (answer.alpha.greedy, answer.alpha.sampled)
+                both = (answer.greedy, answer.sampled)
                 walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
     model.train()
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")

@@ -4,7 +4,8 @@ The loss and every teacher-forced α come from the same pairs of p and q, made h
 chunk's logits exist at a time: p over the draft vocabulary follows from the target's hidden
 state and three numbers a position (`sampler.Summary`), normalised over the full vocabulary.
 
-Letters: B batch, T time, N anchors of all rows, K depth, D width, S draft vocabulary.
+Letters: B batch, T time, A and N anchors of a row and of all rows, K depth, D width, S draft
+vocabulary, U positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError
+from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, together
 from specdec.objectives.chunked import chunked
 from specdec.objectives.objective import ObjectiveConfig
@@ -40,6 +42,12 @@ class Batch:
     final_BTD: Tensor  # the target's final hidden state: p comes from it
     summary: Summary  # each [B, T]
     mask_BT: Tensor  # tokens that loss and α are taken on
+
+    def anchors(self, depth: int, per: str) -> Anchors:
+        """All valid positions; see `anchors_of`."""
+        document_BT, position_BT = self.ctx.document_BT, self.ctx.position_BT
+        assert document_BT is not None and position_BT is not None
+        return anchors_of(self.mask_BT, document_BT, position_BT, depth, per=per)
 
 
 class Table(NamedTuple):
@@ -65,18 +73,13 @@ def batch_of(
     masks: Sequence[Sequence[bool]],
 ) -> Batch:
     """A batch of whole texts, one a row, read by the target now."""
-    B, T = len(ids), max(map(len, ids))
-    ids_BT = torch.zeros(B, T, dtype=torch.long)
-    mask_BT = torch.zeros(B, T, dtype=torch.bool)
-    document_BT = torch.full((B, T), -1)
-    for b, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
-        ids_BT[b, : len(tokens)] = torch.tensor(tokens)
-        mask_BT[b, : len(tokens)] = torch.tensor(mask)
-        document_BT[b, : len(tokens)] = 0
-    position_BT = torch.arange(T).expand(B, T).contiguous()
-    moved = [x.to(target.device) for x in (ids_BT, position_BT, document_BT, mask_BT)]
-    ctx, final = target.features(moved[0], needs, position_BT=moved[1], document_BT=moved[2])
-    return Batch(ctx, final, summarise(target, final, sampler), moved[3])
+    ids_BT = pad_sequence([torch.tensor(x) for x in ids], batch_first=True).to(target.device)
+    mask_BT = pad_sequence([torch.tensor(x) for x in masks], batch_first=True).to(target.device)
+    position_BT = torch.arange(ids_BT.shape[1], device=target.device).expand_as(ids_BT).contiguous()
+    length_B1 = torch.tensor([[len(x)] for x in ids], device=target.device)
+    document_BT = torch.where(position_BT < length_B1, 0, -1)
+    ctx, final = target.features(ids_BT, needs, position_BT=position_BT, document_BT=document_BT)
+    return Batch(ctx, final, summarise(target, final, sampler), mask_BT)
 
 
 class TeacherForcing(nn.Module):
@@ -94,16 +97,16 @@ class TeacherForcing(nn.Module):
         reference: Drafter | None = None,
     ) -> None:
         super().__init__()
-        if sampler.greedy:
-            raise UserError(
-                "sampler.temperature=0 cannot be trained on (α has no gradient): train at 1 and "
-                "serve greedily; reports show both"
-            )
-        if reference is not None and reference.needs != drafter.needs:
-            raise UserError(
-                "the reference draft reads other features of the target than the draft: give one "
-                "of the same family and layers"
-            )
+        require(
+            not sampler.greedy,
+            "sampler.temperature=0 cannot be trained on (α has no gradient): train at 1 and serve "
+            "greedily; reports show both",
+        )
+        require(
+            reference is None or reference.needs == drafter.needs,
+            "the reference draft reads other features of the target than the draft: give one of "
+            "the same family and layers",
+        )
         self.objective = objective or ObjectiveConfig()
         self.drafter = drafter
         self.sampler = sampler
@@ -124,15 +127,12 @@ class TeacherForcing(nn.Module):
         """The anchors of one row of training, which its drafter chooses, and the total that a loss
         over them is divided by. The same seed gives the same ones."""
         generator = torch.Generator().manual_seed(seed)
-        mask_1T, document_1T, position_1T = (
+        mask, document, position = (
             torch.as_tensor(x)[None] for x in (mask_T, document_T, position_T)
         )
         return anchors_of(
-            mask_1T,
-            document_1T,
-            position_1T,
-            self.drafter.train_depth,
-            lambda valid_TK, _: self.drafter.anchors(valid_TK, generator),
+            *(mask, document, position, self.drafter.train_depth),
+            lambda valid_TK: self.drafter.anchors(valid_TK, generator),
             self.objective.per,
         )
 
@@ -154,17 +154,18 @@ class TeacherForcing(nn.Module):
         if measure:
             return self._table(batch, more)
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))
-        depth = self.drafter.train_depth
-        chosen = self._all(batch, depth) if anchors is None else together(anchors)
-        chosen = chosen.to(batch.mask_BT.device)
-        where_BA, slot_N = _grid(chosen, len(batch.mask_BT))
-        hidden_BAKD = self.drafter.training_hidden(batch.ctx, where_BA, moment)
-        hidden_NKD = hidden_BAKD[chosen.row_N, slot_N][:, :depth]
+        depth, per = self.drafter.train_depth, self.objective.per
+        chosen = batch.anchors(depth, per) if anchors is None else together(anchors)
+        chosen, reference = chosen.to(batch.mask_BT.device), self._reference[0]
+        hidden_NKD = _at(
+            chosen, batch, lambda at_BA: self.drafter.training_hidden(batch.ctx, at_BA, moment)
+        )
         compared_NKD = None
-        if (reference := self._reference[0]) is not None:
+        if reference is not None:
             with torch.no_grad():
-                compared_BAKD = reference.hidden(batch.ctx, where_BA, None)
-                compared_NKD = compared_BAKD[chosen.row_N, slot_N][:, :depth]
+                compared_NKD = _at(
+                    chosen, batch, lambda at_BA: reference.hidden(batch.ctx, at_BA, None)
+                )
         decay_K = hidden_NKD.new_tensor([self.objective.depth_decay**k for k in range(depth)])
 
         def part(some_NKD: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -174,9 +175,7 @@ class TeacherForcing(nn.Module):
                 with torch.no_grad():
                     logits_NKS = reference.unembed_all(compared_NKD[rows])
                     piece.reference_log_q = self.sampler.log_probs(logits_NKS)
-            losses = self.objective.losses(piece)
-            loss_NK = sum(self.objective.terms[name] * loss for name, loss in losses.items())
-            assert isinstance(loss_NK, Tensor)
+            loss_NK = self.objective.loss(piece)
             total = (loss_NK * chosen.weight_NK[rows] * decay_K).sum()
             columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(piece)]
             counted_CNK = torch.stack(columns) * piece.valid
@@ -186,24 +185,15 @@ class TeacherForcing(nn.Module):
         return chunked(part, hidden_NKD, parameters, self.objective.chunk)
 
     def _table(self, batch: Batch, more: Columns | None) -> Table:
-        depth = self.drafter.depth
-        anchors = self._all(batch, depth)
-        where_BA, slot_N = _grid(anchors, len(batch.mask_BT))
-        hidden_BAKD = self.drafter.hidden(batch.ctx, where_BA, None)
-        hidden_NKD = hidden_BAKD[anchors.row_N, slot_N][:, :depth]
-        found, chunk = [], self.objective.chunk
+        anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
+        hidden_NKD = _at(anchors, batch, lambda at_BA: self.drafter.hidden(batch.ctx, at_BA, None))
+        found = []
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
             piece = self._piece(batch, anchors, hidden_NKD[rows], rows)
             found.append((*acceptance(piece), *(more(piece) if more else ())))
         columns = [torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True)]
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
-
-    def _all(self, batch: Batch, depth: int) -> Anchors:
-        ctx = batch.ctx
-        assert ctx.document_BT is not None and ctx.position_BT is not None
-        per = self.objective.per
-        return anchors_of(batch.mask_BT, ctx.document_BT, ctx.position_BT, depth, per=per)
 
     def _piece(self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice) -> Piece:
         """p, q and what else an objective may read, for one chunk of anchors."""
@@ -234,48 +224,24 @@ class TeacherForcing(nn.Module):
         return target_ids if self._index_V is None else self._index_V[target_ids]
 
 
-def _grid(anchors: Anchors, rows: int) -> tuple[Tensor, Tensor]:
-    """Anchors as a padded table [B, A] of positions, and the column [N] that each is in."""
-    counts_B = torch.bincount(anchors.row_N, minlength=rows)
-    first_B = counts_B.cumsum(0) - counts_B
-    slot_N = torch.arange(len(anchors.row_N), device=first_B.device) - first_B[anchors.row_N]
-    where_BA = anchors.row_N.new_ones(rows, int(counts_B.max()))
-    where_BA[anchors.row_N, slot_N] = anchors.position_N
-    return where_BA, slot_N
+def _at(anchors: Anchors, batch: Batch, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """Hidden states [N, K, D] at these anchors, where `read` gives them for positions [B, A]."""
+    at_BA, column_N = anchors.grid(len(batch.mask_BT))
+    return read(at_BA)[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
 
-class Answer(NamedTuple):
-    """One assistant span of a text: its anchors in order, and the acceptance at each."""
-
-    row: int
-    start: int  # position of the first anchor: the span's first token
-    alpha: Acceptance  # each [T, K], anchors start, start + 1, … whose depths are all valid
-
-
-def answers(table: Table, batch: Batch) -> list[Answer]:
-    """Cut a table into answers, each from the anchor at which a decoder's first round starts.
+def answers(table: Table, batch: Batch) -> list[Acceptance]:
+    """Cut a table into answers, each [T, K] from the anchor at which a decoder's first round
+    starts, up to the last one whose depths are all valid.
 
     Prefill emits an answer's first token, so the round that would predict it does not occur.
     """
-    anchors = table.anchors.to(torch.device("cpu"))
-    row_N, position_N = anchors.row_N, anchors.position_N
-    usable = anchors.valid_NK.all(-1) & batch.mask_BT.cpu()[row_N, position_N]
-    columns = [column.float().cpu() for column in table.alpha]
-    found: list[Answer] = []
-    index = usable.nonzero()[:, 0].tolist()
-    start = 0
-    for i in range(1, len(index) + 1):
-        n = index[i - 1]
-        joined = i < len(index) and (row_N[index[i]], position_N[index[i]]) == (
-            row_N[n],
-            position_N[n] + 1,
-        )
-        if not joined:
-            rows = index[start:i]
-            where = int(row_N[rows[0]]), int(position_N[rows[0]])
-            found.append(Answer(*where, Acceptance(*(c[rows] for c in columns))))
-            start = i
-    return found
+    row_N, position_N = table.anchors.row_N, table.anchors.position_N
+    usable_N = table.anchors.valid_NK.all(-1) & batch.mask_BT[row_N, position_N]
+    place_U = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
+    cuts = ((place_U.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    columns = [column[usable_N].float().cpu().tensor_split(cuts) for column in table.alpha]
+    return [Acceptance(*parts) for parts in zip(*columns, strict=True) if len(place_U)]
 
 
 def predicted_rounds(alpha_TK: Tensor) -> tuple[float, float]:

@@ -24,8 +24,8 @@ from specdec.errors import UserError, located, require
 from specdec.files import read_record, record, replaced
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
-from specdec.target.encoder_decoder import Seq2SeqTarget
 from specdec.target.parts import Parts
+from specdec.target.seq2seq import Seq2SeqTarget
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"

@@ -24,24 +24,21 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         grad_hidden = torch.empty_like(hidden)
         grads: list[Tensor | None] = [None] * len(parameters)
-        total, statistics = hidden.new_zeros((), dtype=torch.float32), None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
+        total, statistics = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros(())
+        for rows in _slices(hidden, chunk):
             with torch.enable_grad():
                 piece = hidden[rows].detach().requires_grad_()
                 loss, seen = part(piece, rows)
-                if start == 0:
+                if rows.start == 0:
                     _require_among(loss, [piece, *parameters])
                 grad_hidden[rows], *new = torch.autograd.grad(
                     loss, [piece, *parameters], allow_unused=True
                 )
-            for i, grad in enumerate(new):
+            for i, (held, grad) in enumerate(zip(grads, new, strict=True)):
                 if grad is not None:
-                    held = grads[i]
                     grads[i] = grad.clone() if held is None else held.add_(grad)
             total += loss.detach()
-            statistics = seen if statistics is None else statistics + seen
-        assert statistics is not None
+            statistics = statistics + seen
         ctx.save_for_backward(grad_hidden, *grads)
         ctx.mark_non_differentiable(statistics)
         return total, statistics
@@ -69,12 +66,12 @@ def chunked(
     trained = hidden.requires_grad or any(p.requires_grad for p in parameters)
     if torch.is_grad_enabled() and trained:
         return _Chunked.apply(part, chunk, hidden, *parameters)
-    pieces = [
-        part(hidden[start : start + chunk], slice(start, start + chunk))
-        for start in range(0, len(hidden), chunk)
-    ]
-    total = torch.stack([loss for loss, _ in pieces]).sum()
-    return total, torch.stack([seen for _, seen in pieces]).sum(0)
+    losses, seen = zip(*(part(hidden[rows], rows) for rows in _slices(hidden, chunk)), strict=True)
+    return torch.stack(losses).sum(), torch.stack(seen).sum(0)
+
+
+def _slices(hidden: Tensor, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, len(hidden), chunk)]
 
 
 def _require_among(loss: Tensor, listed: Sequence[Tensor]) -> None:

@@ -122,16 +122,8 @@ def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
 
 Term = Callable[..., Tensor]
 TERMS: dict[str, Term] = {
-    "kl": kl,
-    "soft_ce": soft_ce,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "ce": ce,
-    "tv": tv,
-    "nla": nla,
-    "lk_hybrid": lk_hybrid,
-    "expected_length": expected_length,
-    "smooth_l1": smooth_l1,
+    term.__name__: term
+    for term in (kl, soft_ce, reverse_kl, jsd, ce, tv, nla, lk_hybrid, expected_length, smooth_l1)
 }
 COUPLED = ("expected_length",)  # terms that weigh the depths themselves: decay of 1 by default
 

@@ -6,14 +6,13 @@ Letters: N anchors, K depths.
 import inspect
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 
 from torch import Tensor
 
-from specdec.errors import nearest, require
+from specdec.errors import nearest, require, require_known, require_within
 from specdec.objectives.losses import TERMS
 from specdec.objectives.piece import Piece
-
-NORMALISATIONS = ("token", "sequence")
 
 
 @dataclass
@@ -34,35 +33,28 @@ class ObjectiveConfig:
     chunk: int = 256
 
     def __post_init__(self) -> None:
-        require(self.chunk >= 1, f"objective.chunk={self.chunk}: give 1 or more")
-        require(
-            0 <= self.depth_decay < math.inf,
-            f"objective.depth_decay={self.depth_decay}: give a number of at least 0",
-        )
-        require(
-            self.per in NORMALISATIONS,
-            f"objective.per={self.per!r} is unknown{nearest(self.per, NORMALISATIONS)}",
-        )
-        for name, weight in self.terms.items():
-            require(name in TERMS, f"objective.terms.{name} is unknown{nearest(name, TERMS)}")
-            require(math.isfinite(weight), f"objective.terms.{name}={weight}: give a finite weight")
+        require_within("objective", self, chunk=1, depth_decay=0)
+        require_known("objective", self, per=("token", "sequence"))
         require(any(self.terms.values()), "objective.terms is empty: give one, such as {nla: 1}")
+        for kind in ("terms", "constants"):
+            for name in getattr(self, kind):
+                require(name in TERMS, f"objective.{kind}.{name} is unknown{nearest(name, TERMS)}")
         for name, given in self.constants.items():
-            require(name in TERMS, f"objective.constants.{name} is unknown{nearest(name, TERMS)}")
             known = list(inspect.signature(TERMS[name]).parameters)[1:]
             for key in given:
-                require(
-                    key in known,
-                    f"objective.constants.{name}.{key} is unknown{nearest(key, known)}",
-                )
+                where = f"objective.constants.{name}.{key}"
+                require(key in known, f"{where} is unknown{nearest(key, known)}")
+        for name, weight in self.terms.items():
+            require(math.isfinite(weight), f"objective.terms.{name}={weight}: give a finite weight")
 
-    def losses(self, piece: Piece) -> dict[str, Tensor]:
-        """Each term's loss [N, K], before its weight."""
-        return {
-            name: TERMS[name](piece, **self.constants.get(name, {}))
+    def loss(self, piece: Piece) -> Tensor:
+        """The weighted sum of the terms [N, K]."""
+        terms = [
+            weight * TERMS[name](piece, **self.constants.get(name, {}))
             for name, weight in self.terms.items()
             if weight
-        }
+        ]
+        return reduce(Tensor.add, terms)
 
     def __str__(self) -> str:
         terms = " + ".join(f"{w:g} {name}" for name, w in self.terms.items() if w)

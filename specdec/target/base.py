@@ -1,6 +1,6 @@
 """The target: a frozen Hugging Face language model that is run, whatever its architecture.
 
-`CausalTarget` (causal.py) and `Seq2SeqTarget` (encoder_decoder.py) implement it.
+`CausalTarget` (causal.py) and `Seq2SeqTarget` (seq2seq.py) implement it.
 Letters: B batch, T time, D width, F concatenated features, V vocabulary.
 """
 
@@ -14,29 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.errors import UserError
+from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Processor
 from specdec.target.parts import Parts
+
+# The layers of `Needs` [B, T, F], None where it names none, and the final hidden state [B, T, D]
+States = tuple[Tensor | None, Tensor]
 
 
 class Target(Parts, ABC):
     """The parts of a frozen model and its layers: features of a text, and logits."""
 
-    layers: nn.ModuleList
-    stored: str | None = None  # the fingerprint of the checkpoint, where the dtype hides it
-
-    @property
-    def prefix(self) -> str:
-        return next(name for name, m in self.model.named_modules() if m is self.layers)
-
-    def layer(self, k: int) -> dict[str, Tensor]:
-        return self.layers[k].state_dict()
-
-    def fingerprint(self) -> str:
-        return self.stored or self.checksum()
-
-    @abstractmethod
+    @torch.no_grad()
     def features(
         self,
         ids_BT: Tensor,
@@ -57,17 +47,31 @@ class Target(Parts, ABC):
         `cache`, `ids_BT` continues what the cache holds, as a tree where `parents_BT` says so (see
         `SlotCache.place`); the caller then says what the cache keeps.
         """
+        if cache is not None:
+            layers, final_BTD = self._continued(ids_BT, needs, cache, parents_BT)
+        else:
+            layers, final_BTD = self._read(ids_BT, needs, position_BT, document_BT)
+        final = final_BTD if needs.final_hidden else None
+        return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
+
+    @abstractmethod
+    def _read(
+        self, ids_BT: Tensor, needs: Needs, position_BT: Tensor | None, document_BT: Tensor | None
+    ) -> States:
+        """`features` without a cache."""
+
+    @abstractmethod
+    def _continued(
+        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
+    ) -> States:
+        """`features` over a cache."""
 
     @abstractmethod
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         """An empty KV cache; `capacity` fixes its slots, for compiled passes."""
 
     def step(
-        self,
-        ids_BT: Tensor,
-        needs: Needs,
-        cache: SlotCache,
-        parents_BT: Tensor | None = None,
+        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None = None
     ) -> tuple[Context, Tensor]:
         """A pass of decoding: the context and the logits [B, T, V]."""
         ctx, final_BTD = self.features(ids_BT, needs, cache=cache, parents_BT=parents_BT)
@@ -93,20 +97,13 @@ class Target(Parts, ABC):
 
     def _hook(self, k: int, seen: dict[int, Tensor]) -> Any:
         """A removable hook that keeps the residual stream after k layers in `seen`."""
-        if not 0 <= k <= len(self.layers):
-            raise UserError(
-                f"drafter.layers asks for layer {k} of the target: give 0 to {len(self.layers)}"
-            )
-        if k < len(self.layers):  # what layer k reads
-            return self.layers[k].register_forward_pre_hook(
-                lambda _, args, kwargs: seen.__setitem__(
-                    k, args[0] if args else kwargs["hidden_states"]
-                ),
-                with_kwargs=True,
-            )
-        return self.layers[-1].register_forward_hook(
-            lambda _module, _args, out: seen.__setitem__(k, out[0] if type(out) is tuple else out)
-        )
+        L = len(self.layers)
+        require(0 < k <= L, f"drafter.layers asks for layer {k} of the target: give 1 to {L}")
+
+        def keep(_layer: nn.Module, _args: Any, out: Any) -> None:
+            seen[k] = out[0] if type(out) is tuple else out
+
+        return self.layers[k - 1].register_forward_hook(keep)
 
 
 def concatenated(seen: dict[int, Tensor], needs: Needs) -> Tensor | None:

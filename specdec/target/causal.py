@@ -3,7 +3,7 @@
 Letters: B batch, T time, N documents, L their length, D width, F concatenated features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from specdec.context import Context, Needs
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
-from specdec.target.base import Target, concatenated
+from specdec.target.base import States, Target, concatenated
 from specdec.target.checks import check_causal
 
 LIKE = 0.9  # documents at least this much of the longest are read in one batch with it
@@ -31,76 +31,62 @@ class CausalTarget(Target):
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)
 
-    @torch.no_grad()
-    def features(
-        self,
-        ids_BT: Tensor,
-        needs: Needs,
-        *,
-        cache: SlotCache | None = None,
-        parents_BT: Tensor | None = None,
-        position_BT: Tensor | None = None,
-        document_BT: Tensor | None = None,
-    ) -> tuple[Context, Tensor]:
-        if cache is not None:
-            place = cache.place(ids_BT, parents_BT)
-            inputs = model_inputs(self.config, place, self.dtype)
-            layers, final_BTD = self._pass(ids_BT, needs, past_key_values=cache, **inputs)
-        elif position_BT is not None:
-            layers, final_BTD = self._by_document(ids_BT, needs, position_BT, document_BT)
-        else:
-            layers, final_BTD = self._pass(ids_BT, needs)
-        final = final_BTD if needs.final_hidden else None
-        return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
+    def _continued(
+        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
+    ) -> States:
+        inputs = self._placed(ids_BT, cache, parents_BT)
+        return self._pass(ids_BT, needs, past_key_values=cache, **inputs)
 
-    def _pass(self, ids_BT: Tensor, needs: Needs, **inputs: Any) -> tuple[Tensor | None, Tensor]:
-        """The layers asked for [B, T, F] and the final hidden state [B, T, D] of one pass."""
+    def _read(
+        self, ids_BT: Tensor, needs: Needs, position_BT: Tensor | None, document_BT: Tensor | None
+    ) -> States:
+        """Each document by itself: with causal attention alone this is faster on a CPU than a mask
+        over whole rows, and right for every architecture."""
+        if position_BT is None:
+            return self._pass(ids_BT, needs)
+        where: list[Tensor] = []
+        states: list[States] = []
+        for slots_NL, mine_NL in _documents(position_BT, document_BT):
+            layers_NLF, final_NLD = self._pass(ids_BT.flatten()[slots_NL], needs)
+            where.append(slots_NL[mine_NL])
+            layers = None if layers_NLF is None else layers_NLF[mine_NL]
+            states.append((layers, final_NLD[mine_NL]))
+
+        def placed(parts: Sequence[Tensor]) -> Tensor:
+            out = parts[0].new_zeros(ids_BT.numel(), parts[0].shape[-1])
+            for slots, part in zip(where, parts, strict=True):
+                out[slots] = part
+            return out.unflatten(0, ids_BT.shape)
+
+        of_layers, finals = zip(*states, strict=True)
+        return placed(of_layers) if needs.layers else None, placed(finals)
+
+    def _pass(self, ids_BT: Tensor, needs: Needs, **inputs: Any) -> States:
         with self._watched(needs) as seen:
             out = self.model.base_model(
                 input_ids=ids_BT, use_cache="past_key_values" in inputs, **inputs
             )
         return concatenated(seen, needs), out.last_hidden_state
 
-    def _by_document(
-        self, ids_BT: Tensor, needs: Needs, position_BT: Tensor, document_BT: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        """As `_pass`, each document of the rows by itself. With causal attention alone this is
-        faster on a CPU than a mask over whole rows, and right for every architecture."""
-        where, layers, finals = [], [], []
-        for slots_NL, mine_NL in _documents(position_BT, document_BT):
-            layer_NLF, final_NLD = self._pass(ids_BT.flatten()[slots_NL], needs)
-            where.append(slots_NL[mine_NL])
-            finals.append(final_NLD[mine_NL])
-            if layer_NLF is not None:
-                layers.append(layer_NLF[mine_NL])
-
-        def placed(parts: list[Tensor]) -> Tensor:
-            out = parts[0].new_zeros(ids_BT.numel(), parts[0].shape[-1])
-            for slots, part in zip(where, parts, strict=True):
-                out[slots] = part
-            return out.unflatten(0, ids_BT.shape)
-
-        return placed(layers) if layers else None, placed(finals)
-
     def step(
-        self,
-        ids_BT: Tensor,
-        needs: Needs,
-        cache: SlotCache,
-        parents_BT: Tensor | None = None,
+        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None = None
     ) -> tuple[Context, Tensor]:
-        """As `Target.step`; compiled where `cache` has a fixed capacity (see `compiled`)."""
+        """As `Target.step`; compiled where `cache` has a fixed capacity."""
         if not cache.fixed:
             return super().step(ids_BT, needs, cache, parents_BT)
-        place = cache.place(ids_BT, parents_BT)
-        inputs = model_inputs(self.config, place, self.dtype)
-        final, layers, logits = self.compiled(needs)(cache, input_ids=ids_BT, **inputs)
+        inputs = self._placed(ids_BT, cache, parents_BT)
+        final, layers, logits = self._through_graph(needs)(cache, input_ids=ids_BT, **inputs)
         assert logits is not None
         return Context(ids_BT, layers, final if needs.final_hidden else None), logits
 
-    def compiled(self, needs: Needs) -> Pass:
-        """A pass of decoding through `torch.compile`: the final hidden state, the layers asked
-        for (None without any) and the logits."""
+    def _placed(
+        self, ids_BT: Tensor, cache: SlotCache, parents_BT: Tensor | None
+    ) -> dict[str, Any]:
+        place = cache.place(ids_BT, parents_BT)
+        return model_inputs(self.config, place, self.dtype)
+
+    def _through_graph(self, needs: Needs) -> Pass:
+        """A pass through `torch.compile`: the final hidden state, the layers and the logits."""
         if needs in self._compiled:
             return self._compiled[needs]
         seen: dict[int, Tensor] = {}

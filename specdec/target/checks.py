@@ -12,47 +12,38 @@ import torch
 from torch import Tensor
 
 from specdec.context import Needs
-from specdec.errors import UserError
+from specdec.errors import UserError, first_line, require
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
-EXACT = (torch.float32, torch.float64)
+SAME = 1e-2  # distance of logits that differ by no more than the order of operations
 
 
 @contextmanager
-def understood(kind: str) -> Iterator[None]:
-    """Turn whatever a model of an unknown kind raises into one UserError; `kind` describes it."""
+def understood(target: Parts) -> Iterator[None]:
+    """Turn whatever a model of an unknown kind raises into one UserError."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (UserError, torch.OutOfMemoryError):
         raise
-    except (
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        reason = str(error).strip().splitlines() or [repr(error)]
+    except Exception as error:
         raise UserError(
-            f"{kind} cannot be read ({reason[0]}): give a causal LM with attention in every layer, "
-            "or a T5 or BART"
+            f"{target.title} cannot be read ({first_line(error)}): give a causal LM with attention "
+            "in every layer, or a T5 or BART"
         ) from error
 
 
 def check_causal(target: Target) -> None:
     """Raise UserError unless logits, and passes over a cache of ragged rows and a tree, are those
     of the model itself."""
-    kind = f"target {target.name!r} ({type(target.model).__name__})"
-    with understood(kind), torch.no_grad():
+    with understood(target), torch.no_grad():
         check_head(target)
-        cache = cache_error(target)
-    if cache > (1e-2 if target.dtype in EXACT else 0.2):
-        raise UserError(
-            f"{kind} makes masks or positions of its own, or keeps a state other than keys and "
-            "values, so it cannot read rows of unequal length and trees: give another target"
-        )
+        error = _cache_error(target)
+    require(
+        error <= _limit(target),
+        f"{target.title} makes masks or positions of its own, or keeps a state other than keys and "
+        "values, so it cannot read rows of unequal length and trees: give another target",
+    )
 
 
 @torch.no_grad()
@@ -62,15 +53,33 @@ def check_head(target: Parts) -> None:
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
     final = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     theirs = target.model(input_ids=ids, use_cache=False).logits
-    if distance(target.logits(final), theirs) > 1e-2:  # the same operations: nothing to round
-        raise UserError(
-            f"target {target.name!r} ({type(target.model).__name__}) turns hidden states into "
-            "logits in a way that is not read here: give another target (or add its scaling to "
-            "head_scaling in specdec/target/parts.py)"
-        )
+    require(
+        _distance(target.logits(final), theirs) <= SAME,
+        f"{target.title} turns hidden states into logits in a way that is not read here: give "
+        "another target (or add its scaling to head_scaling in specdec/target/parts.py)",
+    )
 
 
-def cache_error(target: Target) -> float:
+def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
+    """Raise UserError unless `logits(final)` is what the model itself returns. `start` is the
+    decoder's start token, which a text has `twice` where it ends the encoder's tokens too."""
+    some = [i for i in range(target.vocab_size) if i != start][:4]
+    encoder = some + [start] * twice
+    text, asked, answer = (
+        torch.tensor([x], device=target.device)
+        for x in (encoder + [start] + some, encoder, [start] + some)
+    )
+    with understood(target), torch.no_grad():
+        _, final = target.features(text, Needs())
+        ours = target.logits(final[:, len(encoder) :])
+        theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits
+    require(
+        _distance(ours, theirs) <= _limit(target),
+        f"{target.title} decodes in a way that is not read here: give a T5, T5-v1.1, mT5 or BART",
+    )
+
+
+def _cache_error(target: Target) -> float:
     """How far the logits of a small tree, after rows of unequal length, are from those of passes
     over whole texts."""
     lengths, parents = [9, 5], [-1, 0, -1]  # the second node follows the first
@@ -85,31 +94,16 @@ def cache_error(target: Target) -> float:
         for path in ([0, 1], [2]):
             text = torch.cat([ids[b, :n], ids[b, 9:][path]])[None]
             whole = target.model(input_ids=text).logits[0, n:]
-            worst = max(worst, distance(found[b, path], whole))
+            worst = max(worst, _distance(found[b, path], whole))
     return worst
 
 
-def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
-    """Raise UserError unless `logits(final)` is what the model itself returns. `start` is the
-    decoder's start token, which a text has `twice` where it ends the encoder's tokens too."""
-    some = [i for i in range(target.vocab_size) if i != start][:4]
-    encoder = some + [start] * twice
-    text, asked, answer = (
-        torch.tensor([x], device=target.device)
-        for x in (encoder + [start] + some, encoder, [start] + some)
-    )
-    kind = f"target {target.name!r} ({type(target.model).__name__})"
-    with understood(kind), torch.no_grad():
-        _, final = target.features(text, Needs())
-        ours = target.logits(final[:, len(encoder) :]).float()
-        theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits.float()
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
-        raise UserError(
-            f"{kind} decodes in a way that is not read here: give a T5, T5-v1.1, mT5 or BART"
-        )
+def _limit(target: Parts) -> float:
+    """The distance up to which logits of other passes count as equal."""
+    return SAME if target.dtype in (torch.float32, torch.float64) else 0.2
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
+def _distance(ours: Tensor, theirs: Tensor) -> float:
     """Between logits [..., V], relative to their spread; infinite where shapes differ."""
     if ours.shape != theirs.shape:
         return math.inf

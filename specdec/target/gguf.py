@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from specdec.errors import UserError
+from specdec.errors import UserError, first_line, require
 
 CHECKSUMS = "checksums.json"
 HASH_UP_TO = 4 * 2**30  # bytes: a larger cached folder is checked by file sizes alone
@@ -29,11 +29,10 @@ def dense(gguf: Path, cache: Path) -> Path:
     Raises UserError where the file is missing, is no GGUF file, is cut off, or holds a model
     that transformers cannot read.
     """
-    if not gguf.is_file():
-        raise UserError(f"{gguf}: there is no such file; check target.path")
+    require(gguf.is_file(), f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise UserError(f"{gguf} is not a GGUF file (it does not begin with 'GGUF')")
+        begins = file.read(4)
+    require(begins == b"GGUF", f"{gguf} is not a GGUF file (it does not begin with 'GGUF')")
     source = _sha256(gguf)
     folder = cache / f"{gguf.stem}-{source[:12]}"
     if folder.exists():
@@ -43,20 +42,21 @@ def dense(gguf: Path, cache: Path) -> Path:
         log.warning("%s is damaged (%s): converting %s again", folder, damage, gguf.name)
         shutil.rmtree(folder)
     cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"building-{gguf.stem}-", dir=cache))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f"building-{gguf.stem}-", dir=cache) as temporary:
+        building = Path(temporary) / folder.name
+        building.mkdir()
         _convert(gguf, building)
-        files = {path.name: _describe(path) for path in sorted(building.iterdir())}
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in sorted(building.iterdir())
+        }
         sums = {"source": {"name": gguf.name, "sha256": source}, "files": files}
         (building / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        building.chmod(0o755)  # mkdtemp's folders are private
         try:
             building.rename(folder)
         except OSError:
             if _damage(folder) is not None:  # else another process was first, with the same files
                 raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return folder
 
 
@@ -73,9 +73,8 @@ def find_package_file(package: str, suffix: str) -> Path:
     files = sorted(
         f for at in spec.submodule_search_locations for f in Path(at).rglob(f"*{suffix}")
     )
-    if len(files) != 1:
-        found = ", ".join(f.name for f in files) or "none"
-        raise UserError(f"package:{package} must carry one {suffix} file; it carries {found}")
+    found = ", ".join(f.name for f in files) or "none"
+    require(len(files) == 1, f"package:{package} must carry one {suffix} file; it carries {found}")
     return files[0]
 
 
@@ -90,10 +89,9 @@ def _convert(gguf: Path, folder: Path) -> None:
             at, gguf_file=name, quantization_config=quantization, dtype=torch.bfloat16
         )
     except Exception as error:  # the reader raises anything on a file cut short
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(
             f"{gguf} cannot be read: it is cut short, or transformers does not know its kind of "
-            f"model ({line}); download it again, or give a safetensors folder"
+            f"model ({first_line(error)[:200]}); download it again, or give a safetensors folder"
         ) from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -103,22 +101,15 @@ def _damage(folder: Path) -> str | None:
     """What is wrong with a converted folder; None where it is as it was written."""
     try:
         files = json.loads((folder / CHECKSUMS).read_text())["files"]
-        whole = sum(file["bytes"] for file in files.values()) <= HASH_UP_TO
+        small = sum(file["bytes"] for file in files.values()) <= HASH_UP_TO
         for name, file in files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != file["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes, not {file['bytes']}"
-            if whole and _sha256(path) != file["sha256"]:
+            if (folder / name).stat().st_size != file["bytes"]:
+                return f"{name} does not have its {file['bytes']} bytes"
+            if small and _sha256(folder / name) != file["sha256"]:
                 return f"{name} has changed"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{CHECKSUMS} is missing or unreadable"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"a file is missing or unreadable: {first_line(error)}"
     return None
-
-
-def _describe(path: Path) -> dict[str, int | str]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -14,17 +14,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
-from specdec.errors import UserError, nearest
+from specdec.errors import UserError, first_line, require, require_known
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.target.attention import group
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from specdec.target.checks import check_head
-from specdec.target.encoder_decoder import Seq2SeqTarget
 from specdec.target.gguf import dense, find_package_file
 from specdec.target.parts import Parts, checksum, config_of_layers
-from specdec.target.stored import Note, StoredParts, Weights
+from specdec.target.seq2seq import Seq2SeqTarget
+from specdec.target.stored import StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,9 +52,8 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
 
     Raises UserError for a device that this machine lacks and for an unknown dtype.
     """
-    device = cfg.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = auto if cfg.device == "auto" else cfg.device
     try:
         kind, index = torch.device(device).type, torch.device(device).index or 0
         if kind != "cuda":  # where a tensor would take memory of the first GPU
@@ -67,9 +66,7 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
             f"{torch.cuda.device_count()} GPUs: give auto, cpu or cuda"
         ) from error
     dtype = native_dtype(device).dtype if cfg.dtype == "auto" else cfg.dtype
-    if dtype not in DTYPES:
-        known = [*DTYPES, "auto"]
-        raise UserError(f"target.dtype={cfg.dtype!r} is unknown{nearest(cfg.dtype, known)}")
+    require_known("target", cfg, dtype=[*DTYPES, "auto"])
     return replace(cfg, device=device, dtype=dtype)
 
 
@@ -81,14 +78,12 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     if cfg.dtype == "auto":
         reason = native_dtype(str(target.device)).reason
     kind, layers = type(target.model).__name__, target.config.num_hidden_layers
-    line = (
+    pack = cfg.packed and target.device.type == "cpu"
+    return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
-        f"{dtype} on {target.device}"
+        f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
+        f"{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
     )
-    line += f" ({reason})" * bool(reason)
-    if cfg.packed and target.device.type == "cpu":
-        line += f"; {packed.described(target.model, target.dtype)}"
-    return line
 
 
 def located(cfg: TargetConfig) -> str:
@@ -96,8 +91,7 @@ def located(cfg: TargetConfig) -> str:
 
     Raises UserError where there is no such file or package.
     """
-    if not cfg.path:
-        raise UserError("target.path is missing: a hub name, a folder or a .gguf file")
+    require(bool(cfg.path), "target.path is missing: a hub name, a folder or a .gguf file")
     path = cfg.path
     if path.startswith("package:"):
         path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
@@ -136,8 +130,8 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     cfg, path = resolved(cfg), located(cfg)
     with _told(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))
-        weights = Weights.of(path, cfg.revision)
-        fingerprint = weights and Note(Path(cfg.cache), weights).read()
+        weights = Weights.of(path, cfg.revision, Path(cfg.cache))
+        fingerprint = weights and weights.fingerprint()
         if config.is_encoder_decoder or not weights or not fingerprint:
             return None
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
@@ -150,14 +144,11 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         with _quiet():  # of the layers' weights, which it did not expect
             model = _model(cfg, path, bare)
         parts = StoredParts(
-            model,
-            tokenizer,
-            named(cfg),
-            cfg.revision,
-            config,
-            weights,
-            fingerprint,
-            lambda: load_target(cfg),
+            *(model, tokenizer, named(cfg), cfg.revision),
+            config=config,
+            weights=weights,
+            fingerprint=fingerprint,
+            whole=lambda: load_target(cfg),
         )
         check_head(parts)
         return parts
@@ -185,14 +176,15 @@ class TargetOnDemand:
         if self._whole is None:
             self._whole = load_target(self.cfg)
             fingerprint = self._whole.fingerprint()
-            if self._stored is not None and fingerprint != self._stored.fingerprint():
-                raise UserError(
-                    f"target.path={self.cfg.path!r}: the weights are not those that this job began "
-                    "with, or were changed without changing their files' size and time: run it "
-                    f"again, without {Path(self.cfg.cache) / 'fingerprints'}"
-                )
-            if weights := Weights.of(located(self.cfg), self.cfg.revision):
-                Note(Path(self.cfg.cache), weights).write(fingerprint)
+            require(
+                self._stored is None or fingerprint == self._stored.fingerprint(),
+                f"target.path={self.cfg.path!r}: the weights are not those that this job began "
+                "with, or were changed without changing their files' size and time: run it again, "
+                f"without {Path(self.cfg.cache) / 'fingerprints'}",
+            )
+            weights = Weights.of(located(self.cfg), self.cfg.revision, Path(self.cfg.cache))
+            if weights is not None:
+                weights.write(fingerprint)
         return self._whole
 
     def release(self) -> None:
@@ -216,12 +208,11 @@ def _model(cfg: TargetConfig, path: str, config: Any) -> Any:
     """The model of a resolved configuration, on its device, packed there where `cfg` says so."""
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     grouped = cfg.attn_implementation == "grouped"
-    attention = None if grouped else cfg.attn_implementation
     model = kind.from_pretrained(
         path,
         config=config,
         dtype=DTYPES[cfg.dtype],
-        attn_implementation=attention,
+        attn_implementation=None if grouped else cfg.attn_implementation,
         **_options(cfg),
     )
     if grouped:
@@ -238,10 +229,9 @@ def _told(cfg: TargetConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
-            f"target.path={cfg.path!r} could not be loaded ({reason}): give a hub name, a "
-            "folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
+            f"target.path={cfg.path!r} could not be loaded ({first_line(error)}): give a hub name, "
+            "a folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
             "package:NAME"
         ) from error
 

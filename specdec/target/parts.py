@@ -7,7 +7,6 @@ V vocabulary, S part of it.
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +16,13 @@ from torch import Tensor, nn
 UNBOUNDED = 1 << 30  # positions of a model that sets no limit
 
 
-class Parts(ABC):
+class Parts:
     """The frozen parts of a model around its layers, and what its config says."""
 
     head: nn.Linear
     embedding: nn.Embedding
+    layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
+    stored: str | None = None  # the fingerprint, where the weights in memory do not give it
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -32,6 +33,11 @@ class Parts(ABC):
         self.head = model.get_output_embeddings()
         self.embedding = model.get_input_embeddings()
         self._scale = head_scaling(self.config)
+
+    @property
+    def title(self) -> str:
+        """How messages call the target."""
+        return f"target {self.name!r} ({type(self.model).__name__})"
 
     @property
     def device(self) -> torch.device:
@@ -99,13 +105,13 @@ class Parts(ABC):
         return lambda final: self._scale(nn.functional.linear(final, weight, bias))
 
     @property
-    @abstractmethod
     def prefix(self) -> str:
         """What the names of the layers' weights begin with in the model's state dict."""
+        return next(name for name, m in self.model.named_modules() if m is self.layers)
 
-    @abstractmethod
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer."""
+        return self.layers[k].state_dict()
 
     def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
         """The state dict of the model with these of its layers alone, renumbered from 0."""
@@ -115,9 +121,9 @@ class Parts(ABC):
             kept |= {f"{self.prefix}.{i}.{name}": x for name, x in self.layer(k).items()}
         return kept
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """The `checksum` of the whole target, by which targets are told apart."""
+        return self.stored or self.checksum()
 
     def checksum(self) -> str:
         """A checksum over every weight that is in memory: shows that none was changed."""
@@ -156,12 +162,11 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
     """What a config says layer by layer, of the layers that are kept."""
     found: dict[str, Any] = {}
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):  # an entry a layer
-        if isinstance(model.get(key), list):
-            found[key] = [model[key][k] for k in kept if k < len(model[key])]
-    for key in ("mlp_only_layers", "moe_layers"):  # which layers
-        if isinstance(model.get(key), list):
-            found[key] = [kept.index(k) for k in model[key] if k in kept]
+    lists = {key: x for key, x in model.items() if isinstance(x, list)}
+    for key in lists.keys() & {"layer_types", "mlp_layer_types", "no_rope_layers"}:
+        found[key] = [lists[key][k] for k in kept if k < len(lists[key])]  # an entry a layer
+    for key in lists.keys() & {"mlp_only_layers", "moe_layers"}:
+        found[key] = [kept.index(k) for k in lists[key] if k in kept]  # which layers
     if first := model.get("first_k_dense_replace"):
         found["first_k_dense_replace"] = sum(k < first for k in kept)
     return found

@@ -1,40 +1,55 @@
-"""Texts through an encoder-decoder model (T5, BART): a text is cut in two and put together again.
+"""An encoder-decoder target (T5, BART), which decodes and trains as a causal one does.
 
 A text is the encoder's tokens, the decoder's start token, and the answer. Whatever works on texts
 (the decoder, drafters that copy, teacher forcing) takes it as it is; here it is cut at the start
 token: the encoder reads what stands before it once, the decoder reads the rest. The encoder's
 tokens have no decoder state: features are 0 there.
 
-Letters: B batch, T time, N documents, S encoder time, W decoder time, P slots, H heads, D width.
+Letters: B batch, T time, N documents, S encoder time, W decoder time, P slots, H heads, D width,
+V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from specdec.context import Needs
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, model_inputs
+from specdec.sampling.choose import Processor
+from specdec.target.base import States, Target, concatenated
+from specdec.target.checks import check_encoder_decoder, understood
 from specdec.target.parts import UNBOUNDED
 
 NO_START = (
     "the prompt has no decoder start token: give the encoder's tokens and then that token, as "
     "target.prompt(text) does"
 )
+# One turn: what is asked goes to the encoder, the last answer to the decoder.
+TEMPLATE = (
+    "{%% for m in messages %%}{%% if loop.last and m['role'] == 'assistant' %%}"
+    "%(eos)s%(start)s{{ m['content'] }}%(eos)s"
+    "{%% else %%}{%% if not loop.first %%}{{ '\n' }}{%% endif %%}{{ m['content'] }}{%% endif %%}"
+    "{%% endfor %%}{%% if add_generation_prompt %%}%(eos)s%(start)s{%% endif %%}"
+)
+# What the encoder made of prompts: its states [N, S, D], and which are real [N, S] (None: all)
+Memory = tuple[Tensor, Tensor | None]
 
 
 class Seq2SeqCache(SlotCache):
     """The decoder's self-attention in slots, and beside it what the encoder gave: its states and
     the cross-attention's keys and values, which stay."""
 
-    def __init__(self, layers: int, capacity: int | None = None) -> None:
-        super().__init__(layers, capacity)
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
         self.starts: list[int] = []  # where each row's decoder starts in its text; []: not read
-        self.memory_BSD: Tensor | None = None
-        self.memory_mask_BS: Tensor | None = None  # None: no row is padded
+        self.memory: Memory | None = None
         self.cross = DynamicCache()
         self._prefilled = False
 
@@ -52,14 +67,13 @@ class Seq2SeqCache(SlotCache):
         super().keep(counts, path_BK)
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.memory_BSD is None:  # nothing was read yet
+        if self.memory is None:  # nothing was read yet
             return
         super().select(rows)
-        index = torch.tensor(rows, device=self.memory_BSD.device)
+        index = torch.tensor(rows, device=self.memory[0].device)
         self.starts = [self.starts[b] for b in rows]
-        self.memory_BSD = self.memory_BSD[index]
-        if self.memory_mask_BS is not None:
-            self.memory_mask_BS = self.memory_mask_BS[index]
+        states, mask = self.memory
+        self.memory = states[index], None if mask is None else mask[index]
         self.cross.batch_select_indices(index)
 
 
@@ -67,17 +81,16 @@ class Split(NamedTuple):
     """Documents of a batch, cut at their start tokens, and where their decoders' tokens stood."""
 
     encoder_NS: Tensor
-    mask_NS: Tensor | None
+    mask_NS: Tensor | None  # which of the encoder's tokens are real; None: all
     decoder_NW: Tensor
-    where: tuple[Tensor, Tensor]  # row and position in the batch of every decoder token
-    here: tuple[Tensor, Tensor]  # its document and position in `decoder_NW`
-    shape: torch.Size  # of the batch
+    real_NW: Tensor
+    where_BT: Tensor
     starts: list[int]
 
     def spread(self, x_NWD: Tensor) -> Tensor:
         """Back to the batch [B, T, D], 0 where the encoder's tokens are."""
-        whole = x_NWD.new_zeros(*self.shape, x_NWD.shape[-1])
-        return whole.index_put(self.where, x_NWD[self.here])
+        whole = x_NWD.new_zeros(*self.where_BT.shape, x_NWD.shape[-1])
+        return whole.index_put((self.where_BT,), x_NWD[self.real_NW])
 
 
 class Seq2SeqModel:
@@ -92,24 +105,22 @@ class Seq2SeqModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.encoder, self.decoder = model.get_encoder(), model.get_decoder()
-        config, generation = model.config, model.generation_config
-        ids = [getattr(c, "decoder_start_token_id", None) for c in (generation, config)]
+        generation = model.generation_config
+        ids = [getattr(c, "decoder_start_token_id", None) for c in (generation, model.config)]
         self.start: int = next((i for i in ids if i is not None), -1)
         require(self.start >= 0, "the model's config has no decoder_start_token_id: set it")
-        eos = generation.eos_token_id if generation.eos_token_id is not None else ()
+        eos = generation.eos_token_id
         self.twice = self.start in (eos if isinstance(eos, list | tuple) else (eos,))
         self._biased = [m for m in self.decoder.modules() if hasattr(m, "relative_attention_bias")]
         self._table = getattr(self.decoder, "embed_positions", None)
-        if not (
-            all(hasattr(m, "compute_bias") for m in self._biased)
-            if self._biased
-            else isinstance(self._table, nn.Embedding)
-        ):
-            raise UserError(
-                f"{type(model).__name__} counts its decoder's positions in a way that is not read "
-                "here: give a T5, T5-v1.1, mT5 or BART"
-            )
-        self.scale = self._head_scale()
+        of_bias = bool(self._biased) and all(hasattr(m, "compute_bias") for m in self._biased)
+        require(
+            of_bias or (not self._biased and isinstance(self._table, nn.Embedding)),
+            f"{type(model).__name__} counts its decoder's positions in a way that is not read "
+            "here: give a T5, T5-v1.1, mT5 or BART",
+        )
+        scaled = getattr(model.config, "scale_decoder_outputs", False)  # as T5 alone does
+        self.scale = model.config.d_model**-0.5 if scaled else 1.0
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -134,91 +145,76 @@ class Seq2SeqModel:
     ) -> Split:
         """Cut every document at its start token. Documents begin where `position_BT` is 0; those
         that `document_BT` calls padding are left out."""
-        T = ids_BT.shape[1]
-        spans = []
-        for b in range(len(ids_BT)):
+        where_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+        encoders, decoders = [], []
+        for b, ids_T in enumerate(ids_BT):
             begins = [0] if position_BT is None else (position_BT[b] == 0).nonzero()[:, 0].tolist()
-            for begin, end in zip(begins, begins[1:] + [T]):
+            for begin, end in zip(begins, [*begins[1:], len(ids_T)]):
                 if document_BT is None or document_BT[b, begin] >= 0:
-                    spans.append((b, begin, end))
-        cut = [self.starts(ids_BT[b : b + 1, i:j])[0] for b, i, j in spans]
-        N, S, W = len(spans), max(cut), max(j - i - p for (_, i, j), p in zip(spans, cut))
-        encoder_NS, decoder_NW = ids_BT.new_zeros(N, S), ids_BT.new_zeros(N, W)
-        mask_NS = torch.zeros(N, S, dtype=torch.bool, device=ids_BT.device)
-        rows: list[int] = []
-        columns: list[int] = []
-        documents: list[int] = []
-        steps: list[int] = []
-        for n, ((b, i, j), p) in enumerate(zip(spans, cut)):
-            encoder_NS[n, :p], mask_NS[n, :p] = ids_BT[b, i : i + p], True
-            decoder_NW[n, : j - i - p] = ids_BT[b, i + p : j]
-            rows += [b] * (j - i - p)
-            columns += range(i + p, j)
-            documents += [n] * (j - i - p)
-            steps += range(j - i - p)
-        where, here = (
-            (torch.tensor(x, device=ids_BT.device), torch.tensor(y, device=ids_BT.device))
-            for x, y in ((rows, columns), (documents, steps))
+                    (start,) = self.starts(ids_T[None, begin:end])
+                    where_BT[b, begin + start : end] = True
+                    encoders.append(ids_T[begin : begin + start])
+                    decoders.append(ids_T[begin + start : end])
+        real_NS, real_NW = (
+            pad_sequence([torch.ones_like(x) for x in parts], batch_first=True) > 0
+            for parts in (encoders, decoders)
         )
-        mask = None if min(cut) == S else mask_NS
-        return Split(encoder_NS, mask, decoder_NW, where, here, ids_BT.shape, cut)
+        encoder_NS, decoder_NW = (pad_sequence(x, batch_first=True) for x in (encoders, decoders))
+        mask_NS = None if bool(real_NS.all()) else real_NS
+        return Split(encoder_NS, mask_NS, decoder_NW, real_NW, where_BT, list(map(len, encoders)))
 
-    def run(
+    def read(
         self,
         ids_BT: Tensor,
-        cache: Seq2SeqCache | None = None,
-        parents_BT: Tensor | None = None,
         position_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What the LM head reads [N, W, D], and the function that puts such states [N, W, D'] in
-        their places in the batch [B, T, D'].
-
-        A fresh `cache` takes whole prompts; after that, `ids_BT` are tokens of the decoder that
-        continue what it holds, as `Target.features` has it.
-        """
-        if cache is not None and cache.starts:
-            place = cache.place(ids_BT, parents_BT)
-            return self._decode(ids_BT, place, cache.memory_BSD, cache.memory_mask_BS, cache), _same
+        cache: Seq2SeqCache | None = None,
+    ) -> tuple[Tensor, Split]:
+        """What the LM head reads [N, W, D] of whole texts, and the split that puts such states in
+        their places in the batch. A `cache` takes them in, if there is one: they are prompts."""
         split = self.split(ids_BT, position_BT, document_BT)
+        (N, W), S = split.decoder_NW.shape, split.encoder_NS.shape[1]
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
         require(
-            split.encoder_NS.shape[1] <= longest,
-            f"a prompt of {split.encoder_NS.shape[1]} tokens does not fit the {longest} positions "
-            "of the encoder: give fewer",
+            longest >= S,
+            f"a prompt of {S} tokens does not fit the {longest} positions of the encoder: give "
+            "fewer",
         )
         states_NSD = self.encoder(
             input_ids=split.encoder_NS, attention_mask=split.mask_NS
         ).last_hidden_state
-        N, W = split.decoder_NW.shape
+        memory = states_NSD, split.mask_NS
         if cache is None:
             place = Place(torch.arange(W, device=ids_BT.device).expand(N, -1))
         else:
             place = cache.place(split.decoder_NW)
-            cache.starts = split.starts
-            cache.memory_BSD, cache.memory_mask_BS = states_NSD, split.mask_NS
-        out = self._decode(split.decoder_NW, place, states_NSD, split.mask_NS, cache)
-        return out, split.spread
+            cache.starts, cache.memory = split.starts, memory
+        return self._decode(split.decoder_NW, place, memory, cache), split
+
+    def continued(
+        self, ids_BT: Tensor, cache: Seq2SeqCache, parents_BT: Tensor | None = None
+    ) -> Tensor:
+        """What the LM head reads [B, T, D] of the decoder's tokens that continue what a cache
+        holds, as `Target.features` has it."""
+        place = cache.place(ids_BT, parents_BT)
+        if place.mask_BTP is None:  # one token, which sees all that is there
+            shape = (*ids_BT.shape, cache.shown)
+            place = place._replace(
+                mask_BTP=torch.ones(shape, dtype=torch.bool, device=ids_BT.device)
+            )
+        assert cache.memory is not None
+        return self._decode(ids_BT, place, cache.memory, cache)
 
     def _decode(
-        self,
-        ids_BT: Tensor,
-        place: Place,
-        memory_BSD: Tensor | None,
-        memory_mask_BS: Tensor | None,
-        cache: Seq2SeqCache | None,
+        self, ids_BT: Tensor, place: Place, memory: Memory, cache: Seq2SeqCache | None
     ) -> Tensor:
-        if cache is not None and place.mask_BTP is None and any(cache.lengths):
-            shape = (*ids_BT.shape, cache.shown)  # one token, which sees all that is there
-            whole = torch.ones(shape, dtype=torch.bool, device=ids_BT.device)
-            place = place._replace(mask_BTP=whole)
         mask = model_inputs(self.decoder.config, place, self.model.dtype)["attention_mask"]
         with self._standing(place):
             out_BTD = self.decoder(
                 input_ids=ids_BT,
                 attention_mask=mask,
-                encoder_hidden_states=memory_BSD,
-                encoder_attention_mask=memory_mask_BS,
+                encoder_hidden_states=memory[0],
+                encoder_attention_mask=memory[1],
                 past_key_values=None if cache is None else EncoderDecoderCache(cache, cache.cross),
                 use_cache=cache is not None,
             ).last_hidden_state
@@ -227,29 +223,24 @@ class Seq2SeqModel:
     @contextmanager
     def _standing(self, place: Place) -> Iterator[None]:
         """While within, the decoder takes its tokens' positions from `place`."""
+        given = [(m, {"position_bias": self._bias(m, place)}) for m in self._biased]
         with ExitStack() as stack:
-            for attention in self._biased:  # the first layer's, which hands its bias on
-                bias = {"position_bias": self._bias(attention, place)}
-                stack.enter_context(
-                    attention.register_forward_pre_hook(
-                        lambda _, args, kwargs, bias=bias: (args, kwargs | bias), with_kwargs=True
-                    )
-                )
-            if not self._biased:
-                table = self._table
-                assert isinstance(table, nn.Embedding)
-                one = {"position_ids": place.position_BT.new_zeros(1)}  # its own may not exist
-                rows_BTD = _rows(table, place)
-                stack.enter_context(
-                    table.register_forward_pre_hook(
-                        lambda _, args, kwargs: (args, kwargs | one), with_kwargs=True
-                    )
-                )
+            if (table := self._table) is not None and not given:
+                given = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
+                rows_BTD = _rows(table, place)  # its own may not exist, and are not looked up
                 stack.enter_context(table.register_forward_hook(lambda *_: rows_BTD))
+            for module, inputs in given:
+                stack.enter_context(
+                    module.register_forward_pre_hook(
+                        lambda _, args, kwargs, inputs=inputs: (args, kwargs | inputs),
+                        with_kwargs=True,
+                    )
+                )
             yield
 
     def _bias(self, attention: Any, place: Place) -> Tensor:
-        """T5's position bias [B or 1, H, T, P] of the tokens that stand at `place`."""
+        """T5's position bias [B or 1, H, T, P] of the tokens that stand at `place`; the first
+        layer hands it on."""
         position_BT, slot_BP = place.position_BT, place.slot_position_BP
         if slot_BP is None:
             keys = position_BT.shape[1] if place.mask_BTP is None else place.mask_BTP.shape[2]
@@ -264,23 +255,98 @@ class Seq2SeqModel:
         )
         return attention.relative_attention_bias(bucket_BTP).permute(0, 3, 1, 2)
 
-    @torch.no_grad()
-    def _head_scale(self) -> float:
-        """What the decoder's output is multiplied by before the head: T5 has width**-0.5, its
-        successors 1, and configs of different versions say so in different ways."""
-        seen: list[Tensor] = []
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        ids = torch.ones(1, 1, dtype=torch.long, device=head.weight.device)
-        training = self.model.training
+
+class Seq2SeqTarget(Target):
+    """A frozen encoder-decoder LM. Chains, trees and ragged batches decode as with a causal target.
+
+    `config` is the decoder's: `num_hidden_layers` counts its layers. A tokenizer without a chat
+    template is given one, on a copy. Raises UserError for a model that would be read wrongly here.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+        super().__init__(model, tokenizer, name, revision)
+        with understood(self):
+            self.seq2seq = Seq2SeqModel(model)
+        self.layers = self.seq2seq.layers
+        self.config = copy.deepcopy(self.config)
+        self.config.num_hidden_layers = len(self.layers)
+        if getattr(self.config, "max_position_embeddings", None) is None:
+            self.config.max_position_embeddings = UNBOUNDED
+        self.head = _with_bias(model)
+        if tokenizer is not None and not getattr(tokenizer, "chat_template", None):
+            self.tokenizer = copy.deepcopy(tokenizer)
+            start = tokenizer.convert_ids_to_tokens(self.seq2seq.start)
+            self.tokenizer.chat_template = TEMPLATE % {"eos": tokenizer.eos_token, "start": start}
+        check_encoder_decoder(self, self.seq2seq.start, self.seq2seq.twice)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens that `decode` continues: the encoder's, then the decoder's start token."""
+        return self.tokenizer(text).input_ids + [self.seq2seq.start]
+
+    def begun(self, encoder: Sequence[int]) -> list[int]:
+        """The tokens that `decode` continues, made of those of the encoder. Raises UserError where
+        the two could not be told apart again."""
+        start, twice = self.seq2seq.start, self.seq2seq.twice
+        text = [*encoder, start]
         try:
-            out = self.model.eval()(input_ids=ids, decoder_input_ids=ids, output_hidden_states=True)
-        finally:
-            hook.remove()
-            self.model.train(training)
-        ratio = float(seen[0].float().norm() / out.decoder_hidden_states[-1].float().norm())
-        small = head.weight.shape[1] ** -0.5
-        return small if abs(ratio - small) < abs(ratio - 1) else 1.0
+            apart = self.seq2seq.starts(torch.tensor([text])) == [len(encoder)]
+        except UserError:
+            apart = False
+        ends = "end with the eos and hold it nowhere twice" if twice else "not hold it"
+        require(
+            apart,
+            f"the decoder's start token ({start}) comes after the encoder's tokens, "
+            f"which must {ends}: give those alone, and mask padding with attention_mask",
+        )
+        return text
+
+    def placed(self, prompt: Sequence[int]) -> int:
+        return len(prompt) - self.seq2seq.starts(torch.tensor([prompt]))[0]
+
+    def shown(self, processors: Sequence[Processor]) -> list[Processor]:
+        """As `Target.shown`: the decoder's tokens, from the start token on."""
+
+        def of_decoder(processor: Processor) -> Processor:
+            def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
+                rows = zip(self.seq2seq.starts(ids_BT), ids_BT, scores_BV)
+                return torch.cat(
+                    [processor(ids[None, n:], scores[None]) for n, ids, scores in rows]
+                )
+
+            return processed
+
+        return [of_decoder(p) for p in processors]
+
+    def new_cache(self, capacity: int | None = None) -> Seq2SeqCache:
+        require(
+            capacity is None,
+            "an encoder-decoder target is not compiled (its prompts have no fixed size): leave "
+            "compiled off",
+        )
+        return self.seq2seq.new_cache()
+
+    def _continued(
+        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
+    ) -> States:
+        assert isinstance(cache, Seq2SeqCache)
+        if not cache.starts:
+            return self._read(ids_BT, needs, None, None, cache)
+        with self._watched(needs) as seen:
+            out_BTD = self.seq2seq.continued(ids_BT, cache, parents_BT)
+        return concatenated(seen, needs), out_BTD
+
+    def _read(
+        self,
+        ids_BT: Tensor,
+        needs: Needs,
+        position_BT: Tensor | None,
+        document_BT: Tensor | None,
+        cache: Seq2SeqCache | None = None,
+    ) -> States:
+        with self._watched(needs) as seen:
+            out, split = self.seq2seq.read(ids_BT, position_BT, document_BT, cache)
+        layers = concatenated(seen, needs)
+        return None if layers is None else split.spread(layers), split.spread(out)
 
 
 def _rows(table: nn.Embedding, place: Place) -> Tensor:
@@ -290,5 +356,13 @@ def _rows(table: nn.Embedding, place: Place) -> Tensor:
     return nn.functional.embedding(index_BT.clamp_max(len(table.weight) - 1), table.weight)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+def _with_bias(model: Any) -> nn.Linear:
+    """The LM head, with BART's `final_logits_bias` as its bias."""
+    head: nn.Linear = model.get_output_embeddings()
+    bias = getattr(model, "final_logits_bias", None)
+    if bias is None or not bias.any():
+        return head
+    whole = nn.Linear(head.in_features, head.out_features, device="meta")
+    whole.weight = head.weight
+    whole.bias = nn.Parameter(bias[0].to(head.weight.dtype), requires_grad=False)
+    return whole

@@ -24,12 +24,14 @@ from specdec.target.parts import Parts
 
 @dataclass(frozen=True)
 class Weights:
-    """The safetensors files of a checkpoint, and which of them holds a tensor."""
+    """The safetensors files of a checkpoint: which of them holds a tensor, by the tensor's name,
+    and where the fingerprint of them all is noted while they stay as they are."""
 
-    files: dict[str, Path]  # by the name of the tensor
+    files: dict[str, Path]
+    note: Path
 
     @classmethod
-    def of(cls, path: str, revision: str | None) -> "Weights | None":
+    def of(cls, path: str, revision: str | None, cache: Path) -> "Weights | None":
         """Those of a folder or of a hub's model; None where it has none in safetensors."""
 
         def found(name: str) -> Path | None:
@@ -44,53 +46,43 @@ class Weights:
 
         if single := found(SAFE_WEIGHTS_NAME):
             with safe_open(single, framework="pt") as file:
-                return cls(dict.fromkeys(file.keys(), single))
-        if index := found(SAFE_WEIGHTS_INDEX_NAME):
+                files: dict[str, Path | None] = dict.fromkeys(file.keys(), single)
+        elif index := found(SAFE_WEIGHTS_INDEX_NAME):
             names = json.loads(index.read_text())["weight_map"]
             shards = {name: found(name) for name in set(names.values())}
-            if all(shards.values()):
-                return cls({name: shards[shard] for name, shard in names.items()})  # type: ignore[misc]
-        return None
+            files = {name: shards[shard] for name, shard in names.items()}
+        else:
+            return None
+        there = {name: path for name, path in files.items() if path is not None}
+        if len(there) < len(files):
+            return None
+        states = sorted(
+            [str(f), f.stat().st_size, f.stat().st_mtime_ns]
+            for f in {path.resolve() for path in there.values()}
+        )
+        name = hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
+        return cls(there, cache / "fingerprints" / name)
 
-    def identity(self) -> str:
-        """One string for the files as they are: where, how large and when written."""
-        files = sorted({path.resolve() for path in self.files.values()})
-        states = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-        return hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
+    def fingerprint(self) -> str | None:
+        """The fingerprint that was noted."""
+        return (self.note.read_text().strip() if self.note.is_file() else "") or None
+
+    def write(self, fingerprint: str) -> None:
+        self.note.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.note, fingerprint + "\n")
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        found: dict[str, Tensor] = {}
-        for path in sorted({p for name, p in self.files.items() if name.startswith(prefix)}):
-            with safe_open(path, framework="pt") as file:
-                found |= {
-                    name.removeprefix(prefix): file.get_tensor(name)
-                    for name in file.keys()  # noqa: SIM118
-                    if name.startswith(prefix)
-                }
-        return found
+        return {
+            name.removeprefix(prefix): _tensor(path, name)
+            for name, path in self.files.items()
+            if name.startswith(prefix)
+        }
 
 
-@dataclass(frozen=True)
-class Note:
-    """Where the fingerprint of a checkpoint is noted, under `root`."""
-
-    root: Path
-    weights: Weights
-
-    @property
-    def path(self) -> Path:
-        return self.root / "fingerprints" / self.weights.identity()
-
-    def read(self) -> str | None:
-        try:
-            return self.path.read_text().strip() or None
-        except OSError:
-            return None
-
-    def write(self, fingerprint: str) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, fingerprint + "\n")
+def _tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 class StoredParts(Parts):
@@ -102,28 +94,19 @@ class StoredParts(Parts):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
-        name: str,
-        revision: str | None,
+        *of_parts: Any,
         config: Any,
         weights: Weights,
         fingerprint: str,
         whole: Callable[[], Parts],
     ) -> None:
-        super().__init__(model, tokenizer, name, revision)
+        super().__init__(*of_parts)
         self.config = config.get_text_config(decoder=True)
-        self._weights = weights
-        self._fingerprint = fingerprint
-        self._whole = whole
-
-    @property
-    def prefix(self) -> str:
-        lists = (n for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList))
-        return next(name for name in lists if not len(self.model.get_submodule(name)))
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
+        self.layers = next(
+            m for m in self.model.modules() if isinstance(m, nn.ModuleList) and not len(m)
+        )
+        self.stored = fingerprint
+        self._weights, self._whole = weights, whole
 
     def layer(self, k: int) -> dict[str, Tensor]:
         k %= self.config.num_hidden_layers

@@ -192,8 +192,8 @@ def test_a_piece_holds_what_an_objective_may_read(
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg, reference)
     batch = batch_with(target, drafter, 6)
     pieces = []
-    losses = cfg.losses
-    monkeypatch.setattr(cfg, "losses", lambda piece: (pieces.append(piece), losses(piece))[1])
+    loss = cfg.loss
+    monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
     forcing(batch, moment=Moment(0.5, [0]))
     assert [len(piece.log_p) for piece in pieces] == [2, 2, 2] and pieces[0].progress == 0.5
     log_p_TV = Sampler(1.0).log_probs(target.logits(batch.final_BTD[0]))

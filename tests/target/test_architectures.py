@@ -21,7 +21,7 @@ from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
-from specdec.target.encoder_decoder import Seq2SeqTarget
+from specdec.target.seq2seq import Seq2SeqTarget
 from tests.target.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import learn
 

@@ -43,8 +43,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.causal import CausalTarget
-from specdec.target.encoder_decoder import Seq2SeqTarget
-from specdec.target.seq2seq import Seq2SeqCache
+from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqTarget
 from tests.tiny import make_tiny, make_tokenizer
 
 V = 53
@@ -204,8 +203,8 @@ def test_the_memory_of_a_generation_is_free_when_it_ends(monkeypatch: pytest.Mon
     made: list[weakref.ref[Seq2SeqCache]] = []
     build = Seq2SeqCache.__init__
 
-    def recorded(cache: Seq2SeqCache, layers: int, capacity: int | None = None) -> None:
-        build(cache, layers, capacity)
+    def recorded(cache: Seq2SeqCache, layers: int) -> None:
+        build(cache, layers)
         made.append(weakref.ref(cache))
 
     monkeypatch.setattr(Seq2SeqCache, "__init__", recorded)
@@ -223,7 +222,7 @@ def test_one_pass_over_documents_is_each_alone() -> None:
     """Teacher forcing's pass: packed documents, padding, features of layers, 0 in the encoder."""
     target = make_target("t5")
     one, two = ([*p, 7, 9, 11, 6] for p in prompts(target)[:2])
-    needs = Needs(layers=(0, 1, 2), final_hidden=True)
+    needs = Needs(layers=(1, 2), final_hidden=True)
     ids = torch.tensor([one + two + [0] * 3])
     position = torch.tensor([[*range(len(one)), *range(len(two)), 0, 1, 2]])
     document = torch.tensor([[0] * len(one) + [1] * len(two) + [-1] * 3])

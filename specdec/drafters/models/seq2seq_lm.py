@@ -20,9 +20,8 @@ from specdec.drafters.models.pretrained import (
     require_alike,
 )
 from specdec.errors import UserError, require
-from specdec.target.encoder_decoder import Seq2SeqTarget
 from specdec.target.parts import Parts
-from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel
+from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 
 
 @dataclass
@@ -62,8 +61,8 @@ class Seq2SeqLM(Pretrained):
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         """As `Pretrained.over_text`; 0 at the encoder's tokens."""
-        out, spread = self.seq2seq.run(ids, position_BT=position, document_BT=document)
-        return spread(out)
+        out, split = self.seq2seq.read(ids, position, document)
+        return split.spread(out)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         bias = getattr(self.model, "final_logits_bias", None)
@@ -80,6 +79,9 @@ class Seq2SeqLM(Pretrained):
         parents_BT: Tensor | None,
         last_B1: Tensor | None,
     ) -> Tensor:
-        out, spread = self.seq2seq.run(ids_BT, cache, parents_BT)
-        hidden = spread(out)
+        if cache.starts:
+            hidden = self.seq2seq.continued(ids_BT, cache, parents_BT)
+        else:
+            out, split = self.seq2seq.read(ids_BT, cache=cache)
+            hidden = split.spread(out)
         return self.unembed(hidden if last_B1 is None else entries(hidden, last_B1), 0)

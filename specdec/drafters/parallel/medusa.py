@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes
-from specdec.errors import require
+from specdec.drafters.base import Drafter, Sizes, entries
+from specdec.errors import require_within
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
@@ -64,18 +64,12 @@ class Medusa(Drafter):
     def __init__(self, config: MedusaConfig, sizes: MedusaSizes) -> None:
         super().__init__(config, sizes)
         self.max_depth = config.depth
-        require(
-            1 <= config.num_layers <= MOST_LAYERS,
-            f"drafter.num_layers={config.num_layers}: give 1 to {MOST_LAYERS}",
-        )
+        require_within("drafter", config, num_layers=(1, MOST_LAYERS))
         width, size = sizes.width, sizes.draft_vocab or sizes.target_vocab
-        self.blocks = nn.ModuleList(
-            ResidualBlock(width, config.num_layers) for _ in range(config.depth)
-        )
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(width, size, bias=False)
-            for _ in range(1 if config.shared_head else config.depth)
-        )
+        blocks = (ResidualBlock(width, config.num_layers) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(blocks)
+        count = 1 if config.shared_head else config.depth
+        self.lm_heads = nn.ModuleList(nn.Linear(width, size, bias=False) for _ in range(count))
 
     @classmethod
     def plan(cls, config: MedusaConfig, target: Parts) -> MedusaSizes:
@@ -93,8 +87,7 @@ class Medusa(Drafter):
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         heads = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         assert ctx.final_BTD is not None
-        index_BA1 = (anchors_BA - 1).clamp_min(0)[..., None]
-        last_BAD = ctx.final_BTD.gather(1, index_BA1.expand(-1, -1, ctx.final_BTD.shape[-1]))
+        last_BAD = entries(ctx.final_BTD, (anchors_BA - 1).clamp_min(0))
         last_BAD = last_BAD.to(next(self.parameters()).dtype)
         return torch.stack([self.blocks[k](last_BAD) for k in range(heads)], 2)
 
@@ -104,8 +97,7 @@ class Medusa(Drafter):
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """Heads read no drafted token: the logits after a node are those of its depth."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
-        none = ctx.ids_BT.new_zeros(*anchor_B1.shape, self.depth - 1)
-        hidden_BKD = self.hidden(ctx, anchor_B1, none)[:, 0]
+        hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]
         depths = [0]  # of the anchor, then of every node
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:

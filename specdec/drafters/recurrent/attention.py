@@ -25,6 +25,8 @@ from specdec.runtime.probes import Answer, compare
 WHOLE = 1 << 18  # anchors × keys of a batch up to which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once beyond that, and keys of a tile
 
+compiled = cache(torch.compile)  # each function once
+
 KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, E]
 
 
@@ -57,36 +59,29 @@ class Attention(nn.Module):
 
     def __init__(self, llama: LlamaConfig, width: int) -> None:
         super().__init__()
-        D, E = llama.hidden_size, int(llama.head_dim or 0)
-        self.heads = llama.num_attention_heads
+        self.heads, self.head_dim = llama.num_attention_heads, int(llama.head_dim or 0)
         self.kv_heads = llama.num_key_value_heads or self.heads
-        self.head_dim = E
-        self.q_proj = nn.Linear(width, self.heads * E, bias=False)
-        self.k_proj = nn.Linear(width, self.kv_heads * E, bias=False)
-        self.v_proj = nn.Linear(width, self.kv_heads * E, bias=False)
-        self.o_proj = nn.Linear(self.heads * E, D, bias=False)
-
-    def split(self, x: Tensor) -> Tensor:
-        """[B, A, H·E] -> [B, H, A, E]"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def join(self, heads: Tensor) -> Tensor:
-        """What the heads attended to [B, Hkv, G, A, E] -> [B, A, D]"""
-        return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
+        inner, shared = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, shared, bias=False)
+        self.v_proj = nn.Linear(width, shared, bias=False)
+        self.o_proj = nn.Linear(inner, llama.hidden_size, bias=False)
 
     def keys_values(self, x_BPD: Tensor, rope: tuple[Tensor, Tensor]) -> KeyValue:
-        return rotated(self.split(self.k_proj(x_BPD)), rope), self.split(self.v_proj(x_BPD))
+        return rotated(self._heads(self.k_proj(x_BPD)), rope), self._heads(self.v_proj(x_BPD))
 
     def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """[B, Hkv, G, A, E]"""
-        query = rotated(self.split(self.q_proj(x_BAD)), rope)
+        query = rotated(self._heads(self.q_proj(x_BAD)), rope)
         return query.unflatten(1, (self.kv_heads, -1))
 
-    def over_cache(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None
-    ) -> Tensor:
-        """Attention [B, A, D] over the keys and values of a cache, as drafting has it."""
-        return self.join(_fused(query, keys, values, mask_BAP))
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, A, H·E] -> [B, H, A, E]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def joined(self, heads: Tensor) -> Tensor:
+        """What the heads attended to [B, Hkv, G, A, E] -> [B, A, D]"""
+        return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
 
     def over_anchors(
         self, query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
@@ -97,12 +92,11 @@ class Attention(nn.Module):
         each. The scores of a long text are never held at once, and are computed anew in the
         backward pass: memory grows with the length of the text and not with its square.
         """
-        B, A, P = len(query), query.shape[3], shared[0].shape[2]
-        if B * A * P <= WHOLE:
+        if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
             read = _whole
         else:
             read = _flex if flexible(query, len(own)).used else _blocks
-        return self.join(read(query, shared, sight, own))
+        return self.joined(read(query, shared, sight, own))
 
 
 def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
@@ -111,7 +105,7 @@ def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, .
     P = keys.shape[2]
     mask_BAP = sight.mask(slice(0, A), slice(0, P))
     if not own:
-        return _fused(query, keys, values, mask_BAP)
+        return fused(query, keys, values, mask_BAP)
     scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
     scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
     diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
@@ -131,25 +125,18 @@ def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, 
 
     def block(anchors: slice) -> Tensor:
         near = sight.tiles(anchors)
-        mine = [[x[:, :, anchors] for x in pair] for pair in own]
-        keys = torch.cat([*tiles[0][near], *(key for key, _ in mine)], 2)
-        values = torch.cat([*tiles[1][near], *(value for _, value in mine)], 2)
-        seen = slice(near.start * BLOCK, min(near.stop * BLOCK, P))
-        mask = sight.mask(anchors, seen)
+        keys, values = (
+            torch.cat([*tiles[j][near], *(pair[j][:, :, anchors] for pair in own)], 2)
+            for j in (0, 1)
+        )
+        mask = sight.mask(anchors, slice(near.start * BLOCK, min(near.stop * BLOCK, P)))
         alone = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
         mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
-        return _fused(query[..., anchors, :], keys, values, mask)
+        return fused(query[..., anchors, :], keys, values, mask)
 
-    out = [
-        checkpoint(
-            block,
-            slice(start, min(start + BLOCK, A)),
-            use_reentrant=False,
-            preserve_rng_state=False,  # nothing in it is drawn
-        )
-        for start in range(0, A, BLOCK)
-    ]
-    return torch.cat(out, 3)
+    blocks = [slice(start, min(start + BLOCK, A)) for start in range(0, A, BLOCK)]
+    again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+    return torch.cat([checkpoint(block, anchors, **again) for anchors in blocks], 3)
 
 
 def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
@@ -157,7 +144,7 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
     anchor's own keys follow the shared ones, depth by depth."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
-    pair_BA, document_BP, document_BA = sight.pair_BA, sight.document_BP, sight.document_BA
+    pair_BA, _, document_BP, document_BA = sight
 
     def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
         pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
@@ -166,17 +153,12 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
             seen = seen & (document_BA[b, anchor] == document_BP[b, place]) | (place == pair)
         return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
 
-    attend, tiled = _flex_functions(query.is_cuda)
-    tiles = tiled(sees, B, None, A, keys.shape[2], device=query.device)
-    out = attend(query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True)
+    built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function
+    tiles = built(create_block_mask)(sees, B, None, A, keys.shape[2], device=query.device)
+    out = built(flex_attention)(
+        query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True
+    )
     return out.unflatten(1, query.shape[1:3])
-
-
-@cache
-def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    if not compiled:
-        return flex_attention, create_block_mask
-    return torch.compile(flex_attention), torch.compile(create_block_mask)
 
 
 def flexible(query: Tensor, depths: int) -> Answer:
@@ -193,30 +175,25 @@ def _probed(
 ) -> Answer:
     """`flexible` by trial, on one text of 1,024 anchors."""
     generator, A = torch.Generator().manual_seed(0), 1024
-
-    def heads_of(*shape: int) -> Tensor:
-        drawn = torch.randn(1, *shape, A, width, generator=generator)
-        return drawn.to(device, dtype).requires_grad_()
-
-    query, *rest = heads_of(*heads), *(heads_of(heads[0]) for _ in range(2 * depths + 2))
-    pairs = [(rest[i], rest[i + 1]) for i in range(0, len(rest), 2)]
+    drawn = [
+        torch.randn(1, *shape, A, width, generator=generator).to(device, dtype).requires_grad_()
+        for shape in (heads, *[heads[:1]] * (2 * depths + 2))
+    ]
+    query, pairs = drawn[0], tuple(zip(drawn[1::2], drawn[2::2], strict=True))
     position_BA = torch.arange(A, device=device)[None]
     sight = Sight(position_BA, torch.zeros_like(position_BA))
 
-    def gradient(read: Callable[..., Tensor]) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            out = read(query, pairs[0], sight, tuple(pairs[1:]))
-            found = torch.autograd.grad(out.square().sum(), [query, *rest])
-            return torch.cat([x.flatten() for x in found]).cpu()
-
-        return run
+    def gradient(read: Callable[..., Tensor]) -> Tensor:
+        out = read(query, pairs[0], sight, pairs[1:])
+        found = torch.autograd.grad(out.square().sum(), drawn)
+        return torch.cat([x.flatten() for x in found]).cpu()
 
     limit = 1e-3 if dtype is torch.float32 else 3e-2
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return compare(gradient(_flex), gradient(_blocks), limit)
+        return compare(lambda: gradient(_flex), lambda: gradient(_blocks), limit)
 
 
-def _fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
+def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
     """[B, Hkv, G, A, E]; the heads of a group are further rows of the query, so that keys and
     values are not copied."""
     G, A = query.shape[2:4]

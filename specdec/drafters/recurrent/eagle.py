@@ -9,7 +9,6 @@ are named and shaped as vLLM and SGLang load them.
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -18,14 +17,8 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import AnchorsConfig, text_after
-from specdec.drafters.recurrent.recurrence import (
-    Layer,
-    Recurrent,
-    RecurrentSizes,
-    llama_of,
-    start_at_random,
-)
-from specdec.errors import require
+from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes, llama_of
+from specdec.errors import require_within
 from specdec.target.parts import Parts
 
 UPDATE = 0.25  # of a feature, that the layer adds to it before training
@@ -51,11 +44,7 @@ class EagleConfig:
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.unroll is None or 1 <= self.unroll <= self.depth,
-            f"drafter.unroll={self.unroll}: give 1 to drafter.depth={self.depth}, or null",
-        )
-        require(0 <= self.noise < math.inf, f"drafter.noise={self.noise}: give 0 or more")
+        require_within("drafter", self, unroll=(1, self.depth), noise=0)
 
 
 class Eagle(Recurrent):
@@ -75,16 +64,17 @@ class Eagle(Recurrent):
         llama = llama_of(target, config.intermediate_size)
         return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
 
-    def start(self, target: Parts) -> None:
-        """Random, or the target's own last layer around a pass-through of the feature, where that
-        layer has the parts of a Llama's."""
-        start_at_random(self)
-        if self.config.start == "random":
-            return
-        D = self.llama.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight[:, D:] = torch.eye(D)
-        ours, theirs = dict(self.layer.named_parameters()), target.layer(-1)
+    def copy_from(self, target: Parts) -> None:
+        """All of the target's last layer, where that has the parts of a Llama's, or nothing.
+
+        The copy reads states after the final norm, where the original reads and writes the residual
+        stream. What reads the state divides it by the final norm's weight, and takes over that of
+        the norm before the layer's attention; what writes multiplies by it. How large the stream
+        was cannot be seen from the state, so that what the layer adds is scaled to `UPDATE` of a
+        random state.
+        """
+        layer = self.layer
+        ours, theirs = dict(layer.named_parameters()), target.layer(-1)
         before, after = theirs.get("input_layernorm.weight"), getattr(target.norm, "weight", None)
         if before is None or after is None:
             return
@@ -92,7 +82,22 @@ class Eagle(Recurrent):
             return
         for name, x in ours.items():
             x.copy_(theirs[name])
-        adapt(self.layer, before.to(self.fc.weight), after.to(self.fc.weight))
+        before_D, after_D = before.to(self.fc.weight), after.to(self.fc.weight)
+        size_D = after_D.abs().clamp_min(0.1 * float(after_D.abs().mean()))  # where it is near 0
+        divisor_D = torch.where(after_D < 0, -size_D, size_D)
+        drawn_ND = torch.randn(256, len(after_D), generator=torch.Generator().manual_seed(0))
+        state_ND = drawn_ND.to(after_D) * after_D
+        length = state_ND.square().mean().sqrt()
+        attention, norm = layer.self_attn, layer.post_attention_layernorm
+        for reads in (attention.q_proj, attention.k_proj, attention.v_proj):
+            reads.weight.mul_(before_D / divisor_D)
+        norm.weight.mul_(length / divisor_D)
+        values_NHE = attention.v_proj(state_ND).unflatten(-1, (attention.kv_heads, -1))
+        heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
+        added_ND = attention.o_proj(heads_NHE.flatten(1)), layer.mlp(norm(state_ND))
+        added = (torch.cat(added_ND, 1) * after_D.repeat(2)).square().sum(1).mean().sqrt()
+        for writes in (attention.o_proj, layer.mlp.down_proj):
+            writes.weight.mul_(UPDATE * length * len(after_D) ** 0.5 / added * after_D[:, None])
 
     def attach(self, target: Parts) -> None:
         super().attach(target)
@@ -127,12 +132,11 @@ class Eagle(Recurrent):
         n tokens. What the objective compares with is not touched."""
         if not self.config.noise:
             return ctx
-        assert ctx.final_BTD is not None
         assert ctx.position_BT is not None and ctx.document_BT is not None
         which_BT, real_BT = (ctx.position_BT == 0).cumsum(1) - 1, (ctx.document_BT >= 0).long()
         count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
         width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
-        final_BTD = ctx.final_BTD
+        final_BTD = self.features_of(ctx)
         draws = [
             torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
             for generator in moment.generators(final_BTD.device)
@@ -143,28 +147,3 @@ class Eagle(Recurrent):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         assert self._head is not None
         return self._head(hidden.to(self._head_dtype))
-
-
-def adapt(layer: Layer, before_D: Tensor, after_D: Tensor) -> None:
-    """Turn a layer of the target, which reads and writes the residual stream, into one over states
-    after the final norm, whose weight is `after_D`.
-
-    What reads the state divides it by that weight, and takes over `before_D`, the weight of the
-    norm before the layer's attention; what writes multiplies by it. How large the stream was cannot
-    be seen from the state, so that what the layer adds is scaled to `UPDATE` of a random state.
-    """
-    size_D = after_D.abs().clamp_min(0.1 * float(after_D.abs().mean()))  # where it is near 0
-    divisor_D = torch.where(after_D < 0, -size_D, size_D)
-    drawn_ND = torch.randn(256, len(after_D), generator=torch.Generator().manual_seed(0))
-    state_ND = drawn_ND.to(after_D) * after_D
-    length = state_ND.square().mean().sqrt()
-    attention, norm = layer.self_attn, layer.post_attention_layernorm
-    for reads in (attention.q_proj, attention.k_proj, attention.v_proj):
-        reads.weight.mul_(before_D / divisor_D)
-    norm.weight.mul_(length / divisor_D)
-    values_NHE = attention.v_proj(state_ND).unflatten(-1, (attention.kv_heads, -1))
-    heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
-    added_ND = attention.o_proj(heads_NHE.flatten(1)), layer.mlp(norm(state_ND))
-    added = (torch.cat(added_ND, 1) * after_D.repeat(2)).square().sum(1).mean().sqrt()
-    for writes in (attention.o_proj, layer.mlp.down_proj):
-        writes.weight.mul_(UPDATE * length * len(after_D) ** 0.5 / added * after_D[:, None])

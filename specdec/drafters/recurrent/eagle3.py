@@ -8,6 +8,7 @@ Letters: D width, F features, S draft vocabulary.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig
-from specdec.drafters.recurrent.recurrence import (
-    Layer,
-    Recurrent,
-    RecurrentSizes,
-    llama_of,
-    start_at_random,
-)
-from specdec.errors import UserError, require
+from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes, llama_of
+from specdec.errors import require
 from specdec.target.parts import Parts
 
 
@@ -45,12 +40,10 @@ class Eagle3Config:
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
-        rising = self.layers is None or (
-            len(self.layers) > 0 and all(a < b for a, b in zip(self.layers, self.layers[1:]))
-        )
+        layers = self.layers
         require(
-            rising,
-            f"drafter.layers={self.layers}: give different layers in rising order, as engines "
+            layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
+            f"drafter.layers={layers}: give different layers in rising order, as engines "
             "read them, or null for the default",
         )
 
@@ -83,18 +76,17 @@ class Eagle3(Recurrent):
         self.fc = nn.Linear(len(self.needs.layers) * D, D, bias=False)
         self.midlayer = PairLayer(self.llama)
         self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
-        size = sizes.draft_vocab or sizes.target_vocab
-        self.lm_head = nn.Linear(D, size, bias=False)
+        self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
         L = target.config.num_hidden_layers
         layers = config.layers or sorted({2, L // 2, L - 3})
-        if any(not 0 < k <= L for k in layers):
-            raise UserError(
-                f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}"
-                + ("" if config.layers else "; name some, the default needs 6 layers or more")
-            )
+        few = "" if config.layers else "; name some, the default needs 6 layers or more"
+        require(
+            all(0 < k <= L for k in layers),
+            f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
+        )
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
         return Eagle3Sizes(
             target_vocab=target.vocab_size,
@@ -103,25 +95,18 @@ class Eagle3(Recurrent):
             llama=llama_of(target, config.intermediate_size),
         )
 
-    def start(self, target: Parts) -> None:
-        """Random, or the target's own last layer and head around a pass-through of the feature.
-
-        Of an architecture whose last layer has other parts, only those that fit are taken.
-        """
-        start_at_random(self)
-        if self.config.start == "random":
-            return
+    def copy_from(self, target: Parts) -> None:
+        """Besides the head and the final norm. Of an architecture whose last layer has other parts
+        than a Llama's, only those that fit are taken."""
         D = self.llama.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight[:, -D:] = torch.eye(D)
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         self.lm_head.weight.copy_(target.head.weight[rows])
         theirs = target.layer(-1)
         ours = dict(self.midlayer.named_parameters())
-        ours["hidden_norm.weight"].copy_(theirs.get("input_layernorm.weight", torch.ones(D)))
+        ours.pop("input_layernorm.weight")  # theirs is of the stream: it becomes the feature's
+        theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
         for name, weight in ours.items():
-            if (source := theirs.get(name)) is None or name == "input_layernorm.weight":
-                continue
+            source = theirs.get(name, torch.empty(0))
             if source.shape == weight.shape:
                 weight.copy_(source)
             elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
@@ -149,6 +134,3 @@ class Eagle3(Recurrent):
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
-
-    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        return self.config.anchors.draw(valid_TK, generator)

@@ -21,14 +21,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
-from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight
-from specdec.errors import UserError, nearest
+from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight, fused
+from specdec.errors import require_known
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
-
-STARTS = ("target", "random")
 
 
 @dataclass(kw_only=True)
@@ -61,12 +59,11 @@ class Recurrent(Drafter):
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     one_head = True
-    fc: nn.Linear
+    fc: nn.Linear  # whose last D columns read the feature, the highest where there are several
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
-        if config.start not in STARTS:
-            raise UserError(f"drafter.start={config.start!r}{nearest(config.start, STARTS)}")
+        require_known("drafter", config, start=("target", "random"))
         self.llama = LlamaConfig(**sizes.llama)
         self._embedding: tuple[nn.Module, ...] = ()
         self.rotary = LlamaRotaryEmbedding(self.llama)
@@ -89,6 +86,22 @@ class Recurrent(Drafter):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads of a pair [..., width], and the residual stream [..., D]."""
 
+    @abstractmethod
+    def copy_from(self, target: Parts) -> None:
+        """Take over what fits of the target's last layer."""
+
+    def start(self, target: Parts) -> None:
+        """EAGLE's own start, every linear layer normal with a standard deviation of 0.02; or the
+        target's last layer around a pass-through of the feature."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        if self.config.start == "target":
+            D = self.llama.hidden_size
+            self.fc.weight.zero_()
+            self.fc.weight[:, -D:] = torch.eye(D)
+            self.copy_from(target)
+
     def attach(self, target: Parts) -> None:
         self._embedding = (target.embedding,)
 
@@ -100,13 +113,11 @@ class Recurrent(Drafter):
 
     def rope(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos and sin [..., E] at positions below `end`, from a table that grows as needed."""
-        weight = self.fc.weight
-        table = self._rope
-        if table is None or len(table[0]) < end or table[0].device != weight.device:
+        device, table = self.fc.weight.device, self._rope
+        if table is None or len(table[0]) < end or table[0].device != device:
             with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
-                steps = torch.arange(max(2 * end, 1024), device=weight.device)[None]
-                like = torch.zeros((), device=weight.device)
-                cos, sin = self.rotary(like, steps)
+                steps = torch.arange(max(2 * end, 1024), device=device)[None]
+                cos, sin = self.rotary(torch.zeros((), device=device), steps)
             table = self._rope = cos[0], sin[0]
         return table[0][position], table[1][position]
 
@@ -124,12 +135,8 @@ class Recurrent(Drafter):
             document_BP = ctx.document_BT[:, 1:]
             first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
             of_two = ctx.position_BT[:, 1:] == 0  # the feature is of the document before
-            sight = Sight(
-                pair_BA,
-                first_BA,
-                document_BP.masked_fill(of_two, -2),
-                document_BP.gather(1, pair_BA),
-            )
+            own_BP, own_BA = document_BP.masked_fill(of_two, -2), document_BP.gather(1, pair_BA)
+            sight = Sight(pair_BA, first_BA, own_BP, own_BA)
 
         feature_BPD = self.fuse(self.features_of(ctx)[:, :P])
         read_BPD, residual_BPD = self.enter(self.embed(ids_BP), feature_BPD)
@@ -174,7 +181,7 @@ class Recurrent(Drafter):
         if last is not None:
             read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
             mask = None if mask is None else entries(mask, last)
-        attended = attention.over_cache(attention.query(read, (cos, sin)), keys, values, mask)
+        attended = attention.joined(fused(attention.query(read, (cos, sin)), keys, values, mask))
         hidden = layer.finish(residual, attended)
         return hidden, self.unembed(hidden, 0)
 
@@ -235,24 +242,19 @@ def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, A
     """The keys of a LlamaConfig for a layer shaped as the target's own."""
     theirs = target.config
     heads = theirs.num_attention_heads
+
+    def of_target(key: str, default: Any) -> Any:
+        return getattr(theirs, key, None) or default
+
     return {
         "hidden_size": target.width,
-        "intermediate_size": intermediate_size
-        or getattr(theirs, "intermediate_size", None)
-        or 4 * target.width,
+        "intermediate_size": intermediate_size or of_target("intermediate_size", 4 * target.width),
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(theirs, "head_dim", None) or target.width // heads,
-        "rms_norm_eps": getattr(theirs, "rms_norm_eps", 1e-5),
+        "num_key_value_heads": of_target("num_key_value_heads", heads),
+        "head_dim": of_target("head_dim", target.width // heads),
+        "rms_norm_eps": of_target("rms_norm_eps", 1e-5),
         "max_position_embeddings": theirs.max_position_embeddings,
-        "rope_parameters": getattr(theirs, "rope_parameters", None),
+        "rope_parameters": of_target("rope_parameters", None),
         "hidden_act": "silu",
         "vocab_size": target.vocab_size,
     }
-
-
-def start_at_random(drafter: nn.Module) -> None:
-    """EAGLE's own start: every linear layer normal with a standard deviation of 0.02."""
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
