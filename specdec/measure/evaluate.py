@@ -65,7 +65,8 @@ def evaluate(
     if not chosen:
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
     cfg = replace(cfg, batch=min(cfg.batch, len(chosen)))
-    learning = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]] or chosen
+    others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
+    learning = others or chosen
     temperatures, known = [], list[tuple[Shape, Costs]]()
     for temperature in cfg.temperatures:
         job = Job(target, drafter, cfg, Sampler(temperature, cfg.top_k, cfg.top_p))
@@ -90,9 +91,7 @@ def evaluate(
         compiled=cfg.compile,
         machine=machine_of(target),
         temperatures=temperatures,
-        learned_on=(
-            f"{len(learning)} other prompts" if learning is not chosen else "the measured prompts"
-        ),
+        learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
         operations=operations_ratio(job, chosen[0], temperatures[0].gamma),
         weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
     )

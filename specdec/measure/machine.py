@@ -1,13 +1,27 @@
 """What a figure was measured on: processor, instruction set, threads, dtype and why, torch."""
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specdec.measure.results import Machine
 from specdec.runtime.probes import native_dtype
 from specdec.target.base import Target
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str
+    processor: str  # and what torch uses of it, such as AVX512
+    threads: int
+    dtype: str
+    reason: str  # for that dtype
+    torch: str
+
+    def __str__(self) -> str:
+        why = f"{self.dtype} ({self.reason})"
+        return f"{self.processor}, {self.threads} threads, {why}, torch {self.torch}"
 
 
 def machine_of(target: Target) -> Machine:
@@ -19,9 +33,8 @@ def machine_of(target: Target) -> Machine:
         processor = torch.cuda.get_device_name(device)
     else:
         processor = f"{_cpu()} with {torch.backends.cpu.get_cpu_capability()}"
-    return Machine(
-        str(device), processor, torch.get_num_threads(), dtype, reason, torch.__version__
-    )
+    threads = torch.get_num_threads()
+    return Machine(str(device), processor, threads, dtype, reason, torch.__version__)
 
 
 def _cpu() -> str:

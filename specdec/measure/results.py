@@ -5,36 +5,18 @@ travels between them. Lists over depths have an entry for each drafted position,
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from specdec.decoding.length import Oracle
-from specdec.errors import UserError
-from specdec.files import read_json, record, write_whole
+from specdec.files import read_record, write_whole
 from specdec.measure.costs import Costs
+from specdec.measure.machine import Machine
 from specdec.measure.strategy import Learned
 from specdec.theory.intervals import Interval
 
 FILE = "results.json"
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run was measured on."""
-
-    device: str = ""
-    processor: str = ""  # and what torch uses of it, such as AVX512
-    threads: int = 0
-    dtype: str = ""
-    reason: str = ""  # for that dtype
-    torch: str = ""
-
-    def __str__(self) -> str:
-        why = f" ({self.reason})" if self.reason else ""
-        parts = [self.processor or self.device, f"{self.threads} threads", f"{self.dtype}{why}"]
-        return ", ".join(parts + [f"torch {self.torch}"] * bool(self.torch))
 
 
 @dataclass(frozen=True)
@@ -217,44 +199,6 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> "Results":
-        """The results in a report's folder. Fields that an earlier version did not write have
-        their defaults. Raises UserError where there are none, or the file is damaged."""
-        path = folder / FILE
-        found = read_json(path)
-        if isinstance(found, dict) and "machine" not in found:
-            try:
-                found = _completed(found)
-            except (AttributeError, TypeError):
-                raise UserError(f"{path} is damaged: evaluate the draft again") from None
-        return record(cls, found, str(path))
-
-
-def _completed(found: Any) -> Any:
-    """Results of a version before the typed ones, which wrote once a file what now stands at each
-    temperature, and some figures without their intervals."""
-
-    def known(kind: type, value: Any) -> Any:
-        """The entries that are fields of `kind`."""
-        return value and {f.name: value[f.name] for f in fields(kind) if f.name in value}
-
-    def number(x: Any) -> Any:
-        return {"value": x, "low": x, "high": x, "n": 0} if isinstance(x, int | float) else x
-
-    once = {name: found.get(name) for name in ("gamma", "nodes")}
-    once["costs"] = {name: number(x) for name, x in (found.get("costs") or {}).items()}
-    once["chain"] = found.get("tree") is None
-    once["learned"] = {"paths": (found.get("notes") or {}).get("paths")}
-    temperatures = []
-    for at in found.get("temperatures", []):
-        at = once | at
-        at |= {name: number(at.get(name)) for name in ("drafted_per_round", "repetition")}
-        at["conditional_acceptance"] = [number(x) for x in at.get("conditional_acceptance", [])]
-        at["oracle"] = known(Oracle, at.get("oracle"))
-        temperatures.append(known(AtTemperature, at))
-    drafter = found.get("drafter")
-    return known(Results, found) | {
-        "drafter": drafter.get("name", "") if isinstance(drafter, dict) else drafter,
-        "machine": {name: found[name] for name in ("dtype", "threads") if name in found},
-        "temperatures": temperatures,
-        "training": known(Training, found.get("training")),
-    }
+        """The results in a report's folder. Raises UserError where there are none, or the file is
+        damaged."""
+        return read_record(cls, folder / FILE, "evaluate the draft again")
