@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -128,9 +128,11 @@ def inline_overrides() -> list[str]:
 
 @pytest.mark.parametrize("word", inline_overrides())
 def test_settings_in_the_text_compose(word: str) -> None:
-    """Alone, or with one of the families; a key without a dot may be one of a family's own."""
-    given = [[override(word)], *([f"drafter={d}", override(word)] for d in DRAFTERS)]
-    given += [[f"drafter={d}", f"drafter.{override(word)}"] for d in DRAFTERS if "." not in word]
+    """Alone, or with a family that has it; a key without a dot may be one of a family's own."""
+    key = word.split("=")[0].removeprefix("drafter.").split(".")[0]
+    having = [n for n, kind in DRAFTERS.items() if key in {f.name for f in fields(kind.Config)}]
+    given = [[override(word)], *([f"drafter={d}", override(word)] for d in having)]
+    given += [[f"drafter={d}", f"drafter.{override(word)}"] for d in having if "." not in word]
     for overrides in given:
         with contextlib.suppress(UserError, HydraException):
             compose([*NEEDED.get(word, []), *overrides])
