@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY, Tiny, compose
+from train import pipeline
 
 README = (REPOSITORY / "README.md").read_text()
 SCRIPTS = ("generate", "evaluate", "export")
@@ -149,9 +150,12 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which runs/quickstart is there, made by a tiny job."""
+    """A folder in which runs/quickstart is there, made by a tiny job without what follows its
+    training."""
     folder = tmp_path_factory.mktemp("readme")
-    tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
+        tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
     return folder
 
 

@@ -84,14 +84,14 @@ def compare(ways: dict[str, Way], made: dict[str, list[Answer]]) -> None:
     for name, answers in made.items():
         shares = accepted(answers)
         row = [name, ways[name].drafted, tau(answers), " ".join(f"{s:.3f}" for s in shares)]
-        row += [f"{1 / middle[name]:.1f}"]
+        row += [str(sum(a.rounds for a in answers) or ""), f"{1 / middle[name]:.1f}"]
         if rivals := ways[name].rivals:
             best = min(rivals, key=middle.__getitem__)
             same = sum(a.ids == b.ids for a, b in zip(answers, made[best], strict=True))
             row += [ratio(seconds[best], seconds[name]), best, f"{same} of {len(answers)}"]
         rows.append(row)
-    columns = ["", "drafted", "τ", "accepted by position", "tokens/s", "times faster than", ""]
-    show([*columns, "same ids"], rows)
+    columns = ["", "drafted", "τ", "accepted by position", "rounds", "tokens/s, median"]
+    show([*columns, "times faster than", "", "same ids"], rows)
 
 
 def accepted(answers: Sequence[Answer]) -> list[float]:

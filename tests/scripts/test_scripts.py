@@ -72,7 +72,7 @@ def test_a_way_stands_beside_the_fastest_of_its_rivals(capsys: pytest.CaptureFix
     made["ours"] = [Answer([1, 3], 2.0, 2, [2, 1]), Answer([1, 2], 2.0, 2, [1])]
     compare(ways, made)
     last = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
-    figures = ["2.000", "0.750 0.250", "1.0", "2.00 (2.00 to 2.00)"]
+    figures = ["2.000", "0.750 0.250", "4", "1.0", "2.00 (2.00 to 2.00)"]
     assert last == ["ours", "2", *figures, "fast", "1 of 2"]
 
 
