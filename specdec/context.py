@@ -14,15 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter reads of the target.
-
-    `layers`: residual stream after k layers, as in Hugging Face `hidden_states[k]`, L being the
-    stream before the final norm. `final_hidden`: the stream after the final norm, which the LM
-    head reads.
-    """
+    """What a drafter reads of the target. Layer k is the residual stream after k layers, as Hugging
+    Face's `hidden_states[k]`; layer L is the stream before the final norm."""
 
     layers: tuple[int, ...] = ()
-    final_hidden: bool = False
+    final_hidden: bool = False  # the stream after the final norm, which the LM head reads
 
 
 @dataclass
@@ -44,11 +40,9 @@ class Context:
     cache: Any = None  # the target's own `SlotCache`, for drafters that are part of the target
 
     def counts(self) -> list[int]:
-        """How many tokens each row has."""
         return self.lengths or [self.ids_BT.shape[1]] * len(self.ids_BT)
 
     def rows(self) -> list[list[int]]:
-        """The tokens of each row as lists."""
         if self.texts is not None:
             return self.texts
         return [ids[:n] for ids, n in zip(self.ids_BT.tolist(), self.counts(), strict=True)]
@@ -102,9 +96,8 @@ class Proposal:
         """The place that each node follows: its parent's."""
         if self.parents_BN is not None:
             return self.parents_BN + 1
-        return torch.arange(self.tokens_BN.shape[1], device=self.tokens_BN.device).expand_as(
-            self.tokens_BN
-        )
+        N = self.tokens_BN.shape[1]
+        return torch.arange(N, device=self.tokens_BN.device).expand_as(self.tokens_BN)
 
     def above(self, x_BM: Tensor) -> Tensor:
         """Of values [B, M] by place, those [B, N] at the place that each node follows."""
@@ -165,20 +158,17 @@ class Proposal:
 
     def drafted_to(self) -> list[list[list[int]]]:
         """For each row and place, the tokens drafted from the anchor (none) down to there."""
-        found = []
-        above = self.above_BN.tolist()
-        for b, ids in enumerate(self.tokens_BN.clamp_min(0).tolist()):
-            paths: list[list[int]] = [[]]
-            for token, place in zip(ids, above[b], strict=True):
-                paths.append([*paths[place], token])
-            found.append(paths)
+        found: list[list[list[int]]] = []
+        tokens = self.tokens_BN.clamp_min(0).tolist()
+        for ids, above in zip(tokens, self.above_BN.tolist(), strict=True):
+            found.append([[]])
+            for token, place in zip(ids, above, strict=True):
+                found[-1].append([*found[-1][place], token])
         return found
 
     def row(self, b: int, nodes: int) -> "Proposal":
         """The first `nodes` nodes of one row, as a batch of one."""
-        tokens, q, parents = (
-            None if x is None else x[b : b + 1, :nodes]
-            for x in (self.tokens_BN, self.q_BNV, self.parents_BN)
+        q, parents = (
+            None if x is None else x[b : b + 1, :nodes] for x in (self.q_BNV, self.parents_BN)
         )
-        assert tokens is not None
-        return Proposal(tokens, q, parents)
+        return Proposal(self.tokens_BN[b : b + 1, :nodes], q, parents)

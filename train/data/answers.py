@@ -70,18 +70,15 @@ def answered(
     on interruptions, nor on the number of processes that share the work. `keep` stores the features
     that the target computes as it answers.
     """
-    folder = author.folder if author else Path(cfg.root) / _key(target.parts, cfg)
-    make_folder(folder)
+    folder = make_folder(author.folder if author else Path(cfg.root) / _key(target.parts, cfg))
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
     known = _read(folder)
     accelerator.wait_for_everyone()
     world, rank = accelerator.num_processes, accelerator.process_index
     batches = _batches(asked, known, cfg.batch)[rank::world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
-    task = progress.add_task(
-        "draft's and target's answers" if author else "target's answers", total=total
-    )
-    sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
+    whose = "draft's and target's" if author else "target's"
+    task = progress.add_task(f"{whose} answers", total=total)
     path = folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
     for batch in batches:
         answers = decode(
@@ -91,7 +88,7 @@ def answered(
             drafter=author.drafter if author else None,
             shape=Chain(author.gamma) if author else None,
             rule=author.rule if author else "auto",
-            sampler=sampler,
+            sampler=Sampler(cfg.temperature, top_p=cfg.top_p),
             seeds=[int(name, 16) % (1 << 62) + cfg.seed for name in batch],
             on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
             record=keep.record(target.whole()) if keep else None,
@@ -113,18 +110,13 @@ def answered(
 def _batches(
     asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The prompts that have no answer yet, in batches: of a run that is continued the very batches
-    that are left, since rounding depends on a row's neighbours.
-
-    Prompts of similar length go together, for less padding. They are sorted within windows only,
-    so that the answers which an interrupted run has are of all lengths.
-    """
-    order, window = list(asked), 8 * size
-    order = [
-        name
-        for start in range(0, len(order), window)
-        for name in sorted(order[start : start + window], key=lambda name: len(asked[name]))
-    ]
+    """The prompts that have no answer yet, in batches: those that a continued run has left are the
+    same ones, since rounding depends on a row's neighbours. Prompts of similar length go together,
+    for less padding, but are sorted within windows only, so that the answers which an interrupted
+    run has are of all lengths."""
+    names, window = list(asked), 8 * size
+    windows = (names[start : start + window] for start in range(0, len(names), window))
+    order = [name for some in windows for name in sorted(some, key=lambda name: len(asked[name]))]
     batches: list[list[str]] = []
     for start in range(0, len(order), size):
         left = [name for name in order[start : start + size] if name not in known]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import UserError
+from specdec.errors import require
 from train.data.template import Document
 
 
@@ -26,29 +26,28 @@ def pack(documents: Sequence[Document], length: int) -> list[Row]:
 
     Raises UserError where a document is longer than a row.
     """
+    lengths = np.array([len(d.ids) for d in documents])
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     rows: list[list[int]] = []
-    for i in sorted(range(len(documents)), key=lambda i: (-len(documents[i].ids), i)):
+    for i in np.argsort(-lengths, kind="stable").tolist():
         need = len(documents[i].ids)
-        if need > length:
-            raise UserError(
-                f"document {documents[i].id!r} has {need} tokens, more than the {length} of a row: "
-                "give a larger data.max_length"
-            )
+        require(
+            need <= length,
+            f"document {documents[i].id!r} has {need} tokens, more than the {length} of a row: "
+            "give a larger data.max_length",
+        )
         at = bisect_left(room, (need, 0))
         left, row = room.pop(at) if at < len(room) else (length, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(i)
         insort(room, (left - need, row))
-    return [_row(documents, indices) for indices in rows]
-
-
-def _row(documents: Sequence[Document], indices: Sequence[int]) -> Row:
-    lengths = [len(documents[i].ids) for i in indices]
-    return Row(
-        np.concatenate([documents[i].ids for i in indices]),
-        np.concatenate([documents[i].mask for i in indices]),
-        np.repeat(np.array(indices, np.int32), lengths),
-        np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
-    )
+    return [
+        Row(
+            np.concatenate([documents[i].ids for i in packed]),
+            np.concatenate([documents[i].mask for i in packed]),
+            np.repeat(np.array(packed, np.int32), lengths[packed]),
+            np.concatenate([np.arange(lengths[i], dtype=np.int32) for i in packed]),
+        )
+        for packed in rows
+    ]

@@ -61,15 +61,13 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
             yield f"{path}, row {n}", record
     except Exception as error:  # offline, gated, no such split, …
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        is_file = isinstance(path, Path)
-        what = "cannot" if is_file else "is neither a local file nor a dataset that can"
-        raise UserError(f"{path}: {what} be read: {line}") from error
+        what = "" if isinstance(path, Path) else ", either as a local file or as a dataset"
+        raise UserError(f"{path} cannot be read{what}: {line}") from error
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Records of a JSON array or of JSON lines, whichever the file holds. What cannot be parsed is
-    counted: in JSON lines each line by itself; in an array all that follows, since nothing tells
-    where the next record begins."""
+    """Records of a JSON array or of JSON lines. What cannot be parsed is counted: each line by
+    itself, but in an array all that follows, since nothing tells where the next record begins."""
     try:
         with path.open("rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -143,9 +141,9 @@ def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 def read_prompts_file(path: str | Path) -> list[Conversation]:
     """Prompts to evaluate on: a text file with one a line, or JSON lines or a JSON array of strings
-    or of records with "prompt", "messages", or "turns" (Spec-Bench, of which the first turn is
-    taken: the later ones depend on an answer). Raises UserError that names the line or the item
-    which is none of these."""
+    or of records with "prompt", "messages", or "turns" (as Spec-Bench has; the first is taken, the
+    later ones depend on an answer). Raises UserError that names the line or item which is none of
+    these."""
     found, tally = [], Tally()
     for place, record in _prompt_records(Path(path), tally):
         messages: Any = None

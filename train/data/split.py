@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass
 class Split(Generic[T]):
-    """What each side was made into, and the prompts of the held-out one for the decoder."""
+    """What each side was made into, and the held-out prompts for the decoder."""
 
     train: list[T] = field(default_factory=list)
     held_out: list[T] = field(default_factory=list)
@@ -38,9 +38,9 @@ class Split(Generic[T]):
 def read(
     cfg: DataConfig, tally: Tally, use: Callable[[Conversation], T]
 ) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg.path`, in order and under ids that differ from one another, with
-    what `use` makes of each; dropped and counted where that is Unusable. Stops after `cfg.limit`
-    of them. Raises UserError where there is no conversation."""
+    """The conversations of `cfg.path`, in order and each with an id of its own, with what `use`
+    makes of them; those that are Unusable are counted and left out. Raises UserError where there
+    is no conversation."""
     last, first_record, usable, seen = None, "", 0, Counter[str]()
     for name, record in records(cfg, tally):
         tally.read += 1
@@ -56,7 +56,8 @@ def read(
         except Unusable as reason:
             tally.count(tally.dropped, str(reason))
             if last is None and not first_record:
-                first_record = f"; the first record: {_described(record)}"
+                keys = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else ""
+                first_record = f"; the first record: {(keys or repr(record))[:100]}"
             if not usable:
                 require_spans(tally, PATIENCE)
         else:
@@ -78,12 +79,6 @@ def require_readable(cfg: DataConfig) -> None:
     first conversation; a hub dataset is not looked at."""
     if files_of(cfg.path) is not None:
         next(read(cfg, Tally(), lambda conversation: conversation))
-
-
-def _described(record: Any) -> str:
-    if isinstance(record, dict):
-        return f"keys {', '.join(map(str, record))}"[:100]
-    return f"a list of {len(record)}" if isinstance(record, list) else repr(record)[:100]
 
 
 def _goes_on(last: Conversation, following: Conversation) -> bool:

@@ -94,32 +94,21 @@ class Chat:
             raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
         return Document(conversation.id, ids[:cut], mask[:cut], len(ids) > cut)
 
-    def prompt(self, conversation: Conversation, most: int) -> Prompt:
+    def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
         """The longest beginning of a conversation that ends with the user and has, with the
-        generation prompt, at most `most` tokens."""
+        generation prompt, at most `most` tokens (None: any number)."""
         self._require_plain(conversation.messages)
         best = None
         for i, message in enumerate(conversation.messages, 1):
             if message.role == "user":
-                prompt = self._asked(conversation, i)
-                if len(prompt.ids) > most:
+                text, _ = self._render(conversation.messages[:i], prompt=True)
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                if most is not None and len(ids) > most:
                     break
-                best = prompt
+                best = Prompt(conversation.id, np.array(ids, np.int32), message.content)
         if best is None:
             raise Unusable(f"no prompt of at most max_prompt={most} tokens")
         return best
-
-    def whole_prompt(self, conversation: Conversation) -> Prompt:
-        """A conversation up to its last user turn."""
-        self._require_plain(conversation.messages)
-        roles = [m.role for m in conversation.messages]
-        return self._asked(conversation, len(roles) - roles[::-1].index("user"))
-
-    def _asked(self, conversation: Conversation, end: int) -> Prompt:
-        messages = conversation.messages[:end]
-        text, _ = self._render(messages, prompt=True)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Prompt(conversation.id, np.array(ids, np.int32), messages[-1].content)
 
     def _require_plain(self, messages: Sequence[Message]) -> None:
         if any(token in m.content for m in messages for token in self.control):
@@ -190,7 +179,7 @@ def whole_prompts(
     chat, found = Chat(tokenizer), []
     for conversation in conversations:
         try:
-            found.append(chat.whole_prompt(conversation))
+            found.append(chat.prompt(conversation))
         except Unusable as reason:
             raise UserError(f"{conversation.id}: {reason}") from reason
         if room is not None and len(found[-1].ids) > room:

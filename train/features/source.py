@@ -4,13 +4,13 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import Needs
+from specdec.context import Context, Needs
 from specdec.forcing.teacher import Batch, summarise
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
@@ -35,27 +35,19 @@ class Online:
         self.target, self.needs, self.sampler, self.rows = target, needs, sampler, rows
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        text = texts([self.rows[i] for i in indices], self.target.device)
+        text, mask_BT = texts([self.rows[i] for i in indices], self.target.device)
         ctx, final_BTD = self.target.features(
             text.ids_BT, self.needs, position_BT=text.position_BT, document_BT=text.document_BT
         )
-        summary = summarise(self.target, final_BTD, self.sampler)
-        return Batch(ctx, final_BTD, summary, text.mask_BT)
+        return Batch(ctx, final_BTD, summarise(self.target, final_BTD, self.sampler), mask_BT)
 
 
-class Texts(NamedTuple):
-    """Rows as tensors [B, T], padded on the right to the longest."""
+def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
+    """Rows as tensors [B, T], padded on the right to the longest, and their mask; no features."""
 
-    ids_BT: Tensor
-    position_BT: Tensor
-    document_BT: Tensor  # -1 = padding
-    mask_BT: Tensor
-
-
-def texts(rows: Sequence[Row], device: torch.device) -> Texts:
     def padded(name: str, fill: int = 0) -> Tensor:
         parts = [torch.from_numpy(getattr(row, name)).long() for row in rows]
         return pad_sequence(parts, batch_first=True, padding_value=fill).to(device)
 
-    mask_BT = padded("mask").bool()
-    return Texts(padded("ids"), padded("position"), padded("document", -1), mask_BT)
+    ctx = Context(padded("ids"), document_BT=padded("document", -1), position_BT=padded("position"))
+    return ctx, padded("mask").bool()

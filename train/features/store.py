@@ -1,8 +1,7 @@
 """The target's features on disk, document by document: filled from any source, read as a source.
 
-Of every document it holds what the drafter reads and what p is made of, in the target's dtype:
-the features that `Needs` names, the final hidden state, and the sampler's summary. A document is
-found by its tokens, so that other rows, other data and a larger run read what was stored before.
+A document is found by its tokens, so that other rows, other data and a larger run read what was
+stored before.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from torch.nn.functional import pad
 
 from specdec.context import Context, Needs
 from specdec.decoding.answers import Record
-from specdec.errors import UserError, require, require_known
+from specdec.errors import require, require_known
 from specdec.files import make_folder, read_record, write_whole
 from specdec.forcing.teacher import Batch, summarise
 from specdec.sampling.sampler import Sampler, Summary
@@ -78,8 +77,8 @@ class Kind:
 
 
 def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
-    """What is stored: the final hidden state [..., D], the summary of p, each [...], and the layers
-    [..., F] where there are any."""
+    """What is stored, in the target's dtype: the final hidden state [..., D], the summary of p,
+    each [...], and the layers that the drafter reads [..., F], where there are any."""
     parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
     return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
 
@@ -117,9 +116,9 @@ class Store:
         """The rows that have documents which are not here, and of each row those alone."""
         left = []
         for row in rows:
-            unknown = [x for x in documents(row) if name_of(row.ids[x]) not in self._files]
+            unknown = [np.r_[x] for name, x in documents(row) if name not in self._files]
             if unknown:
-                at = np.concatenate([np.arange(x.start, x.stop) for x in unknown])
+                at = np.concatenate(unknown)
                 left.append(Row(*(getattr(row, f.name)[at] for f in fields(row))))
         return left
 
@@ -134,9 +133,8 @@ class Store:
             for i in range(start, min(start + SHARD, len(source.rows))):
                 row, batch = source.rows[i], source.batch([i])
                 parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
-                for x in documents(row):  # apart from the row's memory
-                    one = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
-                    found[name_of(row.ids[x])] = one
+                for name, x in documents(row):  # copied, so that the rest of the row is freed
+                    found[name] = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
                 progress.advance(task, len(row.ids))
             self._add(found)
         progress.remove_task(task)
@@ -171,12 +169,12 @@ class Store:
         """Make the folder. Raises UserError where its disk cannot hold so many tokens more."""
         make_folder(self.folder)
         short = self.kind.bytes(tokens) - shutil.disk_usage(self.folder).free
-        if short > 0:
-            raise UserError(
-                f"the feature cache needs {megabytes(self.kind.bytes(tokens))} more, and the disk "
-                f"of {self.folder} is {megabytes(short)} short of that: set features.cache=online, "
-                "or another features.root"
-            )
+        require(
+            short <= 0,
+            f"the feature cache needs {megabytes(self.kind.bytes(tokens))} more, and the disk of "
+            f"{self.folder} is {megabytes(short)} short of that: set features.cache=online, or "
+            "another features.root",
+        )
         write_whole(self.folder / "meta.json", json.dumps(asdict(self.kind), indent=1))
 
     def _add(self, found: Mapping[str, Features]) -> None:
@@ -200,11 +198,12 @@ class Store:
         path = self.folder / "meta.json"
         theirs = read_record(Kind, path, "delete that folder") if path.exists() else self.kind
         for name, ours in asdict(self.kind).items():
-            if (was := asdict(theirs)[name]) != ours:
-                raise UserError(
-                    f"the feature cache {self.folder} was made with {name}={was!r}, this run has "
-                    f"{ours!r}: give another features.path, or delete that folder"
-                )
+            was = asdict(theirs)[name]
+            require(
+                was == ours,
+                f"the feature cache {self.folder} was made with {name}={was!r}, this run has "
+                f"{ours!r}: give another features.path, or delete that folder",
+            )
 
 
 class Disk:
@@ -217,31 +216,27 @@ class Disk:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]
-        text = texts(rows, self.device)
+        ctx, mask_BT = texts(rows, self.device)
         parts: Features = {}  # the documents in their places [B, T, …], 0 at padding
         for b, row in enumerate(rows):
-            for x in documents(row):
-                for name, part in self.store.read(name_of(row.ids[x])).items():
+            for document, x in documents(row):
+                for name, part in self.store.read(document).items():
                     if name not in parts:
-                        parts[name] = part.new_zeros(*text.ids_BT.shape, *part.shape[1:])
+                        parts[name] = part.new_zeros(*ctx.ids_BT.shape, *part.shape[1:])
                     parts[name][b, x] = part
-        found = {name: part.to(self.device) for name, part in parts.items()}
-        final, layers = found["final"], found.get("layers")
-        ctx = Context(
-            text.ids_BT,
-            layers,
-            final if self.needs.final_hidden else None,
-            text.document_BT,
-            text.position_BT,
+        final, log_z, threshold, argmax, *layers = (
+            parts[name].to(self.device) for name in PARTS if name in parts
         )
-        summary = Summary(found["log_z"], found["threshold"], found["argmax"].long())
-        return Batch(ctx, final, summary, text.mask_BT)
+        ctx.layers_BTF = layers[0] if layers else None
+        ctx.final_BTD = final if self.needs.final_hidden else None
+        return Batch(ctx, final, Summary(log_z, threshold, argmax.long()), mask_BT)
 
 
-def documents(row: Row) -> Iterator[slice]:
-    """Where each document of a row stands."""
+def documents(row: Row) -> Iterator[tuple[str, slice]]:
+    """The name of each document of a row, and where it stands."""
     starts = np.flatnonzero(row.position == 0).tolist()
-    yield from (slice(i, j) for i, j in zip(starts, [*starts[1:], len(row.ids)], strict=True))
+    for x in map(slice, starts, [*starts[1:], len(row.ids)]):
+        yield name_of(row.ids[x]), x
 
 
 def name_of(ids: NDArray[np.int32]) -> str:
