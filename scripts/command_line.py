@@ -16,7 +16,8 @@ from yaml import YAMLError
 from specdec.decoding.config import TREES, DecodeConfig
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
-from specdec.errors import UserError, typed
+from specdec.errors import UserError
+from specdec.files import record
 from specdec.formats import draft as checkpoint
 from specdec.progress import console
 from specdec.target.base import Target
@@ -73,4 +74,4 @@ def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
         given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"--settings {' '.join(args.settings)}: give NAME=VALUE") from error
-    return typed(DecodeConfig, given, "decode")
+    return record(DecodeConfig, given, "decode")

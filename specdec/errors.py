@@ -7,13 +7,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 T = TypeVar("T")
@@ -76,21 +73,6 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
 def first_line(error: BaseException) -> str:
     """An error's message, cut to one line; its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
-
-
-def typed(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """A dataclass from values as a user writes them, each converted to its field's type, as "2" is
-    to 2 (`files.record` converts nothing). Raises UserError for an unknown field and for a value of
-    another type; `where` names the owner."""
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    for key in given:
-        require(key in names, f"{where}.{key} is unknown{nearest(str(key), names)}")
-    try:
-        whole = OmegaConf.merge(OmegaConf.structured(kind), dict(given))
-        return OmegaConf.to_object(whole)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        said, field = str(error).splitlines()[0], getattr(error, "full_key", None)
-        raise UserError(f"{where}.{field}: {said}" if field else f"{where}: {said}") from error
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:

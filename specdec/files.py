@@ -109,12 +109,10 @@ def read_json(path: Path) -> Any:
 
 
 def record(kind: type[T], value: Any, where: str) -> T:
-    """A dataclass from what JSON gave, every field checked against its type: JSON's lists become
-    tuples where those are asked for, and whole numbers floats; nothing else is converted.
-
-    `where` begins the message: a file, and the keys that lead to the value. Raises UserError for
-    a key that is missing or unknown, and for a value of another type.
-    """
+    """A dataclass from what JSON or a user gave, every field checked against its type: lists become
+    tuples where those are asked for, and whole numbers floats; nothing else is converted. Raises
+    UserError, which begins with `where`, for a key that is missing or unknown, and for a value of
+    another type."""
     require(isinstance(value, dict), f"{where}: expected an object, found {_shown(value)}")
     hints = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError, require, typed
-from specdec.files import read_json
+from specdec.errors import UserError, require
+from specdec.files import read_json, record
 from specdec.runtime.probes import native_dtype
 from specdec.target.loading import resolved
 from train.config import Config
@@ -79,7 +79,7 @@ def data_of_run(folder: Path) -> DataConfig:
         data = dict(described["data"])
         if (read := described.get("records")) is not None:
             data |= {"limit": None, "records": read}
-        return typed(DataConfig, data, "data")
+        return record(DataConfig, data, "data")
     except (UserError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder} has no config.json of a run, so that its held-out side is unknown "

@@ -11,7 +11,8 @@ from typing import Any
 from specdec.decoding.decode import fitting_rule, require_draftable
 from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
-from specdec.errors import require, require_between, require_known, require_within, typed
+from specdec.errors import require, require_between, require_known, require_within
+from specdec.files import record
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain, Static
 
@@ -113,7 +114,7 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
         "decode.tree=dynamic, or decode.paths",
     )
     settings = {"limit": gamma} | dict(cfg.settings)
-    limit = typed(policy, settings, "decode.settings").limit
+    limit = record(policy, settings, "decode.settings").limit
     require_between("decode.settings.limit", limit, 1)
     require(
         limit <= gamma,

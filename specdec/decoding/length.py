@@ -17,7 +17,8 @@ from torch import Tensor
 
 from specdec.decoding.disco import Disco
 from specdec.decoding.policy import Length, Measured
-from specdec.errors import nearest, require, require_between, typed
+from specdec.errors import nearest, require, require_between
+from specdec.files import record
 from specdec.theory.leviathan import (
     PassCost,
     interpolate,
@@ -217,7 +218,7 @@ def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = No
     """The policy of this name with these settings, and what was `found` by measuring for it.
     Raises UserError for an unknown name or setting, and where what must be measured is missing."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
-    policy = typed(LENGTHS[name], settings or {}, "length")
+    policy = record(LENGTHS[name], settings or {}, "length")
     policy.use(found)
     return policy
 

@@ -48,7 +48,7 @@ def target(tiny: Tiny) -> Target:
 @pytest.mark.parametrize(
     ("drafter", "more", "said"),
     [
-        ("medusa", ["+decode.settings.foo=1"], "decode.settings.foo is unknown"),
+        ("medusa", ["+decode.settings.foo=1"], "decode.settings: unknown key 'foo'"),
         ("medusa", ["decode.length=confidence", "+decode.settings.threshold=2"], "threshold=2"),
         ("medusa", ["decode.length=confidence", "+decode.settings.limit=5"], "decode.gamma=5"),
         ("medusa", ["decode.length=disco", "+decode.settings.path=/nope"], "/nope"),

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError, require
+from specdec.errors import UserError, first_line, require
 from specdec.target.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig, Tally, Unusable, conversation_of
 
@@ -60,9 +60,8 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
         for n, record in enumerate(load_dataset(*args, streaming=True, **kwargs), 1):
             yield f"{path}, row {n}", record
     except Exception as error:  # offline, gated, no such split, …
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = "" if isinstance(path, Path) else ", either as a local file or as a dataset"
-        raise UserError(f"{path} cannot be read{what}: {line}") from error
+        raise UserError(f"{path} cannot be read{what}: {first_line(error)}") from error
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.errors import UserError
+from specdec.errors import UserError, first_line
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 
 DISAGREE = "template and mask disagree"
@@ -126,8 +126,7 @@ class Chat:
                 **self.tokenizer.special_tokens_map,
             )
         except (TemplateError, ValueError) as error:
-            said = (str(error).splitlines() or ["?"])[0][:80]
-            raise Unusable(f"refused by the chat template: {said}") from error
+            raise Unusable(f"refused by the chat template: {first_line(error)[:80]}") from error
         texts, blocks = rendered
         return texts[0], blocks[0] if blocks else []
 

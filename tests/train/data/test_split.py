@@ -1,0 +1,205 @@
+"""Conversations → training and held-out sides.
+
+Run alone: python -m pytest tests/train/data/test_split.py (about 10 s, most of it the real data)
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.errors import UserError
+from tests.train.data.chats import (
+    CHATML,
+    as_records,
+    random_talks,
+    talk,
+    tokenizer_of,
+)
+from tests.train.data.test_conversations import real, sharegpt, split_of, write_lines
+from train.data.conversations import DataConfig, Message
+from train.data.split import (
+    Split,
+    held_out_prompts,
+    is_held_out,
+    near_duplicates,
+    split_documents,
+    split_prompts,
+)
+
+
+def test_held_out_does_not_depend_on_other_data_nor_order(tmp_path: Path) -> None:
+    talks = random_talks(400)
+    few = split_of(path=write_lines(tmp_path / "a.jsonl", as_records(talks[:200])))
+    random.Random(1).shuffle(talks)
+    many = split_of(path=write_lines(tmp_path / "b.jsonl", as_records(talks)))
+    first = {f"c{i}" for i in range(200)}
+    assert {c.id for c in few.held_out} == {c.id for c in many.held_out} & first
+    assert 2 < len(few.held_out) < 25  # 200 · .05 = 10 ± 5 σ
+    seeded = split_of(path=str(tmp_path / "b.jsonl"), seed=1)
+    assert seeded.held_out == many.held_out
+    assert seeded.train != many.train
+    assert sorted(c.id for c in seeded.train) == sorted(c.id for c in many.train)
+
+
+def test_held_out_fraction_grows_by_adding() -> None:
+    talks = random_talks(4000)
+    small = {c.id for c in talks if is_held_out(c.opening, 0.05)}
+    large = {c.id for c in talks if is_held_out(c.opening, 0.2)}
+    assert small < large
+    assert abs(len(large) - 800) < 5 * (4000 * 0.2 * 0.8) ** 0.5
+    assert not any(is_held_out(c.opening, 0) for c in talks)
+
+
+def test_side_ignores_case_punctuation_space_answers_and_system() -> None:
+    for c in random_talks(100):
+        text = c.messages[0].content
+        odd = "  " + text.upper().replace(" ", ",\n ") + "?!"
+        for other in (talk(odd, "else"), talk(text), talk(text, "b", "more", system="s")):
+            assert is_held_out(c.opening, 0.5) == is_held_out(other.opening, 0.5)
+    # no letters at all: still told apart
+    sides = {is_held_out("?" * n, 0.5) for n in range(1, 20)}
+    assert sides == {True, False}
+
+
+def jaccard(a: str, b: str) -> float:
+    def shingles(text: str) -> set[tuple[str, ...]]:
+        words = text.split()
+        return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
+
+    x, y = shingles(a), shingles(b)
+    return len(x & y) / len(x | y)
+
+
+def test_near_duplicates_are_those_of_brute_force() -> None:
+    rng = random.Random(3)
+    base = [c.messages[0].content.split() for c in random_talks(40, seed=4)]
+    texts = []
+    for words in base * 6:
+        words = words[: rng.randint(8, 12)]
+        for _ in range(rng.randint(0, 2)):
+            words[rng.randrange(len(words))] = rng.choice(["x", "y"])
+        texts.append(" ".join(words + ["z"] * rng.randint(0, 1)))
+    train, held_out = texts[:160], texts[160:]
+    values = [[jaccard(a, b) for b in held_out] for a in train]
+    expected = {i for i, row in enumerate(values) if max(row) >= 0.7}
+    assert 20 < len(expected) < 140
+    assert near_duplicates(train, held_out) == expected
+
+
+def test_near_duplicate_at_the_edge() -> None:
+    words = list("abcdefghi")  # 7 shingles
+    longer = [" ".join([*words, *"jkl"[:n]]) for n in range(4)]  # 7/7, 7/8, 7/9, 7/10
+    different = " ".join([*words, *"jklm"])  # 7/11
+    ours = [*longer, different]
+    assert near_duplicates(ours, [" ".join(words)]) == {0, 1, 2, 3}
+    assert near_duplicates(["東京の天気は?"], ["東京の天気は"]) == {0}
+    assert near_duplicates(["hi"], ["ho"]) == set()
+    assert near_duplicates(ours, []) == set()
+
+
+def test_no_near_duplicate_straddles(tmp_path: Path) -> None:
+    talks = random_talks(200)
+    suffixed = [replace(c, id=f"{c.id}s") for c in talks]
+    suffixed = [
+        replace(c, messages=(Message("user", c.messages[0].content + " please"), c.messages[1]))
+        for c in suffixed
+    ]
+    path = write_lines(tmp_path / "x.jsonl", as_records(talks + suffixed))
+    split = split_of(path=path, held_out=0.2)
+    held = {c.id.removesuffix("s") for c in split.held_out}
+    assert not held & {c.id.removesuffix("s") for c in split.train}
+    dropped = split.tally.dropped["prompt nearly the same as a held-out one"]
+    assert dropped > 0
+    assert len(split.train) + len(split.held_out) == 400 - dropped == split.tally.kept
+
+
+@real
+def test_pieces_of_one_chat_stay_on_one_side() -> None:
+    split = split_of(held_out=0.3)
+    side = {c.id: name for name in ("train", "held_out") for c in getattr(split, name)}
+    # as in the file: _0 has 12 turns, and _11 begins with the twelfth of them again
+    assert len({side[i] for i in ("hRPPgZT_0", "hRPPgZT_11", "hRPPgZT_17")}) == 1
+    both = split.train + split.held_out
+    later = [c for c in both if c.opening not in [m.content for m in c.messages]]
+    # 8,211 records go on with the one before; some of those before are dropped (no user turn)
+    assert 7_800 < len(later) < 8_211
+
+
+def test_limit_reads_no_further(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(CHATML)
+    records: list[Any] = as_records(random_talks(30))
+    records[3] = sharegpt(("human", "q"), ("gpt", "b" * 5000))
+    records[20] = "broken"
+    path = write_lines(tmp_path / "x.jsonl", records)
+    cfg = DataConfig(path=path, limit=10)
+    split = split_documents(cfg, tokenizer)
+    assert len(split.train) + len(split.held_out) == 10 == split.tally.kept
+    assert split.tally.read == 11  # the one that is too long does not count
+    assert list(split.tally.unread) == ["whatever follows, after data.limit=10"]
+    all_of_them = split_documents(replace(cfg, limit=100), tokenizer)
+    assert all_of_them.tally.kept == 28
+    assert all_of_them.tally.unread == {"broken JSON line": 1}
+    held = {c.id for c in split.held_out}
+    assert held == {c.id for c in all_of_them.held_out} & {f"c{i}" for i in range(11)}
+
+
+def test_limit_counts_prompts_where_the_target_answers(tmp_path: Path) -> None:
+    records = [sharegpt(("human", "q" * n), id=f"i{n}") for n in (5, 900, 6, 7)]
+    path = write_lines(tmp_path / "x.jsonl", records)
+    cfg = DataConfig(path=path, limit=3, max_prompt=100, answers="target", held_out=0)
+    split = split_prompts(cfg, tokenizer_of(CHATML))
+    assert sorted(c.id for c in split.train) == ["i5", "i6", "i7"]
+    with pytest.raises(UserError, match="4 no assistant turn"):
+        split_documents(replace(cfg, answers="data"), tokenizer_of(CHATML))
+
+
+class Counting:
+    """A tokenizer that remembers what it was asked to tokenise."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.texts = tokenizer, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.texts.append(text)
+        return self.tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("limit", [None, 30])
+def test_every_conversation_is_tokenised_once(tmp_path: Path, limit: int | None) -> None:
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(40)))
+    for split_into in (split_documents, split_prompts):
+        counting = Counting(tokenizer_of(CHATML))
+        split = split_into(DataConfig(path=path, limit=limit, held_out=0.2), counting)
+        assert len(split.train) + len(split.held_out) == (limit or 40)
+        prompts = len(split.prompts) if split_into is split_documents else 0  # for the decoder
+        assert len(counting.texts) == (limit or 40) + prompts
+        assert len(set(counting.texts)) == len(counting.texts)
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -> None:
+    """With a limit, without one, and as a run notes them (the records that it read); the last two
+    tokenise nothing of the training side."""
+    records = as_records(random_talks(60))
+    records[7] = sharegpt(("human", "q" * 900), ("gpt", "b"))
+    path = write_lines(tmp_path / "x.jsonl", records)
+    tokenizer = tokenizer_of(CHATML)
+    for limit in (30, None):
+        cfg = DataConfig(path=path, limit=limit, max_prompt=400, held_out=0.3, answers=answers)
+        split: Split[Any] = (split_prompts if answers == "target" else split_documents)(
+            cfg, tokenizer
+        )
+        expected, read = split.prompts, split.tally.read
+        assert len(expected) > 5
+        noted = replace(cfg, limit=None, records=read)
+        for way in (cfg, noted):
+            counting = Counting(tokenizer)
+            found = list(held_out_prompts(way, counting))
+            assert [p.ids.tolist() for p in found] == [p.ids.tolist() for p in expected]
+        assert len(counting.texts) <= 3 * len(expected) < read
