@@ -133,7 +133,7 @@ class Store:
             for i in range(start, min(start + SHARD, len(source.rows))):
                 row, batch = source.rows[i], source.batch([i])
                 parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
-                for name, x in documents(row):  # copied, so that the rest of the row is freed
+                for name, x in documents(row):
                     found[name] = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
                 progress.advance(task, len(row.ids))
             self._add(found)
