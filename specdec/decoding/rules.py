@@ -182,8 +182,8 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); S_i = Σ_v max(w_i p_{i+1}(v) -
     q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i), h_N = w_N. The accepted length is the largest
     i whose own coin h_i came up (0 if none); the next token follows max(w_i p - q, 0).
-    Never accepts fewer in expectation than `rejection` (see specdec/theory/verification.py). Where
-    a row has no node, q counts as 0, which makes h_i = w_i at its last one.
+    Never accepts fewer in expectation than `rejection` (see `alpha.block_expected_tokens`). Where a
+    row has no node, q counts as 0, which makes h_i = w_i at its last one.
     """
     tokens_BN, q_BNV, before_BNV = proposal.tokens_BN, proposal.q_BNV, p_BMV[:, :-1]
     if q_BNV is None:
