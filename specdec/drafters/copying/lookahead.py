@@ -76,7 +76,7 @@ class Pool(Memory):
 class Lookahead(Copying):
     Config = LookaheadConfig
     Memory = Pool
-    bounds = {"window": 1, "ngram": 2, "pool": 1}
+    bounds = dict(window=1, ngram=2, pool=1)
     reads_body = True
     _target: tuple[Target]
 
