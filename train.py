@@ -23,7 +23,7 @@ INTERRUPTED = "interrupted: the same command goes on from the last checkpoint"
 
 
 def run(cfg: DictConfig) -> float:
-    """One run; of a sweep a trial, which may diverge."""
+    """One run. A trial of a sweep that diverges has the worst objective."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         return train.run(resolve(cfg), folder)
@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> float:
 
 
 def composed() -> None:
-    """`main`, with what Hydra finds wrong before it as a mistake of the user's."""
+    """Run `main`; what Hydra finds wrong with the overrides is told as a user's mistake."""
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

@@ -132,8 +132,8 @@ def resolve(cfg: DictConfig) -> Config:
 
 
 def of_hydra(error: Exception) -> UserError:
-    """What Hydra or OmegaConf raised, as a mistake of the user's; an unknown key with the nearest
-    that its owner has."""
+    """What Hydra or OmegaConf raised, told as a user's mistake in one line; an unknown key comes
+    with the nearest one that its owner has."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
         cause = cause.__cause__

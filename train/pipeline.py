@@ -19,6 +19,7 @@ from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results, Training
 from specdec.progress import bars, console
 from specdec.report import report
+from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, opening
 from train.config import Config
 from train.data.packing import pack
@@ -90,7 +91,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
         training = _trained(job, drafter, texts)
         accelerator.wait_for_everyone()
-        results = _finish(job, texts, training) if main else None
+        results = _finish(job, target.whole(), texts, training) if main else None
         accelerator.wait_for_everyone()
     if training is not None:
         return training.objective
@@ -178,9 +179,9 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     return [Disk(store, needs, side, target.parts.device) for side in sides]
 
 
-def _finish(job: Job, texts: Texts, training: Training | None) -> Results:
+def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -> Results:
     """Measure the best draft with the decoder; report, W&B and export."""
-    cfg, folder, progress, target = job.cfg, job.folder, job.progress, job.target.whole()
+    cfg, folder, progress = job.cfg, job.folder, job.progress
     drafter = drafts.load(folder / "best", target)
     count = min(len(texts.prompts), texts.measured)
     task = progress.add_task("decoding", total=count * len(cfg.decode.temperatures))
