@@ -53,10 +53,8 @@ class StopClassifier(Measured):
     setting, remedy = "path", "fit a stop classifier and save it there"
 
     def __post_init__(self) -> None:
-        require(
-            self.features == list(FEATURES),
-            f"stop classifier: its features {self.features} are not {FEATURES}",
-        )
+        alike = self.features == list(FEATURES)
+        require(alike, f"stop classifier: its features {self.features} are not {FEATURES}")
         for name in ("weight", "mean", "scale"):
             known = len(getattr(self, name)) == len(FEATURES)
             require(known, f"stop classifier: {name} must be {len(FEATURES)} numbers")
@@ -66,9 +64,8 @@ class StopClassifier(Measured):
 
     def probability(self, features_NF: Tensor) -> Tensor:
         """[N] in the dtype of the features."""
-        mean_F, scale_F, weight_F = (
-            features_NF.new_tensor(x) for x in (self.mean, self.scale, self.weight)
-        )
+        kept = (self.mean, self.scale, self.weight)
+        mean_F, scale_F, weight_F = map(features_NF.new_tensor, kept)
         return (((features_NF - mean_F) / scale_F) @ weight_F + self.bias).sigmoid()
 
 
@@ -113,11 +110,8 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
 
 @dataclass
 class Recorder(Length):
-    """Drafts a fixed length and records what `fit` needs.
-
-    Only tokens before which all were accepted are recorded: the others were rejected whatever
-    they were.
-    """
+    """Drafts a fixed length and records what `fit` needs: the tokens before which all were
+    accepted, since the others were rejected whatever they were."""
 
     reads_q = True
 

@@ -81,13 +81,12 @@ class Rule:
         for key, value in values.items():
             known = "; known: " + ", ".join(self.parameters)
             has = known if self.parameters else ", which has no parameters"
-            require(
-                key in self.parameters, f"decode.rule: {key!r} is no parameter of {self.name}{has}"
-            )
+            said = f"decode.rule: {key!r} is no parameter of {self.name}{has}"
+            require(key in self.parameters, said)
             most = self.parameters[key]
             bound = f" and at most {most:g}" if most < math.inf else ""
-            message = f"decode.rule={self.name}: {key}={value}; give a number above 0{bound}"
-            require(0 < value <= most, message)
+            said = f"decode.rule={self.name}: {key}={value}; give a number above 0{bound}"
+            require(0 < value <= most, said)
         given = ",".join(f"{key}={value:g}" for key, value in values.items())
         judges: dict[str, Any] = {
             kind: partial(judge, **values)

@@ -128,16 +128,22 @@ def speculative_generate(
     if isinstance(target, Seq2SeqTarget):
         prompts, hidden = [target.begun(ids) for ids in rows], [len(ids) for ids in rows]
     seen = [len(p) - n for p, n in zip(prompts, hidden, strict=True)]
-    limit = _limit(config, max(seen))
+    limit = config.max_new_tokens
+    if limit is None:
+        limit = (config.max_length or 0) - max(seen)
+        require(limit > 0, "max_new_tokens is missing: give it in generation_config, or here")
     processors = _processors(config, target, eos, seen, limit, logits_processor)
     stop = config.stop_strings or ()
+    sampler = Sampler(1.0 if config.do_sample else 0.0)
+    if config.do_sample and not _late(config):  # else the processors warp
+        sampler = Sampler(config.temperature, config.top_k, config.top_p)
     done = decode(
         target,
         prompts,
         max_new_tokens=limit,
         drafter=drafter,
         shape=shape,
-        sampler=_sampler(config),
+        sampler=sampler,
         rule=rule,
         length=length,
         eos=eos,
@@ -167,11 +173,9 @@ def _config(
         raise UserError(f"generation_config.{name} is unknown{nearest(name, fields)}")
     for name in fields:
         if name not in READ | HARMLESS and _asks(config, name):
-            remedy = (
-                "call specdec.decoding.beam.beam_search" if name == "num_beams" else "leave it out"
-            )
-            value = getattr(config, name)
-            raise UserError(f"generation_config.{name}={value} is not supported: {remedy}")
+            beams = " or call specdec.decoding.beam.beam_search" * (name == "num_beams")
+            said = f"{name}={getattr(config, name)} is not supported: leave it out{beams}"
+            raise UserError(f"generation_config.{said}")
     start = config.decoder_start_token_id
     if isinstance(target, Seq2SeqTarget) and start not in (None, target.seq2seq.start):
         raise UserError(
@@ -198,9 +202,8 @@ def _asks(config: GenerationConfig, name: str) -> bool:
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     found = list(input_ids.shape)
-    require(
-        len(found) == 2 and found[0] > 0, f"input_ids have the shape {found}: give [rows, tokens]"
-    )
+    rows = len(found) == 2 and found[0] > 0
+    require(rows, f"input_ids have the shape {found}: give [rows, tokens]")
     if attention_mask is None:
         return input_ids.tolist()
     alike = attention_mask.shape == input_ids.shape
@@ -208,25 +211,9 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
-def _limit(config: GenerationConfig, longest: int) -> int:
-    if config.max_new_tokens is not None:
-        return config.max_new_tokens
-    if config.max_length is None or config.max_length <= longest:
-        raise UserError("max_new_tokens is missing: give it in generation_config or as an argument")
-    return config.max_length - longest
-
-
 def _late(config: GenerationConfig) -> bool:
     """Whether a warper is asked for that must see what temperature, top-k and top-p leave."""
     return bool(config.do_sample) and any(_asks(config, name) for name in LATE)
-
-
-def _sampler(config: GenerationConfig) -> Sampler:
-    if not config.do_sample:
-        return Sampler(0.0)
-    if _late(config):
-        return Sampler(1.0)  # the processors warp
-    return Sampler(config.temperature, config.top_k, config.top_p)
 
 
 def _processors(
@@ -270,9 +257,9 @@ def _processors(
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
     """The tokens that fields of the config name, apart from eos and padding."""
-    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"):
+    forced = ("forced_bos_token_id", "forced_eos_token_id")
+    for name in ("suppress_tokens", "begin_suppress_tokens", *forced):
         yield name, _ids(getattr(config, name))
-    yield "forced_eos_token_id", _ids(config.forced_eos_token_id)
     for name in ("bad_words_ids", "sequence_bias"):
         given = getattr(config, name) or ()
         words = [x[0] for x in given] if name == "sequence_bias" and type(given) is list else given
@@ -280,6 +267,4 @@ def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
 
 
 def _ids(value: int | list[int] | Tensor | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(torch.as_tensor(value).reshape(-1).tolist())
+    return () if value is None else tuple(torch.as_tensor(value).reshape(-1).tolist())
