@@ -154,7 +154,9 @@ def _as(kind: Any, value: Any, where: str) -> Any:
         whole = "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
         require(whole, f"{where}: {_shown(value)} is not text")
     if plain is dict and args:
-        return {_as(args[0], k, where): _as(args[1], x, f"{where}.{k}") for k, x in value.items()}
+        keys = [int(k) if args[0] is int and str(k).isdecimal() else k for k in value]  # JSON: text
+        named = zip(keys, value.values(), strict=True)
+        return {_as(args[0], k, where): _as(args[1], x, f"{where}.{k}") for k, x in named}
     if plain in (list, tuple) and args:
         of = [args[0]] * len(found) if plain is list or args[-1] is ... else args
         require(len(of) == len(found), f"{where}: expected {len(of)} values, found {len(found)}")

@@ -79,7 +79,7 @@ def save(
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("step-*"))
+    return sorted(p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal())
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State | None:

@@ -27,11 +27,10 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
             first = start or 0
             batch = held_out.batch(range(first, min(first + rows, len(held_out.rows))))
             table = model(batch, measure=True)
-            if start is None:  # and a surplus one counts for nothing
-                continue
+            real = start is not None  # a surplus one counts for nothing
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
-            sums = sums + torch.stack([c.sum(0) for c in columns])
-            for answer in answers(table, batch):
+            sums = sums + real * torch.stack([c.sum(0) for c in columns])
+            for answer in answers(table, batch) if real else ():
                 both = (answer.greedy, answer.sampled)
                 walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
     model.train()

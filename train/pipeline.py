@@ -127,7 +127,10 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     )
     data, held_out = _sources(job, drafter, [texts.train, texts.held_out])
     forcing = TeacherForcing(drafter, job.target.parts, cfg.sampler, cfg.objective)
+    before = job.target.parts.checksum()
     training = train(job, forcing, _by_round(job, drafter, texts, data), held_out)
+    if job.target.parts.checksum() != before:
+        raise RuntimeError("training changed the target's weights: a bug, please report it")
     console.print(
         f"trained {training.step} of {training.steps} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s; best held-out τ (walked, greedy) "

@@ -97,12 +97,12 @@ class Plan:
 
     conversations: int  # of the training side
     available: int
-    prompts: int  # of the final evaluation
     answering: float
     reading: float
     training: float
     measuring: float
     speeds: Speeds
+    prompts: int | None = None  # of the final evaluation; None: all that are configured
 
     @property
     def seconds(self) -> float:
@@ -129,8 +129,12 @@ def planned(
     cfg, path = job.cfg, job.folder / "plan.json"
     if path.exists():
         kept = read_record(Plan, path)
-        console.print(f"{path}: {kept.conversations:,} training conversations, as planned before")
-        return kept.conversations, kept.prompts
+        prompts = min(kept.prompts or cfg.decode.prompts, cfg.decode.prompts)
+        console.print(
+            f"{path}: {kept.conversations:,} training conversations, as planned before, and "
+            f"{prompts} measured prompts"
+        )
+        return kept.conversations, prompts
     if cfg.budget.minutes is None:
         return len(train), cfg.decode.prompts
     console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for some seconds")

@@ -116,10 +116,10 @@ def decode(
     first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * asked)[:, 0])
     new = [[token] for token in first_B.tolist()]
     rows.extend(new)
+    draft = Draft(target, drafter, shape, length, choose, drafter and drafter.new_cache(slots))
     answers.clock.end("prefill")
     answers.add(rows, new)
 
-    draft = Draft(target, drafter, shape, length, choose, drafter and drafter.new_cache(slots))
     while not answers.all_ended:
         # Rows whose answer has ended leave the batch.
         if (going := answers.remaining(patient=drafter is None)) is not None:

@@ -57,7 +57,9 @@ def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
     one = compose(["drafter=lm", "decode.length=confidence", "decode.settings.threshold=0.3"])
     assert one.decode.settings == {"threshold": 0.3}
     two = compose(["drafter=lm", "decode.length=optimal", "decode.settings={c: 0.1, v: {4: 1.2}}"])
-    assert length("optimal", two.decode.settings).pass_cost(4) == pytest.approx(1.2)  # type: ignore[attr-defined]
+    dotted = {"c": 0.1, "v": {"4": 1.2}}  # as --settings v.4=1.2 gives it
+    for settings in (two.decode.settings, dotted):
+        assert length("optimal", settings).pass_cost(4) == pytest.approx(1.2)  # type: ignore[attr-defined]
 
 
 def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:

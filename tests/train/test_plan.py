@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/train/test_plan.py
 """
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -134,6 +135,9 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     assert "train: 5 documents" in said
     plan = read_record(Plan, folder / "plan.json")
     assert plan.conversations == 5
+    kept = dataclasses.asdict(plan)
+    del kept["prompts"]  # as in plans from before it was there
+    (folder / "plan.json").write_text(json.dumps(kept))
     assert (plan.answering > 0) == (answers == "target")
     metrics = (folder / "metrics.jsonl").read_text()
     tiny.job(folder, "eagle3", "budget.minutes=60", *small)

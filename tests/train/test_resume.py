@@ -216,8 +216,11 @@ def test_a_record_cut_short_by_a_crash_does_not_stop_the_next_start(
         shutil.rmtree(path)  # as if killed after step 8
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "train": {"lo')
+    checkpoints = tmp_path / "run" / "checkpoints"
+    kept = shutil.copytree(checkpoints / "step-0000008", checkpoints / "step-0000008-keep")
     tiny.job(tmp_path / "run", "medusa")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert kept.exists(), "a user's own copy was deleted"
 
 
 @pytest.mark.parametrize("kept", [0, 100], ids=["empty", "cut short"])

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,10 @@ def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     require("\0" not in text, f"{path}: cannot be read as UTF-8 text (it holds null bytes)")
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix == ".json" and text.lstrip().startswith("{"):  # one record over several lines
+        with suppress(ValueError, RecursionError):
+            yield str(path), json.loads(text)
+            return
     if path.suffix in (".json", ".jsonl") or all(line.startswith("{") for _, line in lines):
         yield from _json(path, tally)
     else:

@@ -141,8 +141,11 @@ class Chat:
             return [(b[0], b[0] + len(x.rstrip())) for b, x in zip(blocks, parts, strict=True)]
         spans = []
         for i in answers:
-            before, _ = self._render(messages[:i], prompt=True)
-            after, _ = self._render(messages[: i + 1])
+            try:
+                before, _ = self._render(messages[:i], prompt=True)
+                after, _ = self._render(messages[: i + 1])
+            except Unusable as reason:  # the template takes the chat, but not its beginning
+                raise Unusable(DISAGREE) from reason
             if not text.startswith(before) or not after.startswith(before):
                 raise Unusable(DISAGREE)
             lead, content, tail = after[len(before) :].rpartition(messages[i].content)

@@ -128,6 +128,12 @@ def test_prompts_as_a_json_array_or_one_a_line(tmp_path: Path, text: str) -> Non
         assert [c.messages[0].content for c in found] == ["one", "two", "three"]
 
 
+def test_one_indented_object_is_a_file_of_one_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('{\n  "prompt": "Why?"\n}\n')
+    (found,) = read_prompts_file(tmp_path / "p.json")
+    assert found.messages[0].content == "Why?"
+
+
 def test_a_text_that_begins_with_a_bracket_is_text(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("[INST] Why?\n[1] is a footnote\n")
     found = read_prompts_file(tmp_path / "p.txt")
