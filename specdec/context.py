@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter reads of the target. Layer k is the residual stream after k layers, as Hugging
-    Face's `hidden_states[k]`; layer L is the stream before the final norm."""
+    """What a drafter reads of the target. Layer k, from 1 to L, is the residual stream after k
+    layers, as Hugging Face's `hidden_states[k]`; layer L is the stream before the final norm."""
 
     layers: tuple[int, ...] = ()
     final_hidden: bool = False  # the stream after the final norm, which the LM head reads

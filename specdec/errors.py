@@ -67,7 +67,7 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
     for name, values in known.items():
         value, values = getattr(config, name), list(values)
         if value is not None and value not in values:
-            raise UserError(f"{owner}.{name}={value!r} is unknown{nearest(value, values)}")
+            raise UserError(f"{owner}.{name}={value!r} is unknown{nearest(str(value), values)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -168,5 +168,5 @@ def _shown(value: Any) -> str:
     """A value for a message, cut where it is long."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    text = ascii(value) if isinstance(value, str) else json.dumps(value)
+    text = ascii(value) if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:57]}..."

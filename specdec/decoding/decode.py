@@ -200,7 +200,7 @@ class Draft:
         shape, length = self.shape, self.length
         if isinstance(shape, Chain):
             gamma = shape.depth if length is None else length.gamma(len(rows.texts))
-            stop = length.stop if length is not None and length.reads_q else None
+            stop = length.stop if length is not None and length.reads_q else shape.stop
             shape = Chain(min(gamma, room, shape.depth), stop)
         if not 1 <= shape.depth <= room:
             return nothing
@@ -314,7 +314,8 @@ def generate(
     **options: Any,
 ) -> Generation:
     """`decode` of one prompt, by a chain of γ = `gamma` tokens (None: as deep as the drafter was
-    trained; 0: plain) where no shape is given. The options are those of `decode`."""
+    trained; 0: plain) where no shape is given. The options are those of `decode`, and `on_tokens`
+    is called with the number of the prompt, here 0, as there."""
     if "shape" not in options:
         options["shape"] = Chain(gamma) if gamma else None
         drafter = None if gamma == 0 else drafter

@@ -218,7 +218,7 @@ def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = No
     """The policy of this name with these settings, and what was `found` by measuring for it.
     Raises UserError for an unknown name or setting, and where what must be measured is missing."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
-    policy = record(LENGTHS[name], settings or {}, "length")
+    policy = record(LENGTHS[name], dict(settings or {}), "length")
     policy.use(found)
     return policy
 

@@ -40,8 +40,8 @@ class Verdict(NamedTuple):
     path_BK: Tensor  # the kept nodes by depth, -1 beyond; as wide as the longest of the batch
 
 
-# (tokens_BC, q_BV, p_BV) -> take_BC, P(child is taken | those before it were not), 0 where there
-# is no child; and rest_BV, the distribution of the next token when none is taken.
+# (tokens_BC, q_BV or None, p_BV) -> take_BC, P(child is taken | those before it were not), 0 where
+# there is no child; and rest_BV, the distribution of the next token when none is taken.
 JudgeChildren = Callable[..., tuple[Tensor, Tensor]]
 JudgeTree = Callable[..., Law]  # (proposal, p_BMV) -> Law
 JudgeGreedily = Callable[..., Verdict]  # (proposal, logits_BMV) -> Verdict
@@ -54,7 +54,7 @@ class Rule:
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), "fixed" chosen without chance. Where q is
-    None every lossless rule takes fixed siblings. `at_zero` judges at temperature 0; None is
+    None, a lossless rule judges siblings that were chosen without chance. `at_zero` judges at temperature 0; None is
     `greedy`, which is lossless whatever the rule is above 0. `parameters` have the largest value
     of each parameter that a user may give; the values must be above 0.
     """

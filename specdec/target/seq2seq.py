@@ -119,7 +119,10 @@ class Seq2SeqModel:
             f"{type(model).__name__} counts its decoder's positions in a way that is not read "
             "here: give a T5, T5-v1.1, mT5 or BART",
         )
-        scaled = getattr(model.config, "scale_decoder_outputs", False)  # as T5 alone does
+        config = model.config
+        scaled = getattr(config, "scale_decoder_outputs", False)  # T5's, LongT5's and Pop2Piano's
+        if config.model_type == "switch_transformers":
+            scaled = config.tie_word_embeddings
         self.scale = model.config.d_model**-0.5 if scaled else 1.0
 
     @property

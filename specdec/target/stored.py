@@ -73,16 +73,12 @@ class Weights:
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        return {
-            name.removeprefix(prefix): _tensor(path, name)
-            for name, path in self.files.items()
-            if name.startswith(prefix)
-        }
-
-
-def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
+        names, found = [name for name in self.files if name.startswith(prefix)], {}
+        for path in {self.files[name] for name in names}:
+            with safe_open(path, framework="pt") as file:
+                theirs = [name for name in names if self.files[name] == path]
+                found |= {name.removeprefix(prefix): file.get_tensor(name) for name in theirs}
+        return found
 
 
 class StoredParts(Parts):

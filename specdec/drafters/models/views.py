@@ -107,9 +107,10 @@ def with_weights(target: Target) -> Any:
 
 
 def twin(module: nn.Module) -> Any:
-    """The same module, with dicts of submodules and of hooks of its own, down to the last one."""
+    """The same module, with its own dicts of submodules, buffers and hooks at every level."""
     found = copy.copy(module)
     inner = module._modules.items()
     found._modules = {name: None if m is None else twin(m) for name, m in inner}
+    found._buffers = dict(module._buffers)  # rotary factors may be replaced while it runs
     found._forward_hooks = copy.copy(module._forward_hooks)
     return found
