@@ -54,9 +54,9 @@ class Rule:
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), "fixed" chosen without chance. Where q is
-    None, a lossless rule judges siblings that were chosen without chance. `at_zero` judges at temperature 0; None is
-    `greedy`, which is lossless whatever the rule is above 0. `parameters` have the largest value
-    of each parameter that a user may give; the values must be above 0.
+    None, a lossless rule judges siblings that were chosen without chance. `at_zero` judges at
+    temperature 0; None is `greedy`, which is lossless whatever the rule is above 0. `parameters`
+    have the largest value of each parameter that a user may give; the values must be above 0.
     """
 
     node: JudgeChildren | None = None
