@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors through, to be told in one line
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors through to `command`
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,11 +19,11 @@ from specdec.errors import command
 from train.config import of_hydra, quoted, register, resolve
 from train.loop import Diverged
 
-INTERRUPTED = "interrupted: the same command goes on from the last checkpoint"
+INTERRUPTED = "interrupted: run the same command again to continue from the last checkpoint"
 
 
 def run(cfg: DictConfig) -> float:
-    """One run. A trial of a sweep that diverges has the worst objective."""
+    """One run. In a sweep, a trial that diverges gets the worst objective."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         return train.run(resolve(cfg), folder)
@@ -32,16 +32,16 @@ def run(cfg: DictConfig) -> float:
             raise
         (folder / "diverged").write_text(str(error))
         print(f"diverged: {error}", file=sys.stderr)
-        return 0.0  # finite and worst, so that a sweeper goes on
+        return 0.0  # finite and the worst, so that the sweep continues
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
-    return command(lambda: run(cfg), INTERRUPTED)  # or Hydra would print lines of its own first
+    return command(lambda: run(cfg), INTERRUPTED)  # otherwise Hydra prints its own lines first
 
 
 def composed() -> None:
-    """Run `main`; what Hydra finds wrong with the overrides is told as a user's mistake."""
+    """Run `main`; report overrides that Hydra rejects as a user's mistake."""
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

@@ -1,4 +1,4 @@
-"""Training: what happens before a draft exists. `train.run(cfg)` is the whole job."""
+"""Training: everything before a draft exists. `train.run(cfg)` runs the whole job."""
 
 from typing import Any
 

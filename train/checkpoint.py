@@ -1,7 +1,7 @@
-"""What a run needs to go on exactly where it stopped: weights, optimiser, generator, position.
+"""What a run needs to continue exactly where it stopped: weights, optimiser, generator, position.
 
 A checkpoint is a folder: `training.safetensors` (weights and optimiser state, float32) and
-`training.json` (position, learning rates, what was best so far). It appears whole or not at all.
+`training.json` (position, learning rates, the best figures so far). It appears whole or not at all.
 """
 
 import json
@@ -42,7 +42,7 @@ class Best:
 
 @dataclass
 class State:
-    """How far a run is."""
+    """How far a run has come."""
 
     step: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ class State:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict on the main process, also of a sharded model. A collective call."""
+    """The whole state dict, on the main process, even of a sharded model. A collective call."""
     return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def save(
     """Write the checkpoint `step-N` of this state and drop all but the newest two."""
     tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
     whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=WHOLE))
-    if not main:  # the whole state is on the main process alone
+    if not main:  # only the main process has the whole state
         return
     for name, entry in whole["state"].items():
         tensors |= {f"optimizer.{name}|{key}": value for key, value in entry.items()}
@@ -83,9 +83,9 @@ def steps(folder: Path) -> list[Path]:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
-    """Restore the newest checkpoint in `folder`; its state, or None where there is none.
+    """Restore the newest checkpoint in `folder`; return its state, or None if there is none.
 
-    Raises UserError where it is damaged or of another model.
+    Raises UserError if it is damaged or belongs to another model.
     """
     if not (found := steps(folder)):
         return None
@@ -94,7 +94,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> St
         state = read_record(State, found[-1] / STATE)
     except (UserError, SafetensorError, OSError) as error:
         raise UserError(
-            f"{found[-1]} cannot be read ({error}): delete that folder to go on from the one before"
+            f"{found[-1]} cannot be read ({error}): delete that folder to use the one before it"
         ) from error
     ours = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
     require_same(ours, untied(weights(model)), found[-1] / TENSORS)

@@ -1,4 +1,4 @@
-"""The typed configuration: the whole of it in one dataclass, checked before anything runs."""
+"""The typed configuration, all of it in one dataclass, checked before anything runs."""
 
 import re
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ from train.tracking import TrackConfig
 
 @dataclass
 class Config:
-    """What `python train.py` runs. `name` is the run: its folder is runs/NAME, and the same
-    command again continues it."""
+    """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
+    the same command continues it."""
 
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -54,21 +54,21 @@ class Config:
 
     @property
     def family(self) -> type[Drafter]:
-        """The class of the drafter that is configured."""
+        """The class of the configured drafter."""
         return family(self.drafter.name)
 
     @property
     def stores_features(self) -> bool:
-        """Whether the target's features are kept on disk: only what is trained reads them."""
+        """Whether the target's features are kept on disk: only trained drafters read them."""
         return self.family.trainable and self.features.cache == "disk"
 
 
 def register() -> None:
-    """Make the schema, every drafter and every objective known to Hydra by name."""
+    """Register the schema, every drafter and every objective with Hydra, by name."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
-    schema.objective.terms = {}  # which objective=NAME fills
-    # their keys are checked by what reads them
+    schema.objective.terms = {}  # objective=NAME fills it
+    # the code that reads these checks their keys
     for free in (schema.decode.settings, schema.objective.terms, schema.objective.constants):
         OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
@@ -81,17 +81,17 @@ def register() -> None:
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
-    """Overrides as Hydra takes them. A value that holds an equals sign, as in
-    decode.rule=lenience:factor=0.8, is put into the quotes without which Hydra's grammar refuses
-    it; drafter.from=, whose key no dataclass can have, is stage.draft=."""
+    """Overrides as Hydra accepts them. A value with an equals sign in it, as in
+    decode.rule=lenience:factor=0.8, is quoted, since Hydra's grammar refuses it otherwise;
+    drafter.from= becomes stage.draft=, since no dataclass can have a field called `from`."""
     plain = re.compile(r"\A([+~]{0,2}[\w./@-]+=)([^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*)\Z")
     named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
     return [a if a[:1] == "-" else plain.sub(r"\1'\2'", a) for a in named]
 
 
 def resolve(cfg: DictConfig) -> Config:
-    """Hydra's composition as a `Config`. Raises UserError for a key that no dataclass has, also
-    one added with `+`, for a value of the wrong type, and for a value that is missing."""
+    """Hydra's composition as a `Config`. Raises UserError for an unknown key (even one added with
+    `+`), for a value of the wrong type, and for a missing value."""
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
@@ -107,7 +107,7 @@ def resolve(cfg: DictConfig) -> Config:
     drafter = config.drafter
     require(
         isinstance(drafter, config.family.Config),
-        f"drafter.name={drafter.name} was set apart from the other keys of a drafter: give "
+        f"drafter.name={drafter.name} does not match the other keys of the drafter: give "
         f"drafter={drafter.name}",
     )
     require_within("drafter", drafter, depth=(1, DEEPEST))
@@ -126,14 +126,14 @@ def resolve(cfg: DictConfig) -> Config:
     outside = not where.parts or where.is_absolute() or ".." in where.parts
     require(
         not outside and bool(config.name.strip()) and "\0" not in config.name,
-        f"name={config.name!r} does not name a folder inside runs/: give a name",
+        f"name={config.name!r} is not a folder name inside runs/: give one",
     )
     return config
 
 
 def of_hydra(error: Exception) -> UserError:
-    """What Hydra or OmegaConf raised, told as a user's mistake in one line; an unknown key comes
-    with the nearest one that its owner has."""
+    """An error of Hydra or OmegaConf as a user's mistake, in one line; for an unknown key, it
+    suggests the nearest key of its owner."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
         cause = cause.__cause__
@@ -146,7 +146,7 @@ def of_hydra(error: Exception) -> UserError:
 
 
 def _key_error(key: str, owner: Any) -> UserError:
-    """The error for a key that is not there, with the nearest that its `owner` dataclass has."""
+    """The error for an unknown key, with the nearest key of its `owner` dataclass."""
     if key.split(".")[0] == "loss":
         return UserError(
             "configuration: loss is called objective now: give objective=NAME, such as "

@@ -1,4 +1,4 @@
-"""The folder of a run: what it remembers of the run, and that one process holds it."""
+"""The folder of a run: what it records about the run, and the lock that one process holds."""
 
 import fcntl
 import hashlib
@@ -17,13 +17,13 @@ from train.config import Config
 from train.data.conversations import DataConfig
 from train.data.template import Document
 
-# of a configuration, whose values make a run what it is
+# the parts of a configuration that must stay the same when a run is continued
 GROUPS = ["target", "drafter", "stage", "data", "answers", "sampler", "objective", "optim", "loop"]
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold a run's folder; UserError where another process does."""
+    """Lock a run's folder. Raises UserError if another process has locked it."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,12 +35,12 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def require_same_run(folder: Path, cfg: Config) -> None:
-    """A folder may hold an earlier start of the same run, to be continued, but no other run."""
+    """Raise UserError if a folder holds another run. An earlier start of this one is continued."""
     if not (theirs := config_of(folder)):
         return
     for group in GROUPS:
         ours = _plain(getattr(cfg, group))
-        # a setting that is newer than the run was its default then
+        # a setting added after the run began had its default value then
         was = _plain(type(getattr(cfg, group))()) | (theirs.get(group) or {})
         for key, value in ours.items():
             require(
@@ -51,7 +51,7 @@ def require_same_run(folder: Path, cfg: Config) -> None:
 
 
 def require_same_texts(folder: Path, of: dict[str, str]) -> None:
-    """As `require_same_run`, of what is not in a configuration."""
+    """Like `require_same_run`, for the contents of the data and the models."""
     for name, was in config_of(folder).get("of", of).items():
         require(
             was == of[name],
@@ -72,8 +72,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def data_of_run(folder: Path) -> DataConfig:
-    """The data that a run was given, so that its held-out side is the same afterwards: as many
-    records as it read, where it noted that. Raises UserError where the folder holds no run."""
+    """A run's data settings, limited to the records it read (if it noted how many), so that the
+    held-out side stays the same. Raises UserError if the folder holds no run."""
     try:
         described = read_json(folder / "config.json")
         data = dict(described["data"])
@@ -82,14 +82,14 @@ def data_of_run(folder: Path) -> DataConfig:
         return record(DataConfig, data, "data")
     except (UserError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder} has no config.json of a run, so that its held-out side is unknown "
+            f"{folder} has no run's config.json, so its held-out prompts are unknown "
             f"({error}): give --prompts"
         ) from error
 
 
 def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
     """The configuration with the dtype that `target.dtype=auto` stands for, and the reason. A run
-    keeps the dtype with which it began, also on another kind of machine."""
+    keeps the dtype it began with, even on another kind of machine."""
     if cfg.target.dtype != "auto":
         return cfg, ""
     dtype = (config_of(folder).get("target") or {}).get("dtype", "auto")
@@ -109,7 +109,7 @@ def digest(documents: Sequence[Document]) -> str:
 
 
 def _with_objective(written: dict[str, Any]) -> dict[str, Any]:
-    """A run's config.json, of which older ones have a `loss` where there is an `objective` now."""
+    """A run's config.json, with the `loss` that older runs have turned into an `objective`."""
     if "objective" in written or not isinstance(loss := written.get("loss"), dict):
         return written
     name = loss.get("name", "nla")
@@ -121,5 +121,5 @@ def _with_objective(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A configuration as its JSON is read back."""
+    """A configuration as it reads back from JSON."""
     return dict(json.loads(json.dumps(asdict(config))))

@@ -1,4 +1,4 @@
-"""Held-out figures by teacher forcing: what a run is watched by, and what its best draft is."""
+"""Held-out figures by teacher forcing: they monitor a run and decide which draft is its best."""
 
 import torch
 from accelerate import Accelerator

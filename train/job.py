@@ -25,5 +25,5 @@ class Job:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes what the run leaves."""
+        """Whether this process writes the run's files."""
         return self.accelerator.is_main_process

@@ -35,11 +35,11 @@ OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
 class LoopConfig:
     """How long and in what portions to train.
 
-    `rows` packed rows a micro-batch, `accumulate` micro-batches a step and process.
-    `max_tokens` ends training early, also within an epoch (the learning rate's decay fits).
-    `eval_every` and `save_every` are in steps, 0 = at the end alone; `patience` evaluations
-    without a better `objective` end the run (null: never). `precision` bf16 or no; auto takes
-    bf16 where the target has it.
+    `rows` is the packed rows per micro-batch, `accumulate` the micro-batches per step and process.
+    `max_tokens` ends training early, even within an epoch (the learning rate decays to fit).
+    `eval_every` and `save_every` are in steps (0: only at the end); `patience` evaluations
+    without a better `objective` end the run (null: never). `precision` is bf16 or no; auto uses
+    bf16 if the target does.
     """
 
     epochs: int = 1
@@ -70,7 +70,7 @@ class Diverged(UserError):
 
 @dataclass
 class TrainRecord:
-    """Figures of training since the last record, by depth where they are lists."""
+    """Training figures since the last record; lists are by depth."""
 
     loss: list[float]
     sampled: list[float]
@@ -91,10 +91,10 @@ def train(
     """Train a drafter; leaves the best draft in the folder's `best`, and checkpoints to resume
     from.
 
-    `data(epoch, keep)` is where the rows of an epoch come from, asked at its start: they may differ
-    from those of the last, and follow from the draft as it is then, which `keep(folder)` writes.
-    Continues the newest checkpoint of the folder, bit for bit in float32 on one process. Raises
-    `Diverged` when the loss or gradient is not finite, before the update; what was saved stays.
+    `data(epoch, keep)` is called at the start of an epoch and gives its rows. They may differ from
+    the last epoch's and depend on the current draft, which `keep(folder)` writes. Continues from
+    the folder's newest checkpoint, bit for bit in float32 on one process. Raises `Diverged` before
+    the update if the loss or gradient is not finite; what was saved stays.
     """
     cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
     accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
@@ -119,8 +119,7 @@ def train(
     def keep(folder: Path) -> None:
         require(
             step + 1 >= state.step,
-            f"{folder} is missing, which an earlier part of this run wrote: delete {job.folder}, "
-            "and train again",
+            f"{folder} is missing (this run wrote it earlier): delete {job.folder} and train again",
         )
         save_draft(folder)
         accelerator.wait_for_everyone()
@@ -128,7 +127,7 @@ def train(
     def rows(epoch: int) -> Source:
         on_gpu = accelerator.device.type == "cuda"
         with torch.random.fork_rng([accelerator.device] if on_gpu else []):  # a resumed run may
-            return data(epoch, keep)  # load and answer more, or less, than one that was not cut
+            return data(epoch, keep)  # load and answer more or less than an uninterrupted one
 
     for step, planned in enumerate(_plan(cfg, rows, cfg.rows * cfg.accumulate * world)):
         source, chosen, steps = planned
@@ -208,7 +207,7 @@ def train(
 
 
 class Step(NamedTuple):
-    """Which rows of a source one step reads, and how many steps the run has as planned now."""
+    """The rows of a source that one step reads, and the number of steps now planned for the run."""
 
     source: Source
     rows: list[int]
@@ -217,7 +216,7 @@ class Step(NamedTuple):
 
 def _plan(cfg: LoopConfig, data: Callable[[int], Source], portion: int) -> Iterator[Step]:
     """Every step of a run, of `portion` rows each: whole epochs, or as many steps as `max_tokens`
-    pays for. Each epoch is a new permutation; what does not fill a step is left out."""
+    allows. Each epoch is a new permutation; rows that do not fill a step are left out."""
     step = 0
     for epoch in range(cfg.epochs):
         source = data(epoch)

@@ -11,8 +11,8 @@ from specdec.errors import require, require_within
 
 @dataclass
 class OptimConfig:
-    """AdamW. `lr` is the peak of a cosine with linear warm-up over the first `warmup` of all
-    steps, down to `final` of it. `clip` bounds the global gradient norm.
+    """AdamW. The learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then
+    falls along a cosine to `final` · `lr`. `clip` bounds the global gradient norm.
     """
 
     lr: float = 1e-3
@@ -33,7 +33,7 @@ class OptimConfig:
 
 
 def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over everything in `model` that is trained; vectors are not decayed."""
+    """The optimiser over the trained parameters of `model`, without weight decay on vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -44,7 +44,7 @@ def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of step 0 … steps - 1."""
+    """The learning rate at a step, counted from 0 to steps - 1."""
     warm = max(1, round(cfg.warmup * steps))
     if step < warm:
         return cfg.lr * (step + 1) / warm

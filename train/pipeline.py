@@ -40,9 +40,9 @@ from train.tracking import Tracker, curve
 def run(cfg: Config, folder: Path | str | None = None) -> float:
     """Run the whole job in `folder` (default runs/NAME); returns the held-out objective.
 
-    A folder that holds an interrupted run of the same configuration is continued; a finished
-    one is not trained again. Raises UserError for what the user can mend, and `Diverged` for a
-    loss that is not finite.
+    An interrupted run of the same configuration in that folder is continued; a finished one is
+    not trained again. Raises UserError for mistakes that the user can correct, and `Diverged` for
+    a loss that is not finite.
     """
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
@@ -50,11 +50,11 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     main = accelerator.is_main_process
     console.quiet = not main
 
-    # all that can be told before the target is loaded
+    # everything that can be checked before the target is loaded
     require_same_run(folder, cfg)
     require(
         cfg.rounds.count == 1 or cfg.rounds.data == "target" or cfg.data.answers == "target",
-        f"rounds.data={cfg.rounds.data} has prompts answered anew: give data.answers=target",
+        f"rounds.data={cfg.rounds.data} answers the prompts again: give data.answers=target",
     )
     require_readable(cfg.data)
     make_folder(folder)
@@ -85,7 +85,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.stage.draft is not None:
             of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
         require_same_texts(folder, of)
-        if main:  # the folder is this run's from here on; a mistake before leaves it free
+        if main:  # from here on the folder is this run's; an earlier mistake leaves it free
             described = asdict(cfg) | {"of": of, "records": texts.records}
             write_whole(folder / "config.json", json.dumps(described, indent=1))
 
@@ -99,7 +99,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
 
 def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
-    """Raise UserError for texts that have no room, and for what cannot be decoded at the end."""
+    """Raise UserError for texts that are too long, and for decoding that must fail at the end."""
     parts, documents = job.target.parts, [*texts.train, *texts.held_out]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)
     for name, room in (("target", parts.positions), ("drafter", drafter.positions)):
@@ -115,7 +115,7 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
 
 
 def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
-    """Leave the drafter in the folder's `best`, trained where its family has weights to train."""
+    """Write the drafter to the folder's `best`, trained if its family has weights to train."""
     cfg = job.cfg
     if not drafter.trainable:
         if job.main:
@@ -142,7 +142,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
 def _by_round(
     job: Job, drafter: Drafter, texts: Texts, data: Source
 ) -> Callable[[int, Keep], Source]:
-    """Where the rows of an epoch come from, by the round that it is in."""
+    """A function that gives each epoch the rows of its round."""
     latest, rounds = {0: data}, job.cfg.rounds
 
     def source(epoch: int, keep: Keep) -> Source:
@@ -158,8 +158,8 @@ def _by_round(
 
 
 def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
-    """Where the rows of each of these sets of texts come from. With features on disk, the target's
-    layers are in memory only while it reads what is missing there."""
+    """A source of rows for each set of texts. With features on disk, the target's layers are in
+    memory only while it computes those that are missing."""
     cfg, target, accelerator = job.cfg, job.target, job.accelerator
     sides = [pack(side, cfg.data.max_length) for side in texts]
     needs, sampler = drafter.needs, cfg.sampler
@@ -170,8 +170,8 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     missing = store.missing([row for rows in sides for row in rows])
     if missing:
         size = megabytes(kind.bytes(sum(len(row.ids) for row in missing)))
-        console.print(f"feature cache {store.folder}: {size} to come")
-    accelerator.wait_for_everyone()  # all have seen the same rows missing
+        console.print(f"feature cache {store.folder}: {size} to be added")
+    accelerator.wait_for_everyone()  # all processes have seen the same rows missing
     if mine := missing[accelerator.process_index :: accelerator.num_processes]:
         store.fill(Online(target.whole(), needs, sampler, mine), job.progress)
     accelerator.wait_for_everyone()
@@ -183,7 +183,7 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
 
 
 def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -> Results:
-    """Measure the best draft with the decoder; report, W&B and export."""
+    """Measure the best draft with the decoder; write the report, log to W&B and export."""
     cfg, folder, progress = job.cfg, job.folder, job.progress
     drafter = drafts.load(folder / "best", target)
     count = min(len(texts.prompts), texts.measured)

@@ -1,9 +1,9 @@
 """How much of the data fits a budget of minutes on this machine.
 
-`timed` times for some seconds what the run will do: the target's passes and the drafter's
-training steps. `fitted` then takes as many training conversations as leave the whole run within
-its budget, of which the final evaluation gets a share. The plan is kept in the run's folder, so
-that a resumed run keeps its size.
+`timed` spends a few seconds timing what the run will do: the target's passes and the drafter's
+training steps. `fitted` sets a share of the budget aside for the final evaluation and takes as
+many training conversations as fit into the rest. The plan is kept in the run's folder, so that a
+resumed run keeps its size.
 """
 
 import json
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from train.config import Config
     from train.job import Job
 
-TOKENS, NEW = 48, 5  # last tokens of a prompt, and new ones, that are timed
-SINGLE = 25  # new tokens of a row by itself: the final evaluation is made of such steps
-STEPS = 3  # training steps that are timed, after one that warms up
-SAID = 0.9  # share of answers.max_new_tokens that an answer takes up, from quickstarts
-FORWARD = 1 / 3  # of a training step's time is its forward pass
-POOR = 300  # training conversations below which a head has hardly begun to learn
+TOKENS, NEW = 48, 5  # tokens that are timed: the last ones of a prompt, and new ones
+SINGLE = 25  # new tokens timed on a single row, as the final evaluation decodes
+STEPS = 3  # training steps that are timed, after a warm-up step
+SAID = 0.9  # share of answers.max_new_tokens that answers used in quickstarts
+FORWARD = 1 / 3  # the forward pass's share of a training step's time
+POOR = 300  # with fewer training conversations, a head has hardly begun to learn
 AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
-MEASURED = 0.4  # share of a budget above which the final evaluation takes fewer prompts
+MEASURED = 0.4  # share of a budget that the final evaluation may take before it drops prompts
 FEWEST = 12  # prompts of the final evaluation, however slow the machine
 
 
@@ -51,9 +51,9 @@ FEWEST = 12  # prompts of the final evaluation, however slow the machine
 class BudgetConfig:
     """How long the whole run may take. `minutes` null sets no limit: all conversations are used.
 
-    However slow the machine, `floor` training conversations are used; `data.limit` is the
-    ceiling. The final evaluation takes up to `decode.prompts`. `spent` are seconds used up before
-    `train.py` began, such as those of installation.
+    At least `floor` training conversations are used, however slow the machine, and at most
+    `data.limit`. The final evaluation takes up to `decode.prompts` prompts. `spent` is the number
+    of seconds used before `train.py` began, for example by the installation.
     """
 
     minutes: float | None = None
@@ -80,15 +80,15 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Work:
-    """What the run will do with each conversation, and whatever their number."""
+    """The work of a run: for each conversation, and independently of their number."""
 
     epochs: int
-    new: int  # tokens of an answer that the target writes; 0: the data have answers
-    kept: bool  # whether features are stored while the target answers, and not read again
+    new: int  # tokens per answer that the target writes; 0: the data has the answers
+    kept: bool  # whether features are stored while the target answers, without another pass
     prompts: int  # of the final evaluation
-    decoded: int  # tokens that it writes for each, plainly and speculatively together
-    learned: int  # tokens that it writes for other prompts, whatever their number
-    watched: float  # evaluations of the held-out side for each token trained on
+    decoded: int  # tokens written for each of them, plainly and speculatively together
+    learned: int  # tokens written for other prompts, however many are measured
+    watched: float  # held-out evaluations per training token
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Plan:
 def planned(
     job: "Job", train: Sequence[Document | Prompt], held_out: Sequence[Document | Prompt]
 ) -> tuple[int, int]:
-    """How many training conversations and prompts of the final evaluation fit the budget, printed
-    with the time that each stage should take. A resumed run keeps the numbers in its plan.json."""
+    """The numbers of training conversations and of final prompts that fit the budget. Prints them
+    and the time each stage should take. A resumed run keeps the numbers in its plan.json."""
     cfg, path = job.cfg, job.folder / "plan.json"
     if path.exists():
         kept = read_record(Plan, path)
@@ -137,7 +137,7 @@ def planned(
         return kept.conversations, prompts
     if cfg.budget.minutes is None:
         return len(train), cfg.decode.prompts
-    console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for some seconds")
+    console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for a few seconds")
     answering, target = cfg.data.answers == "target", job.target.whole()
     batch = cfg.answers.batch if answering else cfg.loop.rows
     rehearsed = rehearsal(cfg, target, train, job.accelerator)
@@ -156,7 +156,7 @@ def planned(
     left = 60 * cfg.budget.minutes - cfg.budget.spent - (time.monotonic() - job.started)
     lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
     plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
-    plan = broadcast_object_list([plan])[0]  # every process keeps to the first one's
+    plan = broadcast_object_list([plan])[0]  # every process uses the first one's plan
     console.print(str(plan))
     if plan.conversations < POOR:
         console.print(
@@ -171,12 +171,12 @@ def planned(
 def rehearsal(
     cfg: "Config", target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
 ) -> Callable[[], int]:
-    """A training step on texts as long as those to come, of a draft that is thrown away."""
+    """A training step of a throwaway draft, on texts as long as the run's."""
     documents = []
     if not cfg.family.trainable:
         return lambda: 1
     for text in texts[: 8 * cfg.loop.rows]:
-        if isinstance(text, Prompt):  # whose answer is not written yet: the prompt stands for it
+        if isinstance(text, Prompt):  # its answer is not written yet: repeat the prompt instead
             ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
             text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
         documents.append(text)
@@ -207,10 +207,10 @@ def fitted(
     train: Sequence[int],
     held_out: Sequence[int],
 ) -> Plan:
-    """The largest plan of at most `seconds`, but with `floor` conversations at least.
+    """The largest plan that takes at most `seconds`, but has at least `floor` conversations.
 
-    `train` and `held_out` are the tokens that each conversation has before the target answers it,
-    in the order in which they are taken. The held-out side is always taken whole.
+    `train` and `held_out` count the tokens of each conversation before the target answers it, in
+    the order in which conversations are taken. The held-out side is always taken whole.
     """
     answer = SAID * work.new
     fixed = work.learned * speeds.step + AFTER
@@ -245,8 +245,8 @@ def fitted(
 def timed(
     target: Target, prompts: Sequence[Sequence[int]], batch: int, train_step: Callable[[], int]
 ) -> Speeds:
-    """Time the target on prompts such as it will answer, `batch` rows at a time, and `train_step`,
-    which takes one training step and returns how many tokens it read."""
+    """Time the target on prompts like those it will answer, `batch` rows at a time, and
+    `train_step`, which runs one training step and returns how many tokens it read."""
     rows = [list(p[-TOKENS:]) for p in prompts[:batch]]
     many = decode(target, rows, max_new_tokens=NEW, eos=())
     one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]

@@ -20,10 +20,10 @@ from train.config import Config
 def accelerator_of(cfg: Config) -> Accelerator:
     """The processes as `accelerate launch` started them, plain or sharded.
 
-    accelerate 1.15 shards on accelerators only: asked for FSDP on CPU processes it replicates the
-    model without a word. Its FSDP2 runs there as well once its state says so, which no public
-    option does. Every process starts from the same weights: they need not be sent around.
-    Raises UserError where `target.dtype=auto` stands for different types on their machines.
+    accelerate 1.15 shards only on accelerators: asked for FSDP on CPU processes, it silently
+    replicates the model. Its FSDP2 does run on CPUs once its state is set by hand; no public option
+    does that. Every process starts from the same weights, so none are broadcast. Raises UserError
+    if `target.dtype=auto` stands for different types on the machines.
     """
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
     sharding = None

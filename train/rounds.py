@@ -1,4 +1,4 @@
-"""Rounds: training that goes on with text which the draft of the round before helped to write."""
+"""Rounds: training continues on text that the previous round's draft helped to write."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,16 +23,16 @@ DATA = ("target", "draft", "mixed")
 class RoundsConfig:
     """Training in `count` rounds of `loop.epochs` each, on one learning-rate schedule.
 
-    `data` is what the rounds after the first read. "target": the target's answers, which are drawn
-    anew where `answers.temperature` is above 0 and the same otherwise. "draft": answers that the
-    draft and the target write together. The draft, as it is when the round begins, proposes `gamma`
-    tokens at a time (null: its depth), which stand as far as `rule` accepts them; the target adds
-    the next. "mixed": every second conversation is the target's, the others both write.
+    `data` is what the rounds after the first train on. "target": the target's answers, sampled anew
+    if `answers.temperature` is above 0, otherwise the same. "draft": answers that the draft and the
+    target write together. The draft, as it is when the round begins, proposes `gamma` tokens at a
+    time (null: its depth); those that `rule` accepts are kept, and the target adds the next.
+    "mixed": the target alone answers every second conversation, both together answer the others.
 
-    `rule` is one of decode.rule's. With a lossless one the text is the target's in law. By default
-    a token of the draft's stands with probability min(1, p / (factor · q)), so that the text goes
-    where the draft would go. What is learnt is lossless all the same: p is what the target says
-    after that very text.
+    `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
+    distribution. By default a draft token is kept with probability min(1, p / (factor · q)), so
+    that the text goes where the draft would go. The draft still learns the target's own p, taken
+    after that same text.
     """
 
     count: int = 1
@@ -47,10 +47,10 @@ class RoundsConfig:
 
 
 def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
-    """The texts of round `number`, from 1 on; `texts` are those of round 0.
+    """The texts of round `number`, counted from 1; `texts` are those of round 0.
 
-    The draft that helps to write them, which `keep` saves, and the answers as they come lie in a
-    folder of the round, so that an interrupted round goes on where it was.
+    The round's folder holds the draft that helps to write them (saved by `keep`) and the answers
+    so far, so that an interrupted round continues where it stopped.
     """
     cfg, answers, documents = job.cfg.rounds, job.cfg.answers, list(texts.train)
     if cfg.data == "target":
@@ -60,7 +60,7 @@ def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Docum
         return answered(job.target, texts.asked, other, job.accelerator, job.progress)
     folder = job.folder / "rounds" / str(number)
     missing = not (folder / "draft").exists()
-    job.accelerator.wait_for_everyone()  # all have seen the same
+    job.accelerator.wait_for_everyone()  # all processes have seen the same
     if missing:
         keep(folder / "draft")
     step = 2 if cfg.data == "mixed" else 1

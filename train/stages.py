@@ -25,8 +25,8 @@ from train.data.template import Document
 @dataclass
 class StageConfig:
     """`draft`: the folder of the draft that training starts from, such as runs/NAME/best; on the
-    command line, drafter.from= sets it. null: fresh weights. The draft's vocabulary is kept, and
-    at most `new_tokens` are added to it: the most frequent in this data that it lacks."""
+    command line, drafter.from= sets it. null: fresh weights. The draft's vocabulary is kept, and up
+    to `new_tokens` tokens are added: the most frequent ones in this data that it lacks."""
 
     draft: str | None = None
     new_tokens: int = 0
@@ -42,8 +42,8 @@ class StageConfig:
 def starting(
     stage: StageConfig, config: Any, target: Parts, documents: Sequence[Document], seed: int
 ) -> Drafter:
-    """The drafter that a stage trains, in float32. A pruned draft vocabulary is what the assistant
-    says most often. Raises UserError where an earlier draft does not fit."""
+    """The drafter that a stage trains, in float32. A pruned draft vocabulary holds the assistant's
+    most frequent tokens. Raises UserError if an earlier draft does not fit."""
     torch.manual_seed(seed)
     said = [d.ids[d.mask] for d in documents]
     if stage.draft is not None:
@@ -60,17 +60,17 @@ def starting(
 def _continued(
     folder: Path, new_tokens: int, config: Any, target: Parts, said: Sequence[NDArray[np.int32]]
 ) -> Drafter:
-    """The draft in a folder with this config, and `new_tokens` of what is `said` added."""
+    """The draft in `folder` with this config and up to `new_tokens` tokens of `said` added."""
     kind = family(config.name)
     require(
         kind.trainable,
-        f"drafter.from={folder}: drafter={config.name} has no weights to train: leave it out",
+        f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
     earlier = drafts.read(folder, target)
     require(
         earlier.config.name == config.name,
         f"drafter.from={folder} is a draft of the family {earlier.config.name}: give "
-        f"drafter={earlier.config.name} with it",
+        f"drafter={earlier.config.name} as well",
     )
     vocab_S, note = earlier.vocab_S, "its vocabulary is the target's"
     if vocab_S is None:
@@ -82,7 +82,7 @@ def _continued(
         missing = np.argsort(-counts_V, kind="stable")[:new_tokens]
         added = torch.from_numpy(missing[counts_V[missing] > 0])
         note = (
-            f"its draft vocabulary of {len(vocab_S):,} tokens, which makes {covered:.1%} of this "
+            f"its draft vocabulary of {len(vocab_S):,} tokens, which covers {covered:.1%} of this "
             f"data, is kept, and {len(added)} tokens are added"
         )
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
@@ -94,7 +94,7 @@ def _continued(
         if name != "draft_vocab" and was.get(name) != now.get(name):
             raise UserError(
                 f"drafter.from={folder} was trained with {name}={was.get(name)}, this run asks for "
-                f"{now.get(name)}: give the drafter's settings as they were"
+                f"{now.get(name)}: give the settings that the draft had"
             )
     drafter = kind.build(config, target, vocab_S, earlier)
     console.print(f"training starts from {folder}: {note}")

@@ -24,13 +24,13 @@ class Texts:
     held_out: list[Document]
     prompts: list[Prompt]  # held out, for the decoder
     measured: int  # how many of these the final evaluation answers
-    records: int  # of the data that were read
-    asked: list[Prompt] = field(default_factory=list)  # whose answers `train` has
+    records: int  # number of records read from the data
+    asked: list[Prompt] = field(default_factory=list)  # the prompts answered in `train`
 
 
 def texts_of(job: Job) -> Texts:
-    """Conversations as documents, as many as fit the run's budget: with the data's answers, or with
-    the target's own, whose features are stored while it answers where features are stored at all.
+    """Conversations as documents, as many as fit the run's budget, with the data's answers or the
+    target's own. If features are kept on disk, they are stored while the target answers.
     """
     cfg, parts = job.cfg, job.target.parts
     answering = cfg.data.answers == "target"
@@ -47,7 +47,7 @@ def texts_of(job: Job) -> Texts:
     require(
         not answering or longest + new <= cfg.data.max_length,
         f"a prompt of {longest} tokens and answers.max_new_tokens={new} do not fit "
-        f"data.max_length={cfg.data.max_length}: raise the last, or lower data.max_prompt={most} "
+        f"data.max_length={cfg.data.max_length}: raise it, or lower data.max_prompt={most} "
         "or answers.max_new_tokens",
     )
     size, measured = planned(job, split.train, split.held_out)

@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl always, Weights & Biases where it is wanted."""
+"""Where a run's figures go: always to metrics.jsonl, and to Weights & Biases if enabled."""
 
 import json
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-Figures = Mapping[str, object]  # numbers, lists of them, and such mappings by name
+Figures = Mapping[str, object]  # by name: numbers, lists of numbers, or further mappings
 MODES = ("offline", "online", "disabled")
 
 
@@ -36,7 +36,7 @@ class TrackConfig:
 class Tracker:
     """Appends each record to metrics.jsonl, and logs it to W&B under the same names.
 
-    On a process that is not the main one it does nothing.
+    It does nothing except on the main process.
     """
 
     def __init__(self, cfg: "Config", folder: Path, main: bool = True) -> None:
@@ -48,7 +48,7 @@ class Tracker:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        noted = folder / "wandb-id"  # so that a run that is resumed goes on as the same one
+        noted = folder / "wandb-id"  # a resumed run continues the same W&B run
         if not noted.exists():
             write_whole(noted, os.urandom(4).hex())
         self._run = wandb.init(
@@ -78,8 +78,8 @@ class Tracker:
             write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def report(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
-        """The results of a run in W&B: samples, plots, a summary, and the draft as an artifact,
-        which is never loaded back through W&B."""
+        """Log a run's results to W&B: samples, plots, a summary, and the draft as an artifact,
+        which is never loaded back from there."""
         if not self._run:
             return
         import wandb
@@ -97,14 +97,14 @@ class Tracker:
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        """End the W&B run, so that the next trial of a sweep begins one of its own."""
+        """End the W&B run, so that the next trial of a sweep begins its own."""
         if self._run:
             self._run.finish()
 
 
 def curve(path: Path) -> Curve | None:
-    """The course of training in a metrics.jsonl, whose damaged lines are left out; None where
-    nothing was trained."""
+    """The training curve in a metrics.jsonl, without damaged lines; None if nothing was
+    trained."""
     if not path.exists():
         return None
     train, held_out = (read_lines(path, ("step", side)) for side in ("train", "held_out"))

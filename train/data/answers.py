@@ -38,14 +38,14 @@ class AnswersConfig:
     def __post_init__(self) -> None:
         seeds = (0, 2**32 - 1)
         require_within("answers", self, temperature=0, max_new_tokens=1, batch=1, seed=seeds)
-        require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a share above 0, up to 1")
+        require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a number above 0, up to 1")
         require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
 
 @dataclass
 class Author:
-    """A draft that writes answers with the target: `gamma` tokens at a time, which stand as far as
-    `rule` accepts them. Its answers are kept in a `folder` of their own."""
+    """A draft that writes answers together with the target: it proposes `gamma` tokens at a time,
+    and those that `rule` accepts are kept. These answers have their own `folder`."""
 
     drafter: Drafter
     gamma: int
@@ -64,11 +64,11 @@ def answered(
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
-    Answers are appended to a file as each batch ends, filed by the prompt that they answer: an
-    interrupted run goes on where it stopped, and a run with more conversations asks only the new
-    prompts. Each prompt has a seed of its own, so that its answer depends neither on the batch, nor
-    on interruptions, nor on the number of processes that share the work. `keep` stores the features
-    that the target computes as it answers.
+    As each batch ends, its answers are appended to a file, each with the name of its prompt: an
+    interrupted run continues where it stopped, and a run with more conversations answers only the
+    new prompts. Each prompt has its own seed, so its answer does not depend on the batch, on
+    interruptions, or on how many processes share the work. `keep` stores the features that the
+    target computes as it answers.
     """
     folder = make_folder(author.folder if author else Path(cfg.root) / _key(target.parts, cfg))
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
@@ -79,7 +79,7 @@ def answered(
     total = sum(map(len, batches)) * cfg.max_new_tokens
     whose = "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
-    path = folder / f"{uuid4().hex}.jsonl"  # no two processes write one file
+    path = folder / f"{uuid4().hex}.jsonl"  # no two processes write to the same file
     for batch in batches:
         answers = decode(
             target.whole(),
@@ -110,17 +110,17 @@ def answered(
 def _batches(
     asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The prompts that have no answer yet, in batches: those that a continued run has left are the
-    same ones, since rounding depends on a row's neighbours. Prompts of similar length go together,
-    for less padding, but are sorted within windows only, so that the answers which an interrupted
-    run has are of all lengths."""
+    """The prompts that have no answer yet, in batches. A continued run keeps the same batches,
+    since rounding depends on a row's neighbours. Prompts of similar length go together, for less
+    padding, but are sorted only within windows, so that an interrupted run has answers of all
+    lengths."""
     names, window = list(asked), 8 * size
     windows = (names[start : start + window] for start in range(0, len(names), window))
     order = [name for some in windows for name in sorted(some, key=lambda name: len(asked[name]))]
     batches: list[list[str]] = []
     for start in range(0, len(order), size):
         left = [name for name in order[start : start + size] if name not in known]
-        if batches and len(batches[-1]) + len(left) <= size:  # others were asked in another run
+        if batches and len(batches[-1]) + len(left) <= size:  # another run answered the others
             batches[-1] += left
         elif left:
             batches.append(left)
@@ -128,9 +128,9 @@ def _batches(
 
 
 def _key(target: Parts, cfg: AnswersConfig) -> str:
-    """One folder for each target and way of answering."""
+    """The name of the folder for this target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
-    for name in ("batch", "root"):  # neither of them changes an answer
+    for name in ("batch", "root"):  # neither changes an answer
         del how[name]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 

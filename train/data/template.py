@@ -1,7 +1,7 @@
-"""One conversation → token ids by the target's chat template, and a mask over what the assistant
-says; or the prompt that the target answers itself.
+"""One conversation → token ids by the target's chat template, and a mask over the assistant's
+tokens; or the prompt that the target answers itself.
 
-Whatever cannot be told for certain is left out: a mask is never a guess.
+Whatever is uncertain is left out: a mask is never a guess.
 """
 
 import re
@@ -20,8 +20,8 @@ from specdec.errors import UserError, first_line
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 
 DISAGREE = "template and mask disagree"
-PATIENCE = 200  # conversations that all disagree, after which the template is at fault
-Span = tuple[int, int]  # characters of a text, from the first to before the second
+PATIENCE = 200  # if this many conversations all disagree, the template is at fault
+Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 
 @dataclass(eq=False)
@@ -44,11 +44,11 @@ class Prompt:
 
 
 class Chat:
-    """What the chat template of a tokenizer makes of conversations.
+    """Renders conversations with a tokenizer's chat template.
 
-    Raises UserError where there is no template, or where the tokenizer cannot say where in a text
-    its tokens stand; Unusable for a conversation that the template refuses, or that holds a token
-    which the template speaks with: it would forge a turn.
+    Raises UserError if there is no template, or if the tokenizer cannot report the positions of
+    its tokens in a text; Unusable for a conversation that the template refuses, or whose text
+    contains one of the template's control tokens: that would forge a turn.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -57,13 +57,13 @@ class Chat:
         except ValueError as error:
             raise UserError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template: use an "
-                "instruction-tuned target, or save one to its tokenizer_config.json as "
-                "chat_template"
+                "instruction-tuned target, or save a template as chat_template in its "
+                "tokenizer_config.json"
             ) from error
         if not tokenizer.is_fast:
             raise UserError(
-                f"{tokenizer.name_or_path}: the tokenizer cannot say where in a text its tokens "
-                "stand: use a target with a tokenizer.json"
+                f"{tokenizer.name_or_path}: the tokenizer cannot report the positions of its "
+                "tokens in a text: use a target with a tokenizer.json"
             )
         self.tokenizer = tokenizer
         special = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
@@ -73,10 +73,10 @@ class Chat:
     def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
         """A conversation up to its last answer.
 
-        The ids are those of the chat template. What the assistant says comes from the template's
-        `{% generation %}` blocks or, without them, from comparing what it renders up to a turn and
-        past it. Where a span cannot be told for certain, or a token lies across its edge, there is
-        no document.
+        The ids are those of the chat template. The assistant's spans come from the template's
+        `{% generation %}` blocks or, without them, from comparing the text that it renders up to a
+        turn and past it. If a span is uncertain, or a token crosses its edge, there is no
+        document.
         """
         messages = conversation.messages
         while messages and messages[-1].role != "assistant":
@@ -95,8 +95,8 @@ class Chat:
         return Document(conversation.id, ids[:cut], mask[:cut], len(ids) > cut)
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
-        """The longest beginning of a conversation that ends with the user and has, with the
-        generation prompt, at most `most` tokens (None: any number)."""
+        """The longest beginning of a conversation that ends with a user turn and has at most `most`
+        tokens (None: any number), including the generation prompt."""
         self._require_plain(conversation.messages)
         best = None
         for i, message in enumerate(conversation.messages, 1):
@@ -161,8 +161,8 @@ class Chat:
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens are in a span. Raises Unusable if one lies across an edge, or might: some
-    tokenizers leave a token's leading space out of its place."""
+    """Which tokens are in a span. Raises Unusable if one crosses an edge, or might: some
+    tokenizers leave a token's leading space out of its offsets."""
     starts, mask = [start for start, _ in offsets], np.zeros(len(offsets), np.bool_)
     for span in spans:
         first, last = (bisect_left(starts, edge) for edge in span)
@@ -176,8 +176,8 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
 def whole_prompts(
     conversations: Sequence[Conversation], tokenizer: Any, room: int | None
 ) -> list[Prompt]:
-    """The prompts of a file, each whole up to its last user turn. Raises UserError that names the
-    one which cannot be asked, or which has more than `room` tokens (None: any number)."""
+    """The prompts of a file, each complete up to its last user turn. Raises UserError naming the
+    first that is unusable or has more than `room` tokens (None: any number)."""
     chat, found = Chat(tokenizer), []
     for conversation in conversations:
         try:
@@ -194,11 +194,11 @@ def whole_prompts(
 
 
 def require_spans(tally: Tally, patience: int) -> None:
-    """Raise UserError once the mask of so many conversations could not be told: the template is
-    then at fault, not they."""
+    """Raise UserError once `patience` conversations have no certain mask: then the template is at
+    fault, not the conversations."""
     if (count := tally.dropped[DISAGREE]) >= patience:
         raise UserError(
-            f"chat template without assistant spans: in all of {count} conversations it cannot be "
-            "told which tokens the assistant says; mark them in the target's chat template with "
+            f"chat template without assistant spans: in all of {count} conversations the "
+            "assistant's tokens cannot be identified; mark them in the target's chat template with "
             "{% generation %} … {% endgeneration %}"
         )

@@ -1,6 +1,6 @@
-"""Where training takes the target's features from: what every source gives, and one of them.
+"""Where training gets the target's features: the interface of all sources, and one source.
 
-`Online` runs the target whenever rows are asked for; `Disk` (store.py) reads what was stored.
+`Online` runs the target whenever rows are requested; `Disk` (store.py) reads stored features.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from train.data.packing import Row
 
 
 class Source(Protocol):
-    """Packed rows with what the target says of them."""
+    """Packed rows with the target's features of them."""
 
     @property
     def rows(self) -> Sequence[Row]: ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Ids, features, final hidden states and what p is normalised with, of rows by index,
+        """Ids, features, final hidden states and the summary of p for the rows at these indices,
         padded to the longest of them."""
 
 
 class Online:
-    """Rows that the target reads whenever they are asked for."""
+    """Rows that the target reads whenever they are requested."""
 
     def __init__(self, target: Target, needs: Needs, sampler: Sampler, rows: Sequence[Row]) -> None:
         self.target, self.needs, self.sampler, self.rows = target, needs, sampler, rows

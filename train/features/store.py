@@ -1,7 +1,7 @@
 """The target's features on disk, document by document: filled from any source, read as a source.
 
-A document is found by its tokens, so that other rows, other data and a larger run read what was
-stored before.
+A document is looked up by its tokens, so that other rows, other data and larger runs can use the
+features stored before.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from specdec.target.parts import Parts
 from train.data.packing import Row
 from train.features.source import Source, texts
 
-SHARD = 64  # rows whose documents make a file
+SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
 PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
 Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
@@ -57,7 +57,7 @@ class FeaturesConfig:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the features of a store are of: those of another kind are never read for them."""
+    """What the features of a store were made from: other kinds are never read in their place."""
 
     fingerprint: str  # of the target
     dtype: str
@@ -71,23 +71,23 @@ class Kind:
         return cls(target.fingerprint(), dtype, needs.layers, sampler, target.width)
 
     def bytes(self, tokens: int) -> int:
-        """Size on disk of so many tokens."""
+        """Size on disk of the features of `tokens` tokens."""
         itemsize = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
         return tokens * (self.width * (len(self.layers) + 1) * itemsize + 12)
 
 
 def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
-    """What is stored, in the target's dtype: the final hidden state [..., D], the summary of p,
-    each [...], and the layers that the drafter reads [..., F], where there are any."""
+    """The tensors to store, in the target's dtype: the final hidden state [..., D], the summary of
+    p, each [...], and the layers that the drafter reads [..., F], if any."""
     parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
     return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
 
 
 class Store:
-    """Features of documents in a folder, in files of some hundred documents each.
+    """Features of documents in a folder, in files of a few hundred documents each.
 
-    A file appears whole or not at all, and one that was cut short is not read. Raises UserError
-    where the folder holds features of another kind.
+    A file appears whole or not at all, and truncated files are ignored. Raises UserError if the
+    folder holds features of another kind.
     """
 
     def __init__(self, cfg: FeaturesConfig, kind: Kind) -> None:
@@ -113,7 +113,7 @@ class Store:
             self._files |= dict.fromkeys(names, path)
 
     def missing(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that have documents which are not here, and of each row those alone."""
+        """The rows with documents that are not stored yet, reduced to those documents."""
         left = []
         for row in rows:
             unknown = [np.r_[x] for name, x in documents(row) if name not in self._files]
@@ -140,11 +140,11 @@ class Store:
         progress.remove_task(task)
 
     def record(self, target: Target) -> Record:
-        """What `decode` is to keep for a batch of answers, and `write` stores: the features that
-        the target computes as it answers, so that it need not read its own text again.
+        """Makes `decode` keep, for `write` to store, the features that the target computes as it
+        answers, so that it need not read its own text again.
 
-        The last token of an answer was emitted but never read, and its features are stored as 0.
-        Nothing reads them: the p of that token stands one position before it, and anchors end
+        The target emits the last token of an answer but never reads it, so its features are stored
+        as 0. Nothing uses them: that token's p is at the position before it, and anchors end
         earlier still.
         """
 
@@ -166,7 +166,7 @@ class Store:
             self._decoded = {}
 
     def prepare(self, tokens: int) -> None:
-        """Make the folder. Raises UserError where its disk cannot hold so many tokens more."""
+        """Make the folder. Raises UserError if its disk has no room for `tokens` more tokens."""
         make_folder(self.folder)
         short = self.kind.bytes(tokens) - shutil.disk_usage(self.folder).free
         require(
@@ -185,11 +185,11 @@ class Store:
         partial = path.with_suffix(f".partial-{uuid4().hex}")
         save_file(tensors, partial)
         partial.rename(path)
-        self._open.cache_clear()  # where it holds the file that was replaced
+        self._open.cache_clear()  # it may hold the file that was replaced
         self._files |= dict.fromkeys(found, path)
 
     def read(self, name: str) -> Features:
-        """A document's features, by its name; KeyError where it is not here."""
+        """A document's features, by its name; KeyError if it is not stored."""
         file = self._open(self._files[name])
         parts = PARTS if self.kind.layers else PARTS[:-1]
         return {part: file.get_tensor(f"{name}.{part}") for part in parts}
@@ -233,17 +233,17 @@ class Disk:
 
 
 def documents(row: Row) -> Iterator[tuple[str, slice]]:
-    """The name of each document of a row, and where it stands."""
+    """The name and the place of each document in a row."""
     starts = np.flatnonzero(row.position == 0).tolist()
     for x in map(slice, starts, [*starts[1:], len(row.ids)]):
         yield name_of(row.ids[x]), x
 
 
 def name_of(ids: NDArray[np.int32]) -> str:
-    """The name that a document is stored by, made of its tokens."""
+    """The name that a document is stored under: a hash of its tokens."""
     return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
 
 
 def megabytes(count: int) -> str:
-    """Bytes as a user reads them, rounded up to a tenth of a megabyte."""
+    """A number of bytes in megabytes, rounded up to a tenth."""
     return f"{-(-count // 10**5) / 10:,.1f} MB"

@@ -62,7 +62,7 @@ def test_packaged_sharegpt_is_read_to_its_cut() -> None:
     tally = split.tally
     assert tally.read == 17_671
     assert list(tally.unread) == ["record cut off by the end of the file"]
-    assert "17,671 whole records" in str(tally) and "cut off" in str(tally)
+    assert "17,671 complete records" in str(tally) and "cut off" in str(tally)
     assert tally.kept == len(split.train) + len(split.held_out) > 17_000
     # 5 % of 17,376, give or take: chats and equal prompts move together
     assert 0.035 < len(split.held_out) / tally.kept < 0.065

@@ -138,7 +138,7 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
     split = split_documents(cfg, tokenizer)
     assert len(split.train) + len(split.held_out) == 10 == split.tally.kept
     assert split.tally.read == 11  # the one that is too long does not count
-    assert list(split.tally.unread) == ["whatever follows, after data.limit=10"]
+    assert list(split.tally.unread) == ["the rest, after data.limit=10"]
     all_of_them = split_documents(replace(cfg, limit=100), tokenizer)
     assert all_of_them.tally.kept == 28
     assert all_of_them.tally.unread == {"broken JSON line": 1}
