@@ -1,5 +1,5 @@
-"""A draft on disk: `draft.safetensors`, and `drafter.json`, a card that says what it is and for
-which target.
+"""A draft on disk: `draft.safetensors`, and `drafter.json`, a card that describes it and its
+target.
 
 Files may come from anywhere, so nothing in them is trusted. The card is checked field by field
 against the family's dataclasses, the network that it describes is laid out without memory and
@@ -36,7 +36,7 @@ MOST_MODULES = 1024  # layers, heads and experts that a card may ask for, of eac
 
 @dataclass(frozen=True)
 class TargetOf:
-    """The target that a draft was made for. `width`: of its hidden states; 0: not known."""
+    """The target that a draft was made for. `width` is that of its hidden states; 0: unknown."""
 
     name: str
     revision: str | None
@@ -47,7 +47,7 @@ class TargetOf:
 
 @dataclass(frozen=True)
 class Card:
-    """What a draft's card says. `notes` are kept as they were given."""
+    """The contents of a draft's card. `notes` are kept as given."""
 
     format: int
     family: str
@@ -66,8 +66,8 @@ def save(
 ) -> None:
     """Write a draft; the folder appears whole or not at all.
 
-    `weights` stands in for the drafter's own state dict (gathered from sharded processes);
-    `notes` are kept in the card as they are. Raises UserError for a weight that is not finite.
+    `weights` replace the drafter's own state dict (gathered from sharded processes); `notes` are
+    kept in the card as given. Raises UserError for a weight that is not finite.
     """
     folder = Path(folder)
     state = drafter.finished(drafter.state_dict() if weights is None else weights)
@@ -106,22 +106,22 @@ def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -
 def read(folder: Path | str, target: Parts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
 
-    Raises UserError for a folder that holds no draft, a card with a value that cannot be, a draft
-    of another target, a truncated file, and, naming the tensor, for one that is missing, extra,
-    or of another shape or type.
+    Raises UserError for a folder that holds no draft, a card with an impossible value, a draft of
+    another target, a truncated file, and a tensor, which it names, that is missing, extra, or of
+    another shape or type.
     """
     folder = Path(folder)
     card = read_card(folder)
     theirs, kind, path = card.target, family(card.family), folder / CARD
     require(
         theirs.vocab_size == target.vocab_size,
-        f"{folder}: this draft is for a target with a vocabulary of {theirs.vocab_size} "
-        f"({theirs.name}), {target.name} has {target.vocab_size}: give that target",
+        f"{folder}: this draft is for {theirs.name}, with a vocabulary of {theirs.vocab_size}, but "
+        f"{target.name} has {target.vocab_size}: give {theirs.name}",
     )
     require(
         theirs.fingerprint == target.fingerprint(),
-        f"{folder}: this draft was trained for {theirs.name} with other weights than "
-        f"{target.name} has: give that target, or train a draft for this one",
+        f"{folder}: this draft was trained for {theirs.name}, with other weights than those of "
+        f"{target.name}: give the draft's own target, or train a draft for this one",
     )
     try:
         with located(path), torch.device("meta"):
@@ -135,7 +135,7 @@ def read(folder: Path | str, target: Parts) -> Drafter:
         ) from error
     tensors = _read_weights(folder / WEIGHTS, untied(planned.state_dict()))
     drafter = kind(card.config, card.shape)
-    drafter.load_state_dict(tensors, strict=False)  # strict=False: what is tied comes along
+    drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
     with located(folder / WEIGHTS):
         drafter.require_sound()
     return drafter
@@ -150,8 +150,8 @@ def digest(folder: Path | str) -> str:
 
 
 def read_card(folder: Path | str) -> Card:
-    """The card of a draft folder. Raises UserError where there is none, where it is of another
-    version, and, naming file and key, for a value of a wrong type or out of range."""
+    """The card of a draft folder. Raises UserError if there is none, if it is of another version,
+    and, naming file and key, for a value that has the wrong type or is out of range."""
     path = Path(folder) / CARD
     require(
         path.is_file(),
@@ -162,7 +162,7 @@ def read_card(folder: Path | str) -> Card:
     with located(path):
         require(
             card.format == FORMAT,
-            f"format {card.format} is not the one that this version reads ({FORMAT})",
+            f"format {card.format} is not the one this version reads ({FORMAT})",
         )
         kind = family(card.family)
         config: Any = record(kind.Config, card.config, "config")
@@ -175,7 +175,7 @@ def read_card(folder: Path | str) -> Card:
         ours, theirs = sizes.target_vocab, card.target.vocab_size
         require(
             ours == theirs >= 1,
-            f"shape: target_vocab is {ours}, the target's vocabulary has {theirs} tokens",
+            f"shape: target_vocab is {ours}, but the target's vocabulary has {theirs} tokens",
         )
         require(
             sizes.draft_vocab is None or 1 <= sizes.draft_vocab <= ours,
@@ -185,7 +185,7 @@ def read_card(folder: Path | str) -> Card:
 
 
 def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict without the second name of a tensor that has two (tied embeddings)."""
+    """A state dict with only the first name of a tensor that has two (tied embeddings)."""
     first: dict[Any, str] = {}
     for name, x in state.items():
         first.setdefault((x.untyped_storage()._cdata, x.storage_offset(), x.shape), name)
@@ -218,8 +218,8 @@ def _require_shapes(
 
 
 def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file. What its header announces is compared with those of a network before
-    any is read."""
+    """The tensors of a file. Its header is compared with the tensors of a network before any is
+    read."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -243,7 +243,7 @@ def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def _require_sane(value: Any, where: str, key: str = "") -> None:
     """Raise UserError for numbers that no network has, and for counts of modules that would take
-    for ever to build. `key` leads to the value."""
+    forever to build. `key` is the path to the value."""
     if isinstance(value, dict):
         for name, part in value.items():
             _require_sane(part, where, f"{key}.{name}".lstrip("."))
@@ -258,8 +258,8 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
 
 @torch.no_grad()
 def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
-    """Draft once, on features of zeros, so that a whole network that does not fit this target shows
-    here and not in the middle of an answer."""
+    """Draft once, on features of zeros, so that an intact network that does not fit this target
+    fails here and not in the middle of an answer."""
     read = drafter.needs.layers
     layers = target.config.num_hidden_layers if read else 0
     require(
@@ -269,7 +269,7 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
     )
     T = 6
     ids_BT = torch.arange(T, device=target.device)[None] % target.vocab_size
-    if isinstance(target, Seq2SeqTarget):  # whose texts hold a start token, or (BART) two in a row
+    if isinstance(target, Seq2SeqTarget):  # its texts hold a start token, or (BART) two in a row
         ids_BT[:] = (target.seq2seq.start + 1) % target.vocab_size
         ids_BT[:, 2:4] = target.seq2seq.start
     features = torch.zeros(1, T, target.width * max(1, len(read)))
@@ -286,5 +286,5 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
 
 
 def _line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """An error's message in one line."""
     return " ".join(str(error).split())[:300] or repr(error)

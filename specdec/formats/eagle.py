@@ -6,8 +6,8 @@ from specdec.target.base import Target
 
 
 def config(drafter: Eagle, target: Target) -> Description:
-    """`architectures: [LlamaForCausalLM]`, which an engine that drafts by method `eagle` prefixes.
-    Of a target's own scaling of its logits, engines know a factor."""
+    """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`. If a
+    target scales its logits, engines support only a factor."""
     return {
         **one_layer(drafter),
         "architectures": ["LlamaForCausalLM"],

@@ -18,7 +18,7 @@ def hf(drafter: Eagle3, target: Target) -> Description:
         "fc_norm": False,
         "norm_output": False,
         "num_aux_hidden_states": len(ids),
-        # SGLang reads this one alone, and adds 1 to each
+        # SGLang reads only this one, and adds 1 to each
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [k - 1 for k in ids],
             "use_aux_hidden_state": True,
@@ -47,7 +47,7 @@ def speculators(drafter: Eagle3, target: Target) -> Description:
 
 
 def described(drafter: Eagle3, target: Target) -> Description:
-    """What both layouts say of the network."""
+    """The description of the network that both layouts share."""
     return {
         "draft_vocab_size": drafter.lm_head.out_features,
         "target_hidden_size": target.width,
@@ -59,8 +59,8 @@ def described(drafter: Eagle3, target: Target) -> Description:
 
 
 def write(drafter: Eagle3, tensors: Tensors) -> Tensors:
-    """`d2t` holds offsets: draft token i is target token i + d2t[i]; with the whole vocabulary
-    engines accept neither it nor `t2d`."""
+    """`d2t` holds offsets: draft token i is target token i + d2t[i]. Engines accept neither `d2t`
+    nor `t2d` with the whole vocabulary."""
     if (vocab_S := tensors.pop("vocab_S", None)) is None:
         return tensors
     inside_V = torch.zeros(drafter.target_vocab, dtype=torch.bool, device=vocab_S.device)

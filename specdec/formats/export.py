@@ -1,7 +1,7 @@
-"""Export to what serving engines load, read back and compared before it is called done.
+"""Export for serving engines. Every export is read back and compared before it counts as done.
 
 Layouts: `hf` is what vLLM and SGLang load by method; `speculators` is vLLM's self-describing
-format. Each family that engines serve has a module of its own here. Weights are written in the
+format. Each family that engines serve has its own module here. Weights are written in the
 precision they were trained in: an engine casts them to the target's, as our decoder does.
 Letters: B batch, T time, N positions at all depths, S draft vocabulary.
 """
@@ -26,7 +26,7 @@ from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-MARK = "draftsmith.json"  # tells an export of ours, which a new one may replace
+MARK = "draftsmith.json"  # marks our own exports, which a new one may replace
 
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (family, name): layout
@@ -37,7 +37,7 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
 
 @dataclass
 class Mark:
-    """What an export of ours says of itself. `drafter` is the family, or "target"."""
+    """The mark in each of our exports. `drafter` is the family, or "target"."""
 
     drafter: str
     layout: str
@@ -48,12 +48,12 @@ class Mark:
 
 
 def layout_names(family: str) -> list[str]:
-    """The layouts in which a family can be exported; none where no engine loads it."""
+    """The layouts in which a family can be exported; none if no engine loads it."""
     return [name for theirs, name in LAYOUTS if theirs == family]
 
 
 def layout_of(family: str, name: str) -> Layout:
-    """Raises UserError where a family does not have this layout."""
+    """Raises UserError if a family does not have this layout."""
     known = layout_names(family)
     require(bool(known), f"drafter {family!r} cannot be exported: no engine loads it from a file")
     if name not in known:
@@ -67,8 +67,8 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     The checkpoint is written, read back as an engine would, and must give the same logits as
     the drafter on real input; a folder appears only if it does. Raises UserError for a layout
     that this family does not have, for a weight that is missing or not finite, for a draft that
-    an engine would read differently, and for a folder that holds something else than an
-    earlier export.
+    an engine would read differently, and for a folder that holds anything but an earlier
+    export.
     """
     folder, family = Path(folder), drafter.config.name
     chosen = layout_of(family, layout)
@@ -103,7 +103,7 @@ def write_target(folder: Path, target: Target) -> None:
 
 
 def require_free(folder: Path) -> None:
-    """Raise UserError where writing here would destroy anything but an earlier export."""
+    """Raise UserError if writing here would destroy anything but an earlier export."""
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     require(
         free or (folder / MARK).is_file(),
@@ -131,14 +131,14 @@ def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
     drafter.load_state_dict(tensors, strict=False)
     drafter.to(target.device, next(like.parameters()).dtype)
     drafter.attach(target)
-    if is_packed(like):  # products are then summed in one order
+    if is_packed(like):  # so that products are summed in the same order
         pack(drafter)
     return drafter.eval()
 
 
 @torch.no_grad()
 def logits(drafter: Drafter, target: Target) -> Tensor:
-    """A drafter's logits [N, S] of all depths, at a few anchors of a short text."""
+    """A drafter's logits [N, S] at all depths, for a few anchors of a short text."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size
     ctx, _ = target.features(ids_BT, drafter.needs)
     ctx = Context(ids_BT, ctx.layers_BTF, ctx.final_BTD)

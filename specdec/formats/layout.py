@@ -1,4 +1,4 @@
-"""What an engine needs to know of a family: one `Layout` for each format that it loads."""
+"""What an engine needs to know about a family: one `Layout` for each format it loads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Layout:
     """A family's weights as an engine names, shapes and describes them.
 
     `method` is vLLM's name for drafting with them, and `config` makes their config.json. Names of
-    tensors that begin with `ours` in the drafter begin with `theirs` in the file. `write` changes
-    the drafter's own tensors into the engine's before they are renamed, and `read` back after it.
-    `objection` says why an engine would draft something else than the drafter, whose logits on a
-    short text it is given, or None. A draft that is a `whole_model` is written with the target's
-    tokenizer.
+    tensors that begin with `ours` in the drafter begin with `theirs` in the file. `write` converts
+    the drafter's tensors to the engine's before they are renamed; `read` converts them back after
+    they are renamed back. `objection` takes the drafter's logits on a short text and says why an
+    engine would draft differently, or returns None. A draft that is a `whole_model` is written with
+    the target's tokenizer.
     """
 
     method: str
@@ -39,7 +39,7 @@ class Layout:
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
-    """The tensors, those whose names begin with `old` under names that begin with `new`."""
+    """The tensors, with the prefix `old` of their names replaced by `new`."""
     return {new + n.removeprefix(old) if n.startswith(old) else n: x for n, x in tensors.items()}
 
 

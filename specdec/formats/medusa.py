@@ -11,7 +11,7 @@ from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats.layout import Description, Layout, Tensors
 from specdec.target.base import Target
 
-HEAD = "lm_heads."  # with the number of the head behind it
+HEAD = "lm_heads."  # followed by the number of the head
 
 
 def config(drafter: Medusa, target: Target) -> Description:
