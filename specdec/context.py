@@ -23,17 +23,17 @@ class Needs:
 
 @dataclass
 class Context:
-    """Tokens and the target's features of them. A reader at anchor a uses features < a only.
+    """Tokens and the target's features of them. A reader at anchor a uses only features < a.
 
     While decoding, a row's `lengths[b]` tokens end with its anchor, and its features end one
-    position earlier; what lies behind is padding. In training (`lengths` None) both have every
-    position of a packed row.
+    position earlier; everything after them is padding. In training (`lengths` is None) both cover
+    every position of a packed row.
     """
 
     ids_BT: Tensor
     layers_BTF: Tensor | None = None  # the layers of `Needs`, concatenated in their order
     final_BTD: Tensor | None = None
-    document_BT: Tensor | None = None  # which document a token is of, -1 = padding; None = one
+    document_BT: Tensor | None = None  # each token's document, -1 = padding; None = only one
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …
     lengths: list[int] | None = None
     texts: list[list[int]] | None = None  # the tokens of each row, where a caller has them
@@ -50,21 +50,21 @@ class Context:
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in a run a training pass takes place, for families and objectives that change."""
+    """When in a run a training pass takes place, for families and objectives that change."""
 
-    progress: float = 0.0  # share of the run's steps that are done
-    seeds: Sequence[int] = ()  # one a row: what is random in a row follows from its seed alone
+    progress: float = 0.0  # share of the run's steps done so far
+    seeds: Sequence[int] = ()  # one per row: everything random in a row follows from its seed
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
-        """One generator a row, the same however rows are spread over batches and processes."""
+        """One generator per row, the same however rows are spread over batches and processes."""
         return [torch.Generator(device).manual_seed(seed) for seed in self.seeds]
 
 
 @dataclass
 class Scouts:
-    """Tokens that the target reads beside a proposal, in the same pass, and that are never kept:
-    the drafter wants to hear what the target says after them (`Drafter.hear`). Scouts are
-    numbered from 0, a parent before its children; the parent -1 is the anchor."""
+    """Tokens that the target reads in the same pass as a proposal and that are never kept: they
+    show the drafter what the target predicts after them (`Drafter.hear`). Scouts are numbered
+    from 0, a parent before its children; the parent -1 is the anchor."""
 
     tokens_BX: Tensor
     parents_BX: Tensor
@@ -72,18 +72,18 @@ class Scouts:
 
 @dataclass
 class Proposal:
-    """Drafted tokens: a chain, or a tree where there are `parents_BN`.
+    """Drafted tokens: a chain, or a tree if there are `parents_BN`.
 
     A token of -1 means that nothing was drafted there: rows may draft less than their neighbours.
     Nodes are numbered from 0, a parent before its children, siblings in the order in which they
     were drawn; the parent -1 is the anchor. `q_BNV` is the distribution over the target's
     vocabulary that each node was drawn from before any sibling was taken out, so that siblings
-    have the same one; None means that the tokens were chosen without chance (copied, or drafted
+    have the same one; None means that the tokens were chosen deterministically (copied, or drafted
     greedily), each a point mass.
 
     The target reads the anchor and the nodes as one block of M = N + 1 *places*: the anchor at
-    place 0 and node i at place i + 1; scouts, if there are any, follow. Whatever comes out of that
-    pass, logits, features and cache slots, is counted by place. The methods below convert.
+    place 0 and node i at place i + 1; scouts, if any, follow. The outputs of that pass (logits,
+    features and cache slots) are indexed by place. The methods below convert.
     """
 
     tokens_BN: Tensor
@@ -100,11 +100,11 @@ class Proposal:
         return torch.arange(N, device=self.tokens_BN.device).expand_as(self.tokens_BN)
 
     def above(self, x_BM: Tensor) -> Tensor:
-        """Of values [B, M] by place, those [B, N] at the place that each node follows."""
+        """The values [B, N] at the place that each node follows, from values [B, M] by place."""
         return x_BM[:, :-1] if self.parents_BN is None else x_BM.gather(1, self.above_BN)
 
     def children_BMC(self) -> Tensor:
-        """The places of the children of each place, in their order; 0 where there is none."""
+        """The places of each place's children, in their order; 0 where there is none."""
         (B, N), above_BN = self.tokens_BN.shape, self.above_BN
         there_BN = self.tokens_BN >= 0
         kin_BNN = (above_BN[:, :, None] == above_BN[:, None, :]) & there_BN[:, None, :]
@@ -120,7 +120,7 @@ class Proposal:
         return torch.where(place > 0, self.tokens_BN[row, place - 1], -1)
 
     def q_at(self, row: Tensor, place: Tensor) -> Tensor | None:
-        """What the tokens at these places were drawn from; arbitrary at place 0."""
+        """The distributions that these places' tokens were drawn from; arbitrary at place 0."""
         return None if self.q_BNV is None else self.q_BNV[row, place - 1]
 
     def path_BK(self, end_B: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Proposal:
 
     def block(self, anchor_B1: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the target reads: ids by place, [B, M] or with scouts [B, M + X], and the place
-        that each follows, -1 the last committed token; None where each follows the one before."""
+        that each follows (-1: the last committed token), or None if each follows the previous."""
         ids = [anchor_B1, self.tokens_BN.clamp_min(0)]
         above = [torch.full_like(anchor_B1, -1), self.above_BN]
         if self.scouts is not None:
@@ -150,14 +150,14 @@ class Proposal:
         return torch.cat(ids, 1), torch.cat(above, 1)
 
     def kept_places(self, path_BK: Tensor) -> Tensor | None:
-        """The places of the anchor and of the nodes of these paths, in order; arbitrary where a
-        path has ended, and None where they are simply the first ones."""
+        """The places of the anchor and of the nodes of these paths, in order; arbitrary after the
+        end of a path, and None if they are simply the first places."""
         if self.parents_BN is None:
             return None
         return torch.cat([path_BK.new_zeros(len(path_BK), 1), path_BK.clamp_min(0) + 1], 1)
 
     def drafted_to(self) -> list[list[list[int]]]:
-        """For each row and place, the tokens drafted from the anchor (none) down to there."""
+        """For each row and place, the tokens drafted on the path to it; none at the anchor."""
         found: list[list[list[int]]] = []
         tokens = self.tokens_BN.clamp_min(0).tolist()
         for ids, above in zip(tokens, self.above_BN.tolist(), strict=True):

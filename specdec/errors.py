@@ -1,4 +1,4 @@
-"""Errors that speak to the user."""
+"""Errors addressed to the user."""
 
 import difflib
 import errno
@@ -21,11 +21,11 @@ OF_FILES = (
 
 
 class UserError(Exception):
-    """A mistake of the user's: one line that says what, where and what to do; exit code 2."""
+    """A user's mistake: one line that says what, where and what to do; exit code 2."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """ "; did you mean 'NAME'?", or the known names where none is near."""
+    """ "; did you mean 'NAME'?", or the known names if none is near."""
     known = sorted(options)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
@@ -38,7 +38,7 @@ def require(condition: bool, message: str) -> None:
 
 @contextmanager
 def located(where: object) -> Iterator[None]:
-    """Begin the message of a UserError from this block with the place that it is about."""
+    """Put the place that it concerns before the message of a UserError from this block."""
     try:
         yield
     except UserError as error:
@@ -56,7 +56,7 @@ def require_between(
 
 
 def require_within(owner: str, config: object, **bounds: float | tuple[float, float]) -> None:
-    """`require_between` for settings of an owner, each with its least value or with both ends."""
+    """`require_between` for settings of an owner, each with its lower bound or with both."""
     for name, bound in bounds.items():
         least, most = bound if isinstance(bound, tuple) else (bound, None)
         require_between(f"{owner}.{name}", getattr(config, name), least, most)
@@ -71,29 +71,29 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message, cut to one line; its type where it has none."""
+    """The first line of an error's message, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:
     """The message for a full disk or a place that cannot be written. Any other error is raised
-    again as it is."""
+    again unchanged."""
     code = getattr(error, "errno", None)
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells it
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
         code = int(found[1])
     if code not in OF_FILES:
         raise error
     where = getattr(error, "filename", None) or "a file"
     return UserError(
         f"{where} cannot be written ({os.strerror(code)}): make room, or give another place; what "
-        "was saved before is whole, and the same command goes on from there"
+        "was saved before is complete, and the same command continues from it"
     )
 
 
 def end_quietly() -> NoReturn:
-    """End as other tools do when the reader of their output has left, as `head` does: without a
-    word, and with the exit code of SIGPIPE."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails
+    """End silently with the exit code of SIGPIPE, as other tools do when the reader of their
+    output, such as `head`, has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails
     sys.exit(128 + signal.SIGPIPE)
 
 

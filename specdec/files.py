@@ -21,17 +21,17 @@ NAMES |= {bool: "true or false", list: "a list", tuple: "a list", dict: "an obje
 
 
 def make_folder(folder: Path) -> Path:
-    """Make a folder, and those above it, unless it is there. Raises UserError where that fails."""
+    """Make a folder and its parents unless they exist. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # the latter: a name with a null byte
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the folder {folder} cannot be made ({reason}): name another") from error
     return folder
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader always finds either the old text or the new one, whole."""
+    """Write a file so that a reader always finds the complete old text or the complete new one."""
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     partial.write_text(text)
     partial.replace(path)
@@ -39,11 +39,11 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """`with replaced(folder) as partial:` writes a folder anew under a temporary name.
+    """`with replaced(folder) as partial:` writes a new folder under a temporary name.
 
-    The folder takes the place of the old one only if the block succeeds; after an error the old
-    one is untouched. Libraries create some files readable by their owner alone: all files get
-    the mode that the user's umask gives.
+    It replaces the old one only if the block succeeds; after an error the old one is untouched.
+    Libraries create some files that only their owner can read, so all files get the mode that the
+    user's umask gives.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -66,8 +66,8 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The records that have these keys, of JSON lines that a run wrote itself and may have been
-    interrupted in: a line that is cut short or damaged is left out."""
+    """The records with these keys in JSON lines that a run wrote. A line that is damaged, or cut
+    short by an interruption, is left out."""
     found = []
     for line in path.read_bytes().splitlines():
         try:
@@ -89,12 +89,12 @@ def read_record(kind: type[T], path: Path, remedy: str = "") -> T:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises UserError for a file that is missing, cannot be read, is
-    too large, or is not JSON that nests at most `MOST_NESTED` levels deep."""
+    """The value in a JSON file. Raises UserError for a file that is missing, unreadable, too large,
+    not JSON, or nested more than `MOST_NESTED` levels deep."""
     try:
         require(path.is_file(), f"{path} does not exist, or is not a file")
         size = path.stat().st_size
-        require(size <= LARGEST, f"{path} has {size / 1e6:,.0f} MB: no file of ours is that large")
+        require(size <= LARGEST, f"{path} has {size / 1e6:,.0f} MB: none of ours is that large")
         value = json.loads(path.read_bytes())
     except RecursionError:
         raise UserError(f"{path} is damaged: it nests thousands of brackets") from None
@@ -109,9 +109,9 @@ def read_json(path: Path) -> Any:
 
 
 def record(kind: type[T], value: Any, where: str) -> T:
-    """A dataclass from what JSON or a user gave, every field checked against its type: lists become
-    tuples where those are asked for, and whole numbers floats; nothing else is converted. Raises
-    UserError, which begins with `where`, for a key that is missing or unknown, and for a value of
+    """Build a dataclass from JSON or user input, with every field checked against its type. Lists
+    become tuples and whole numbers floats if the type asks for it; nothing else is converted.
+    Raises UserError, beginning with `where`, for a missing or unknown key and for a value of
     another type."""
     require(isinstance(value, dict), f"{where}: expected an object, found {_shown(value)}")
     hints = get_type_hints(kind)
@@ -165,7 +165,7 @@ def _as(kind: Any, value: Any, where: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
+    """A value for a message, shortened if it is long."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = ascii(value) if isinstance(value, str) else json.dumps(value, default=repr)

@@ -1,4 +1,4 @@
-"""Progress for people: bars in a terminal, a line now and then in a file."""
+"""Progress for people: bars in a terminal, occasional lines in a file."""
 
 import sys
 import time
@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TimeElapsedColumn
 
 console = Console(highlight=False, soft_wrap=True)  # quiet in all processes but the first
-SECONDS = 20.0  # between two lines where the output is no terminal
+SECONDS = 20.0  # between two lines if the output is not a terminal
 
 
 class Lines(Progress):
-    """Progress for output that is no terminal: prints a line now and then in place of a bar."""
+    """Progress for output that is not a terminal: prints occasional lines instead of bars."""
 
     _last = 0.0
 
@@ -33,7 +33,7 @@ class Lines(Progress):
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
-    """Bars in a terminal; `Lines` elsewhere; nothing where not `shown`."""
+    """Bars in a terminal; `Lines` elsewhere; nothing unless `shown`."""
     if shown and not console.is_terminal:
         return Lines(console=console, disable=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
@@ -42,5 +42,5 @@ def bars(console: Console, shown: bool = True) -> Progress:
 
 @cache
 def tell(line: str) -> None:
-    """Print a line about this process on stderr, once; it appears above bars that are shown."""
+    """Print a line about this process on stderr, once; it appears above any bars."""
     print(line, file=sys.stderr, flush=True)
