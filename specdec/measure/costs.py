@@ -1,6 +1,6 @@
 """What decoding costs on this machine, in seconds: plain steps, verification, drafting, rounds.
 
-Whatever is compared takes turns, so that a change of the machine in between falls on all of it.
+Things that are compared take turns, so that a change in the machine's speed affects all of them.
 
 Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted).
 """
@@ -29,7 +29,7 @@ from specdec.theory.intervals import Interval, median_interval
 T = TypeVar("T")
 TURNS = 31  # of each part
 OF_A_TABLE = 5  # turns of each of its cells
-TIMED = 48  # tokens that are decoded to time rounds
+TIMED = 48  # tokens decoded to time rounds
 OF_ROUNDS = 5  # turns of each shape whose rounds are compared
 
 
@@ -48,12 +48,12 @@ class Costs:
 
 @torch.inference_mode()
 def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
-    """The parts of a round that drafts `shape`, measured after a prompt on `cfg.batch` rows.
+    """The costs of the parts of a round that drafts `shape`, after a prompt on `cfg.batch` rows.
 
-    The verification is of the anchor and as many tokens as the shape can draft. Parts take turns,
+    The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
     so that each finds the processor's caches as decoding leaves them. Compiled passes depend on
-    the room for `cfg.max_new_tokens`. Of a prompt that leaves the draft no positions, only the
-    end is read.
+    the room for `cfg.max_new_tokens`. If a prompt leaves the draft no positions, only its end is
+    read.
     """
     target, batch, slots = job.target, job.cfg.batch, None
     if job.cfg.compile:
@@ -87,11 +87,11 @@ def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> 
 @torch.inference_mode()
 def operations_ratio(job: Job, prompt: Sequence[int], gamma: int) -> float | None:
     """ĉ, the arithmetic operations of one draft step over those of one step of the target
-    (Definition 3.10), counted in products of matrices while drafting γ tokens once. None where
-    they are computed by operators that cannot be counted."""
+    (Definition 3.10), counted in matrix products while drafting γ tokens once. None if their
+    operators cannot be counted."""
     rows, cache, draft = _prepared(job, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
-    counted = {}  # torch does not know a product by a packed weight
+    counted = {}  # torch cannot count a product with a packed weight
     if (packed := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
         counted[packed] = lambda x, *_, out_shape, **__: 2 * x[-1] * math.prod(out_shape)
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
@@ -105,8 +105,8 @@ def operations_ratio(job: Job, prompt: Sequence[int], gamma: int) -> float | Non
 def _prepared(
     job: Job, prompt: Sequence[int], shape: Shape, batch: int = 1, slots: int | None = None
 ) -> tuple[Rows, SlotCache, Callable[[], object]]:
-    """Rows that have read the prompt and stand at an anchor, the target's cache of them, and a
-    call that drafts there. With `slots`, caches are of that fixed size and passes are compiled."""
+    """Rows that have read the prompt and are at an anchor, the target's cache of them, and a call
+    that drafts there. With `slots`, caches have that fixed size and passes are compiled."""
     target, drafter = job.target, job.drafter
     if drafter.positions is not None:
         prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
@@ -123,7 +123,7 @@ def _prepared(
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of a call, with the work that it left to a GPU, and its result."""
+    """Seconds of a call, including the work it started on a GPU, and its result."""
     finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     finish()
     start = time.perf_counter()
@@ -133,7 +133,7 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
 
 
 def cost_table(job: Job, prompt: Sequence[int], gamma: int) -> CostTable:
-    """Seconds of a round by rows, up to `cfg.batch`, and drafted tokens, for length goodput."""
+    """Seconds of a round by rows (up to `cfg.batch`) and drafted tokens, for length goodput."""
     most = job.cfg.batch
     batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (most, gamma))
     seconds = []
@@ -148,8 +148,8 @@ def cost_table(job: Job, prompt: Sequence[int], gamma: int) -> CostTable:
 def rounds_in_turn(
     job: Job, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[tuple[float, float]]:
-    """For each shape the seconds of a round of decoding `cfg.batch` prompts together, and those
-    of its drafting: medians of `OF_ROUNDS` turns, after one that warms up."""
+    """For each shape, the seconds of a whole round and of its drafting when `cfg.batch` prompts are
+    decoded together: medians of `OF_ROUNDS` turns, after a warm-up turn."""
     cfg, found = job.cfg, [list[tuple[float, float]]() for _ in shapes]
     batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
     tokens = min(cfg.max_new_tokens, TIMED)

@@ -31,14 +31,14 @@ from specdec.theory.alpha import repetition
 from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import pass_cost
 
-LONG = 8  # tokens a round, for the oracle: it asks where rejections fall, wherever that is
+LONG = 8  # tokens per round for the oracle, which must see where rejections fall
 SHOWN = 6  # samples that are kept
 OnPrompt = Callable[[str], None]
 
 
 @dataclass
 class Subject:
-    """What is measured: a draft of a run, and on which data."""
+    """What is measured: a run's draft, for its target, on some data."""
 
     name: str  # of the run
     target: Target
@@ -53,12 +53,12 @@ def evaluate(
     on_prompt: OnPrompt = lambda line: None,
     words: Sequence[str] = (),
 ) -> Results:
-    """Measure a drafter on the first `cfg.prompts` prompts. Where a tree or a length must be
-    chosen first, the prompts after those serve for it.
+    """Measure a drafter on the first `cfg.prompts` prompts. If a tree or a length must be chosen
+    first, it is chosen on the prompts after those.
 
     `words` are what the user says in each prompt, for the samples (default: the decoded prompt).
     `on_prompt` is called with a line of progress after each prompt at each temperature. Raises
-    UserError where there is no prompt.
+    UserError if there is no prompt.
     """
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
@@ -99,14 +99,14 @@ def evaluate(
 
 @dataclass
 class Answered:
-    """All prompts answered plainly and speculatively; the lists of seconds have an entry a batch,
-    and `tokens` counts those of its plain answers after the first of each."""
+    """All prompts answered plainly and speculatively. Seconds and `tokens` have one entry per
+    batch; `tokens` counts those of its plain answers after the first of each."""
 
     plain: list[Generation] = field(default_factory=list)
     drafted: list[Generation] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     plain_seconds: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of as many tokens
+    seconds: list[float] = field(default_factory=list)  # for the same number of tokens
     spent: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -115,8 +115,8 @@ class Answered:
 
 
 def _answered(job: Job, how: Strategy, prompts: list[list[int]], on_prompt: OnPrompt) -> Answered:
-    """Every batch answered `cfg.repeats` times both ways, in turn; counts are of the first time,
-    seconds medians."""
+    """Answer every batch `cfg.repeats` times both ways, in turn; counts are from the first time,
+    seconds are medians."""
     cfg, made = job.cfg, Answered()
     policy, untimed = (how.length and how.length() for _ in range(2))
 
@@ -153,7 +153,7 @@ def _after_the_first(batch: Sequence[Generation]) -> int:
 
 
 def _a_token(batch: Sequence[Generation]) -> float:
-    """Seconds a token of a batch, which lasts as long as its slowest row."""
+    """Seconds per token of a batch, which lasts as long as its slowest row."""
     return max(g.seconds for g in batch) / _after_the_first(batch)
 
 
@@ -177,7 +177,7 @@ def _figures(
     def share(
         one: Callable[[Round], float], of: Callable[[Round], float] = lambda r: 1
     ) -> Interval:
-        """Σ one / Σ of over all rounds, bootstrapped over prompts."""
+        """Σ `one` / Σ `of` over all rounds, bootstrapped over prompts."""
         numerators, denominators = (
             [sum(map(x, g.rounds)) for g in made.drafted] for x in (one, of)
         )
@@ -230,7 +230,7 @@ def _oracle(
     job: Job, shape: Shape, cost: Costs, learning: list[list[int]], rounds: list[Round]
 ) -> Oracle | None:
     """The bound of `specdec.decoding.length.oracle`, for chains: from rounds of `LONG` tokens on
-    some prompts where the family drafts so many, else from the rounds that were measured."""
+    some prompts if the family can draft that many, otherwise from the measured rounds."""
     if not isinstance(shape, Chain):
         return None
     if (long := min(LONG, job.drafter.max_depth or LONG)) > shape.depth:

@@ -1,4 +1,4 @@
-"""A draft along known text: acceptance, and what the theory asks of p and q, at every anchor.
+"""A draft along known text: acceptance, and what the theory needs of p and q, at every anchor.
 
 Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D width.
 """
@@ -20,7 +20,7 @@ from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import divergence, lenient_alpha
 
 LENIENCES = (0.8, 0.5, 0.2)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
-MOST = 1e6  # of q(x) / p(x): a text that the target would hardly write
+MOST = 1e6  # cap on q(x) / p(x), for text that the target would hardly write
 
 
 class Along(NamedTuple):
@@ -34,8 +34,8 @@ class Along(NamedTuple):
 
 
 def drafting(drafter: Drafter, gamma: int) -> Drafter:
-    """The drafter as it drafts γ tokens. What a family that copies drafts first depends on how many
-    tokens it copies; others draft γ tokens as they would begin more."""
+    """The drafter when it drafts γ tokens. If a family copies, its first tokens depend on how many
+    it copies; in the others, γ tokens are the beginning of any longer draft."""
     if not drafter.copies or drafter.depth == gamma:
         return drafter
     same = copy(drafter)
@@ -58,8 +58,8 @@ def along(
 ) -> Along:
     """Teacher forcing over an answer `ids` to a prompt.
 
-    Of a text that is longer than the positions of target or draft, the beginning is read: nothing
-    is drafted beyond them either.
+    If the text exceeds the positions of target or draft, only its beginning is read: nothing is
+    drafted beyond them either.
     """
     drafter, placed = forcing.drafter, target.placed(prompt)
     room = target.room(placed)
@@ -82,7 +82,7 @@ class Text(NamedTuple):
 
     found: Along
     anchors: list[int]
-    drafted: list[int]  # at each of them: how many depths were drafted, at most
+    drafted: list[int]  # at each of them: the most depths that were drafted
 
 
 def whole(found: Along, length: int, depth: int) -> Text:
@@ -92,11 +92,11 @@ def whole(found: Along, length: int, depth: int) -> Text:
 
 
 def decoded(found: Along, made: Generation, gamma: int, greedy: bool) -> Text:
-    """The anchors at which the rounds of a decoding started, whose text `found` is of.
+    """The anchors at which a decoding's rounds started; `found` is measured along its text.
 
-    All of them at T = 0, where a depth past the text's end was not accepted: so the products of
-    greedy acceptance are the decoder's own counts, round by round. Else those with γ tokens of
-    text after them, since sampled acceptance past the end is not known.
+    At T = 0 all of them: a depth past the end of the text was not accepted, so the products of
+    greedy acceptance are the decoder's own counts, round by round. Otherwise only those with γ
+    tokens of text after them, since sampled acceptance past the end is unknown.
     """
     length = len(made.ids) + len(made.overrun)
     rounds = [(r.anchor - len(made.prompt), r.drafted) for r in made.rounds]
@@ -119,18 +119,18 @@ def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:
-    """The pooled mean of columns [T], one an answer."""
+    """The pooled mean of columns [T], one per answer."""
     return ratio_interval([float(c.sum()) for c in columns], [len(c) for c in columns])
 
 
 def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
-    """`mean` at each depth of tables [T, K], one an answer."""
+    """`mean` at each depth of tables [T, K], one per answer."""
     return [mean(columns) for columns in zip(*(table.unbind(1) for table in tables))]
 
 
 def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Foreseen | None:
-    """What the theory says of these texts; None where they are too short. Expected tokens are
-    those of a chain of γ, or of the trained depth where that is less, at visited anchors."""
+    """What the theory says about these texts; None if they are too short. Expected tokens are
+    those of a chain of γ (or of the trained depth, if less) at visited anchors."""
     if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
         return None
     divergences = [text.found.divergence[text.anchors] for text in every]

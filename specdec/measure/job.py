@@ -26,8 +26,8 @@ class Job:
     def answers(
         self, prompts: Sequence[Sequence[int]], shape: Shape | None, **options: Any
     ) -> list[Generation]:
-        """Continue prompts together, in rounds that draft `shape`; None: plainly. `options` of
-        `decode` stand in for those of `cfg`."""
+        """Continue prompts together, in rounds that draft `shape` (None: plainly). `options` are
+        those of `decode` and override `cfg`."""
         cfg = self.cfg
         given: dict[str, Any] = {"max_new_tokens": cfg.max_new_tokens, "compiled": cfg.compile}
         if shape is not None:
@@ -38,8 +38,8 @@ class Job:
     def rounds(
         self, prompts: Sequence[Sequence[int]], gamma: int, length: Length | None = None
     ) -> list[Round]:
-        """The rounds of answering each prompt alone, drafting γ tokens a round or as many of them
-        as `length` decides."""
+        """The rounds when each prompt is answered alone, drafting γ tokens per round, or as many
+        of them as `length` decides."""
         made: list[Generation] = []
         for i, prompt in enumerate(prompts, self.cfg.seed):
             options = {"seeds": [i], "length": length, "compiled": False}

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, instruction set, threads, dtype and why, torch."""
+"""The machine behind a figure: processor, instruction set, threads, dtype and why, torch."""
 
 import platform
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from specdec.target.base import Target
 @dataclass(frozen=True)
 class Machine:
     device: str
-    processor: str  # and what torch uses of it, such as AVX512
+    processor: str  # and the instruction set that torch uses, such as AVX512
     threads: int
     dtype: str
     reason: str  # for that dtype
@@ -38,7 +38,7 @@ def machine_of(target: Target) -> Machine:
 
 
 def _cpu() -> str:
-    """The processor's name, as well as the system tells it."""
+    """The processor's name, as far as the system reports it."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):

@@ -1,7 +1,7 @@
-"""What an evaluation found: dataclasses, written as JSON and read back as themselves.
+"""The results of an evaluation: dataclasses, written as JSON and read back unchanged.
 
 `evaluate` makes a `Results`; report, W&B, comparison and pipeline read it, and nothing else
-travels between them. Lists over depths have an entry for each drafted position, from 0.
+passes between them. Lists over depths have an entry for each drafted position, from 0.
 """
 
 import json
@@ -52,7 +52,7 @@ class Lenient:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What the theory needs and only p and q at every position of the text give (T > 0)."""
+    """Figures of the theory that need p and q at every position of the text (T > 0)."""
 
     divergence: list[Interval]  # D_LK by depth
     lenience: list[Lenient]  # at depth 0
@@ -62,7 +62,7 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """The counts of one prompt, by which two drafts can be compared pair by pair."""
+    """The counts of one prompt, for comparing two drafts prompt by prompt."""
 
     emitted: int
     rounds: int
@@ -87,7 +87,7 @@ class AtTemperature:
     lossless: bool
     gamma: int  # the depth of what a round drafts
     nodes: int
-    chain: bool  # in place of a tree
+    chain: bool  # rather than a tree
     tau: Interval
     speedup: Interval
     tokens_per_second: Interval
@@ -122,8 +122,8 @@ class ByDepth:
 
 @dataclass
 class HeldOut:
-    """Held-out figures by teacher forcing. `tau_*`: tokens a pass of a decoder that walks the
-    texts; `alpha_*`: α at depth 0 over all positions, of which there are `positions` by depth."""
+    """Held-out figures by teacher forcing. `tau_*`: tokens per pass of a decoder that walks the
+    texts; `alpha_*`: α at depth 0 over all positions; `positions`: their number by depth."""
 
     tau_greedy: float
     tau_sampled: float
@@ -179,12 +179,12 @@ class Results:
     machine: Machine
     temperatures: list[AtTemperature]
     learned_on: str = ""
-    operations: float | None = None  # ĉ: the draft's operations a token over the target's
+    operations: float | None = None  # ĉ: the draft's operations per token over the target's
     weight_bytes: int = 0  # of the target, which a pass reads
     training: Training | None = None
 
     def headline(self) -> dict[str, float]:
-        """The figures that runs are compared by, with one flat name each."""
+        """The figures for comparing runs, each under one flat name."""
         out: dict[str, float] = {}
         for at in self.temperatures:
             figures = {name: getattr(at, name) for name in HEADLINE}
@@ -199,6 +199,6 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> "Results":
-        """The results in a report's folder. Raises UserError where there are none, or the file is
+        """The results in a report's folder. Raises UserError if there are none or the file is
         damaged."""
         return read_record(cls, folder / FILE, "evaluate the draft again")

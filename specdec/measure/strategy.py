@@ -1,8 +1,8 @@
-"""What a round drafts at one temperature: measured first where `DecodeConfig` leaves it open.
+"""What a round drafts at one temperature, measured first if `DecodeConfig` leaves it open.
 
 A tree is chosen by the acceptance of each rank and by the times of whole rounds, a draft length
-by costs or by a stop classifier. All of it is learned at the temperature at which it is then
-used, since acceptance at T = 1 is not that of greedy decoding.
+by costs or by a stop classifier. Everything is learned at the temperature at which it is used,
+since acceptance at T = 1 differs from that of greedy decoding.
 
 Letters: D depths, R ranks among siblings.
 """
@@ -32,15 +32,15 @@ from specdec.theory.leviathan import interpolate
 NODES = 12  # of a tree
 SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
 MORE = (1, 7, 15, 31, 63)  # on other devices
-LEARNING = 6  # prompts that a tree or a stop classifier is chosen on
+LEARNING = 6  # prompts for choosing a tree or a stop classifier
 
 
 @dataclass
 class Learned:
-    """What was measured to choose how to decode; None for what was not needed."""
+    """Measurements made to choose how to decode; None for those not needed."""
 
-    paths: list[list[int]] | None = None  # of the tree or chain that was chosen
-    acceptance_by_rank: list[list[float]] | None = None  # [D][R], which they were chosen by
+    paths: list[list[int]] | None = None  # of the chosen tree or chain
+    acceptance_by_rank: list[list[float]] | None = None  # [D][R], the reason for the choice
     c: Interval | None = None
     v: Interval | None = None
     table: CostTable | None = None
@@ -49,7 +49,7 @@ class Learned:
 
 @dataclass
 class Strategy:
-    """What a round drafts, and a maker of fresh length policies (None: always all of it)."""
+    """The shape a round drafts, and a maker of length policies (None: always the whole shape)."""
 
     shape: Shape
     length: Callable[[], Length] | None = None
@@ -59,8 +59,8 @@ class Strategy:
 def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
     """The shape and the length that a configuration asks for.
 
-    Whatever must be measured is measured on the first of `prompts`, which should not be those
-    that the result is then evaluated on. Raises UserError where the drafter cannot do it.
+    Whatever must be measured is measured on the first of `prompts`, which should differ from the
+    prompts of the evaluation. Raises UserError if the drafter cannot do it.
     """
     cfg, drafter, learning = job.cfg, job.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
@@ -101,7 +101,7 @@ def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
     if cfg.length == "goodput":
         table = cost_table(job, prompts[0], gamma)
         return Strategy(chain, lambda: length(cfg.length, settings, table), Learned(table=table))
-    recorder = Recorder(gamma)  # of what is accepted at this temperature, by this rule
+    recorder = Recorder(gamma)  # records what this rule accepts at this temperature
     job.rounds(learning, gamma, recorder)
     classifier = fit(*recorder.records())
     learned = Learned(classifier=classifier)
@@ -109,9 +109,9 @@ def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
 
 
 def fastest_shape(job: Job, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
-    """The static tree, or the chain, that should commit most tokens a second among those of depth
-    D or less: by acceptance (see `acceptance_by_rank`), and by the seconds of whole rounds,
-    measured while decoding `prompts`."""
+    """The static tree or chain of depth D or less that should commit the most tokens per second,
+    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds, which are measured
+    while decoding `prompts`."""
     depth = len(acceptance_DR)
     sizes = SIZES.get(job.target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
