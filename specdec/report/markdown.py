@@ -53,8 +53,8 @@ def _setting(results: Results) -> str:
         f"{results.prompts} held-out prompts ({results.data}), up to {results.max_new_tokens} new "
         f"tokens, batch {results.batch}, drafting {said}{', compiled' * results.compiled}. "
         f"Intervals are 95 % bootstraps over prompts{batches}. "
-        "Plain and speculative decoding take turns in one process; seconds are those of the tokens "
-        "after the first, which the target's prefill gives, and include the draft's own prefill."
+        "Plain and speculative decoding take turns in one process; seconds cover the tokens after "
+        "the first, which the target's prefill emits, and include the draft's own prefill."
     )
 
 
@@ -74,13 +74,13 @@ def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
         "verification": f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
         "same tokens as plain decoding": same,
         "repeated 4-grams in the answers": at.repetition.text(2),
-        "speedup that τ / (γc + v) foresees": theory.foreseen_speedup(at).text(2),
+        "speedup predicted by τ / (γc + v)": theory.foreseen_speedup(at).text(2),
     }
     if (known := at.oracle) is not None:
         rows["speedup of an oracle length, with the same c and v"] = (
             f"{known.speedup:.2f}, the best fixed γ ({known.fixed_gamma}) "
             f"{known.fixed_speedup:.2f}; {known.rounds:,} rounds of {known.drafted}, "
-            f"{known.censored:.0%} accepted whole"
+            f"{known.censored:.0%} accepted in full"
         )
     return rows
 
@@ -101,8 +101,8 @@ def _costs(results: Results) -> list[str]:
             f"ms, a verification of {at.nodes + 1} tokens {verify} ms (v = {costs.v.text(2)}), "
             f"drafting {at.nodes} tokens {draft} ms (c = {costs.c.text()})."
         )
-    slowest = ", and that a batch waits for its slowest row" * (results.batch > 1)
-    own = f"What the measured speedup lacks of τ / (γc + v) is the decoder's own{slowest}."
+    slowest = " and the wait for a batch's slowest row" * (results.batch > 1)
+    own = f"The measured speedup falls short of τ / (γc + v) by the decoder's own time{slowest}."
     return [*lines, own]
 
 
@@ -118,7 +118,7 @@ def _learned(at: AtTemperature, learned_on: str) -> list[str]:
             f"depth {d}: " + " ".join(f"{a:.2f}" for a in ranks)
             for d, ranks in enumerate(learned.acceptance_by_rank)
         )
-        lines.append(f"Acceptance by rank that it was chosen by: {shares}.")
+        lines.append(f"The choice rests on this acceptance by rank: {shares}.")
     if learned.c is not None and learned.v is not None:
         given = f"c = {learned.c.text()} and v = {learned.v.text(2)}"
         lines.append(f"Length optimal was given {given}, measured {where}.")
@@ -135,10 +135,10 @@ def _learned(at: AtTemperature, learned_on: str) -> list[str]:
 def _acceptance(results: Results) -> list[str]:
     blocks = [
         "## Acceptance",
-        "α *over all positions* of the target's own text is not what a decoder sees: its rounds "
-        "start where the last one failed, and those anchors are harder. *At visited anchors* is "
-        "taken by teacher forcing at the anchors where this decoder's rounds started: the share of "
-        "rounds that would accept depth k and all before it, as engines count it.",
+        "α *over all positions* of the target's own text is not what a decoder sees: each round "
+        "starts where the last one failed, and those anchors are harder. α *at visited anchors* is "
+        "measured by teacher forcing at the anchors where this decoder's rounds started: the share "
+        "of rounds that would accept depth k and all depths before it, as engines count it.",
     ]
     for at in results.temperatures:
         blocks += [f"### T = {at.temperature:g}", _by_depth(at), _compare(at)]
@@ -168,17 +168,17 @@ def _compare(at: AtTemperature) -> str:
     if not at.lossless:
         return f"The rule {at.rule} is lossy, and accepts more than α says."
     if not at.chain:
-        return "α is that of a chain at those anchors; the tree accepts more, by its siblings."
+        return "α describes a chain at those anchors; the tree accepts more, thanks to siblings."
     if at.temperature == 0:
         return (
-            "In float32 the row at visited anchors and the decoder's own count are equal, as they "
-            "are the same rounds; in bfloat16 a near-tie may flip between the two passes."
+            "In float32 the row at visited anchors and the decoder's own count are equal, since "
+            "they count the same rounds; in bfloat16 a near-tie may flip between the two passes."
         )
     if at.rule == "rejection":
-        return "Acceptance at visited anchors is what the rule `rejection` should accept there."
+        return "The rule `rejection` should accept as often as the row at visited anchors says."
     return (
-        f"α describes the rule `rejection`; the decoder judges by `{at.rule}`, which accepts the "
-        "same or more: its own expected length stands under “What theory says”."
+        f"α describes the rule `rejection`; the decoder judges by `{at.rule}`, which accepts as "
+        "much or more: see its own expected length under “What theory says”."
     )
 
 
@@ -189,7 +189,7 @@ def _training(results: Results) -> list[str]:
     return [
         "## Training",
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
-        f"{training.tokens_per_second:,.0f} tokens/s. By walking the anchors of the held-out "
+        f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "
         f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "
         f"{held_out.tau_sampled:.3f} (sampled), over {held_out.positions[0]:,} positions.",
     ]

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from specdec.measure.results import Curve, Results
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
-LABELLED = 10  # bars, at most, that have room for their figures
+LABELLED = 10  # the most bars that have room for their figures
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -93,8 +93,8 @@ def training(path: Path, curve: Curve) -> None:
 def _axes(
     path: Path, size: tuple[float, float], count: int, columns: int
 ) -> Iterator[Sequence[Axes]]:
-    """`count` axes side by side, each of a size in inches. Once drawn on, they are written to
-    `path`, with the legend of the last below them in so many columns."""
+    """`count` axes side by side, each of `size` in inches. After the block they are written to
+    `path`, with the legend of the last one below them in `columns` columns."""
     with plt.rc_context(STYLE):
         whole = (size[0] * count, size[1])
         figure, grid = plt.subplots(1, count, figsize=whole, layout="constrained", squeeze=False)

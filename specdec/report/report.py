@@ -9,7 +9,7 @@ from specdec.report import markdown, plots
 def write(folder: Path, results: Results) -> dict[str, Path]:
     """Write the whole report into `folder`; returns the pictures.
 
-    Stop classifiers and cost tables that were measured are saved beside it, for later decoding:
+    Measured stop classifiers and cost tables are saved beside it, for later decoding:
     `--length disco --settings path=…`, `--length goodput --settings table=…`.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]
 def by_temperature(
     ats: Sequence[AtTemperature], column: Callable[[AtTemperature], dict[str, str]]
 ) -> str:
-    """A table with a column a temperature, whose cells are given by the names of their rows."""
+    """A table with one column per temperature; `column` gives its cells by the names of rows."""
     columns = [column(at) for at in ats]
     names = dict.fromkeys(name for cells in columns for name in cells)
     rows = {name: [cells.get(name, "—") for cells in columns] for name in names}

@@ -1,4 +1,4 @@
-"""What the theory says of a run: the papers' formulas, given what was measured."""
+"""What the theory says about a run: the papers' formulas, applied to the measured figures."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from specdec.theory.leviathan import (
 )
 
 BEAMS = 4
-FURTHEST = 16  # γ up to which the best one is looked for
+FURTHEST = 16  # the largest γ tried in the search for the best
 
 
 def through(x: Interval, formula: Callable[[float], float]) -> Interval:
@@ -32,25 +32,25 @@ def milliseconds(seconds: Interval) -> str:
 
 
 def foreseen_speedup(at: AtTemperature) -> Interval:
-    """τ / (γc + v): the measured τ over what a round should cost, so that what is missing from
-    the measured speedup is the decoder's own."""
+    """τ / (γc + v): the measured τ over what a round should cost. The measured speedup falls short
+    of it by the decoder's own time."""
     share = at.drafted_per_round.value / at.gamma if at.chain else 1.0
     cost = round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
 def section(results: Results) -> list[str]:
-    """The section of the report, in paragraphs. The closed forms are about rounds that draft a
-    chain of γ whatever happens."""
+    """The section of the report, in paragraphs. The closed forms describe rounds that always draft
+    a chain of γ."""
     chains = [at for at in results.temperatures if at.chain and results.length == "fixed"]
     c_hat = results.operations
     blocks = ["## What theory says"]
     if chains:
         note = (
-            "The closed forms (Leviathan et al. 2023) take every position to accept with the α of "
-            "depth 0, independently of the others, and Theorem 3.8 takes a verification to cost "
-            "one plain step. In truth acceptance falls with depth, and rounds start where the last "
-            "one failed. Their intervals are those of α."
+            "The closed forms (Leviathan et al. 2023) assume that every position accepts with the "
+            "α of depth 0, independently of the others; Theorem 3.8 also assumes that verification "
+            "costs one plain step. In reality acceptance falls with depth, and each round starts "
+            "where the last one failed. The intervals of these forms are those of α."
         )
         if c_hat is not None:
             note += f" ĉ = {c_hat:.3f}, counted in products of matrices."
@@ -63,7 +63,7 @@ def section(results: Results) -> list[str]:
     else:
         blocks.append(
             "The closed forms of Leviathan et al. (2023) describe chains of a fixed length, and "
-            "this run drafted others: they are left out."
+            "this run drafted other shapes, so they are left out."
         )
     for at in results.temperatures:
         blocks += _measured_law(at)
@@ -88,7 +88,7 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
         "**tokens a pass, measured (τ)**": f"**{at.tau.text()}**",
         "speedup (Theorem 3.8, v = 1)": of(walltime_factor, gamma, c),
         "**speedup, measured**": f"**{at.speedup.text(2)}**",
-        "speedup that the best γ gains at least (Corollary 3.9)": of(guaranteed_factor, c),
+        "least speedup with the best γ (Corollary 3.9)": of(guaranteed_factor, c),
         "best γ, with the measured v": f"{best} (measured with {gamma})",
         "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(oracle_factor, c),
         "reads of the target's weights shrink by (Section 3.4)": of(expected_tokens, gamma),
@@ -100,7 +100,7 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
 
 
 def _measured_law(at: AtTemperature) -> list[str]:
-    """What p and q at every position of the text give at T > 0, without a closed form."""
+    """What p and q at every position of the text predict at T > 0, without a closed form."""
     if (found := at.foreseen) is None:
         return []
     blocks = [f"### p and q along the text, T = {at.temperature:g}"]
@@ -116,8 +116,8 @@ def _measured_law(at: AtTemperature) -> list[str]:
     return [
         *blocks,
         f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; it is 1 − α of the "
-        "sampled variant (Corollary 3.6), computed apart from it.",
-        f"With lenience l (Appendix A.5, lossy) α at depth 0 would be {lenience}, where it is "
+        "sampled variant (Corollary 3.6), computed independently of it.",
+        f"With lenience l (Appendix A.5, lossy), α at depth 0 would be {lenience}; it is "
         f"{at.alpha.all.sampled[0].text()} at l = 1.",
     ]
 
