@@ -1,4 +1,4 @@
-"""What several scripts are given: a draft, the target that it was trained for, and how to decode.
+"""Arguments that scripts share: a draft, the target it was trained for, and how to decode.
 
 The decoding options are fields of `DecodeConfig`.
 """
@@ -27,7 +27,7 @@ DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser of a draft's folder, with a script's docstring as its help."""
+    """A parser that takes a draft's folder and shows a script's docstring as its help."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     parser.add_argument("draft", type=Path, help=DRAFT)
@@ -35,7 +35,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = True) -> Target:
-    """The target that a draft was trained for, or the one at `path`; says what was loaded."""
+    """The target that a draft was trained for, or the one at `path`; prints what was loaded."""
     theirs = checkpoint.read_card(draft).target
     wanted = TargetConfig(path or theirs.name, dtype, revision=theirs.revision, packed=packed)
     target = load_target(wanted)
@@ -44,27 +44,27 @@ def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = T
 
 
 def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options of decoding, with `max_new_tokens` as the default of that option."""
+    """Add the options of decoding; `max_new_tokens` is the default of --max-new-tokens."""
     option = parser.add_argument
-    option("--dtype", default="auto", help="auto, bfloat16, float32 or float16, of both models")
+    option("--dtype", default="auto", help="auto, bfloat16, float32 or float16, for both models")
     option("--max-new-tokens", type=int, default=max_new_tokens)
-    option("--gamma", type=int, help="default: the depth that was trained")
+    option("--gamma", type=int, help="default: the trained depth")
     option("--top-p", type=float, default=1.0)
     option("--top-k", type=int, default=0)
     option("--rule", default="auto", help=f"at T > 0: auto, {', '.join(RULES)}")
     option("--tree", choices=TREES, help="default: a chain")
-    option("--nodes", type=int, help="of a tree; default: 12, static: as many as are fastest")
-    option("--branches", type=int, default=4, help="children a node, dynamic trees")
-    option("--paths", type=json.loads, help="of a static tree: [[0], [1], [0, 0]]")
+    option("--nodes", type=int, help="of a tree; default: 12; static trees: the fastest number")
+    option("--branches", type=int, default=4, help="children per node of a dynamic tree")
+    option("--paths", type=json.loads, help="of a static tree, such as [[0], [1], [0, 0]]")
     option("--length", default="fixed", help=f"of a chain: {', '.join(LENGTHS)}")
-    option("--settings", nargs="*", default=[], help="of the length: threshold=0.4")
+    option("--settings", nargs="*", default=[], help="of the length, such as threshold=0.4")
     option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
-    option("--compile", action="store_true", help="through torch.compile")
+    option("--compile", action="store_true", help="use torch.compile")
     option("--seed", type=int, default=0)
 
 
 def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
-    """The options that were given, checked; `more` are fields that have no option of their name.
+    """The given options, checked; `more` are fields without an option of the same name.
 
     Raises UserError for a value that does not fit.
     """

@@ -1,7 +1,7 @@
 """Serve a draft with vLLM on the CPU, one prompt at a time. Greedy decoding only.
 
 Run by the serving environment's Python (see scripts/serving-env), so it imports nothing of the
-project; benches/engine.py speaks to it. It reads JSON lines {"ids": […], "limit": n} and answers
+project; benches/engine.py talks to it. It reads JSON lines {"ids": […], "limit": n} and answers
 each with a line that begins with @: the new ids, the seconds of the whole call, and what was
 drafted and accepted in it. An empty answer, @{}, says that it is ready.
 
@@ -28,10 +28,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a draft with vLLM, prompts from stdin.")
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
-    parser.add_argument("--method", required=True, help="vLLM's name of it, or none")
+    parser.add_argument("--method", required=True, help="vLLM's name for it, or none")
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--compiled", action="store_true", help="through torch.compile")
+    parser.add_argument("--compiled", action="store_true", help="use torch.compile")
     args = parser.parse_args()
 
     from vllm import LLM, SamplingParams

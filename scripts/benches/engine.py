@@ -34,10 +34,10 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 
 
 class Engine:
-    """vLLM in a process of its own (scripts/engine.py), which answers one prompt at a time.
+    """vLLM in its own process (scripts/engine.py), which answers one prompt at a time.
 
     `root` holds the folders target and draft; method "none" decodes plainly. Raises UserError
-    where the engine fails.
+    if the engine fails.
     """
 
     def __init__(self, root: Path, method: str, gamma: int, dtype: str, compiled: bool = False):
@@ -62,16 +62,16 @@ class Engine:
     def answer(self, prompt: list[int], limit: int) -> Answer:
         """Its greedy answer of at most `limit` tokens."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died: _heard says of what
+        with suppress(BrokenPipeError):  # it died: _heard says why
             self.process.stdin.write(json.dumps({"ids": prompt, "limit": limit}) + "\n")
             self.process.stdin.flush()
         said = self._heard()
-        drafts = sum(said.get("num_drafts", []))  # missing without a draft, as the next
+        drafts = sum(said.get("num_drafts", []))  # without a draft, this and the next are missing
         per_position = said.get("num_accepted_tokens_per_pos", [])
         return Answer(said["ids"], said["seconds"], drafts, per_position)
 
     def _heard(self) -> dict[str, Any]:
-        """The next line that scripts/engine.py says."""
+        """The next answer that scripts/engine.py prints."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("@"):
@@ -87,10 +87,10 @@ class Serving(Timing):
 
 
 def engine(draft: Path, timing: Serving) -> None:
-    """The same head in vLLM on the CPU and here.
+    """The same head in vLLM on the CPU and in our decoder.
 
-    τ, accepted counts and tokens/s of both, prompt by prompt in turn. Where our decoder finds a
-    static tree fastest, which the engine's CPU backend lacks, that is timed too.
+    τ, accepted counts and tokens/s of both, which take turns on each prompt. If our decoder finds
+    a static tree fastest, that is timed too; the engine's CPU backend has no trees.
     """
     method = export.layout_of(checkpoint.read_card(draft).family, "hf").method
     there = (VENV / "bin" / "python").exists()
@@ -130,8 +130,8 @@ def engine(draft: Path, timing: Serving) -> None:
             for pair in on_shared_text(engines[1], target, drafter, gamma, prompt, text)
         ]
     console.print(
-        f"over {sum(len(mine.ids) for mine, _ in both)} of {sum(map(len, texts))} tokens, those "
-        f"that both write after the same text: τ {tau([theirs for _, theirs in both])} in vLLM, "
+        f"over the {sum(len(mine.ids) for mine, _ in both)} of {sum(map(len, texts))} tokens that "
+        f"both write after the same text: τ {tau([theirs for _, theirs in both])} in vLLM, "
         f"{tau([mine for mine, _ in both])} here (eager)"
     )
 
@@ -139,10 +139,10 @@ def engine(draft: Path, timing: Serving) -> None:
 def on_shared_text(
     vllm: Engine, target: Target, drafter: Drafter, gamma: int, prompt: list[int], text: list[int]
 ) -> Iterator[tuple[Answer, Answer]]:
-    """Our answers and the engine's along a text of ours, where both write the same tokens.
+    """Our answers and the engine's along one of our texts, where both write the same tokens.
 
-    In bfloat16 near-ties flip, so wherever the engine leaves the text it is put back on it. A
-    stretch ends γ tokens early: the last round's draft is then of tokens that both write.
+    In bfloat16 near-ties flip, so wherever the engine leaves the text, it starts again from it. A
+    stretch ends γ tokens early, so that the last round drafts only tokens that both write.
     """
     start = 0
     while start < len(text):

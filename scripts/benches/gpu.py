@@ -1,8 +1,8 @@
-"""Everything that only a GPU shows, in pieces of under ten minutes that can be resumed.
+"""Everything that must be measured on a GPU, in pieces of under ten minutes that can be resumed.
 
-Each piece is a command of its own. What came of it is kept as JSON in a folder, and a piece that
-has finished is not run again. A call ends before its minutes are over: a piece that can resume
-is then interrupted and goes on in the next call, another is begun only where it fits.
+Each piece is a separate command. Its outcome is kept as JSON in a folder, and a finished piece is
+not run again. A call ends before its minutes are over: a piece that can resume is interrupted then
+and continues in the next call; any other piece starts only if it fits into the time left.
 """
 
 import os
@@ -27,16 +27,16 @@ from specdec.progress import console
 
 ROOT = Path(__file__).resolve().parents[2]
 MORE = 3  # the exit code while pieces are left
-GRACE = 30  # seconds that an interrupted piece has to save what it did
+GRACE = 30  # seconds that an interrupted piece has to save its work
 TESTS = ("drafters/test_contract.py", "decoding", "objectives", "runtime/test_compiled.py")
 STRONG = ("budget.minutes=30", "data.limit=20000", "loop.epochs=3", "loop.rows=8")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A command that measures something, in about so many `minutes`. `resumes`: interrupted, it
-    goes on where it stopped. `after` names a piece without which it cannot run, and `figures` is
-    how the lines of its output begin that are kept: all but those of progress."""
+    """A command that measures something, in about `minutes`. If it `resumes`, it continues where it
+    was interrupted. `after` names a piece that must finish before it, and `figures` matches the
+    beginning of the output lines to keep: by default, all but those of progress."""
 
     name: str
     command: Sequence[str]
@@ -48,8 +48,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a piece, in all its `calls` together. `status` is the last one's exit code,
-    None where it was interrupted; `output` is the last one's."""
+    """The outcome of a piece over all its `calls`. `status` is the exit code of the last call, None
+    if it was interrupted; `output` is the last call's."""
 
     command: list[str]
     status: int | None = None
@@ -87,16 +87,16 @@ def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[Piece]:
 
 
 def gpu(
-    overrides: Annotated[Sequence[str], "of train.py, for all that it trains"] = (),
+    overrides: Annotated[Sequence[str], "overrides of train.py, for all it trains"] = (),
     *,
     dry: Annotated[bool, "every piece, tiny, on the CPU"] = False,
-    minutes: Annotated[float, "of a call: the next goes on"] = 9.0,
-    folder: Annotated[Path | None, "of all it keeps; default: runs/gpu[-dry]"] = None,
+    minutes: Annotated[float, "per call; the next call continues"] = 9.0,
+    folder: Annotated[Path | None, "where all is kept; default: runs/gpu[-dry]"] = None,
 ) -> None:
-    """All that only a GPU shows, in pieces that resume.
+    """Everything that must be measured on a GPU, in pieces that resume.
 
-    Ends with exit code 3 while pieces are left. Raises UserError without a GPU, and where a piece
-    failed, once the others have had their turn; the next call tries that piece again.
+    Ends with exit code 3 while pieces are left. Raises UserError without a GPU and, after the other
+    pieces have run, for a piece that failed; the next call tries that piece again.
     """
     there = dry or torch.cuda.is_available()
     require(there, "torch finds no GPU here: add --dry to try every piece on the CPU")
@@ -120,26 +120,26 @@ def gpu(
     console.print(rows, markup=False)
     for name, made in found.items():
         if made.failed:
-            last = made.output.strip().splitlines()[-1:] or ["it said nothing"]
+            last = made.output.strip().splitlines()[-1:] or ["no output"]
             where = folder / f"{name}.log"
             raise UserError(f"the piece {name} failed with {made.status}: {last[0]}; see {where}")
     if left_over := [name for name, made in found.items() if made.status != 0]:
-        console.print(f"left: {', '.join(left_over)}; the same command goes on")
+        console.print(f"left: {', '.join(left_over)}; run the same command again")
         sys.exit(MORE)
 
 
 def known(piece: Piece, folder: Path) -> Outcome:
-    """What earlier calls made of this very command."""
+    """The outcome of this same command in earlier calls."""
     path, fresh = folder / f"{piece.name}.json", Outcome(list(piece.command))
     found = read_record(Outcome, path) if path.exists() else fresh
     return found if found.command == fresh.command else fresh
 
 
 def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder: Path) -> Outcome:
-    """Run a piece for at most so many seconds, after which it is interrupted as by Ctrl-C, and
-    killed where it does not end. One that cannot resume has then failed."""
+    """Run a piece for at most `seconds`, then interrupt it as Ctrl-C does, and kill it if it does
+    not end. A piece that cannot resume has then failed."""
     device = {"DRAFTSMITH_TEST_DEVICE": "cuda"}
-    if dry:  # nor is anything compiled, which takes minutes
+    if dry:  # compiling would take minutes: leave it out, too
         device = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     started = time.monotonic()
     log = folder / f"{piece.name}.log"
@@ -168,7 +168,7 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
 
 
 def section(piece: Piece, made: Outcome) -> str:
-    """The figures of a piece that is done, as a section of Markdown."""
+    """The figures of a finished piece, as a section of Markdown."""
     lines = [line for line in made.output.splitlines() if re.match(piece.figures, line)]
     spent = f"{made.seconds / 60:.1f} minutes, begun {made.calls} times"
     return "\n".join([f"## {piece.name}", "", f"{spent}.", "", *lines, ""])

@@ -33,16 +33,16 @@ def lossless(
     drafts: Sequence[Path],
     *,
     prompts: int = 50,
-    new: Annotated[int, "new tokens an answer"] = 128,
+    new: Annotated[int, "new tokens per answer"] = 128,
     trees: Annotated[bool, "dynamic trees as well as chains"] = False,
     batches: Sequence[int] = (1,),
     gamma: Annotated[int | None, "default: as trained, 5 at most; trees 4"] = None,
-    keep: Annotated[Path | None, "folder of what was decoded: resumes from it"] = None,
+    keep: Annotated[Path | None, "folder for answers, to resume from"] = None,
 ) -> None:
     """Greedy identity with plain decoding in float32: every draft × chain and tree × batch.
 
-    All of them are many hours. Each line is printed as soon as it is known; with `keep`, what was
-    decoded is kept in that folder, and an interrupted run goes on where it stopped.
+    All combinations take many hours. Each line is printed as soon as it is known; with `keep`,
+    answers are kept in that folder, and an interrupted run continues where it stopped.
     """
     at_hand = setting(drafts, Timing(prompts, new, "float32"))
     target, asked = at_hand.target, at_hand.prompts
@@ -81,8 +81,8 @@ def lossless(
 
 
 def kept(folder: Path | None, key: list[object], measure: Callable[[], Any]) -> Any:
-    """What `measure` returns, or what an earlier run that measured the same `key` kept of it in
-    `folder`, which several processes may share."""
+    """The result of `measure`, or the one that an earlier run kept for the same `key` in `folder`,
+    which several processes may share."""
     if folder is None:
         return measure()
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=12).hexdigest()
@@ -97,7 +97,7 @@ def _plain(answer: Callable[..., list[Generation]], prompts: list[list[int]]) ->
 
 
 def _counts(answer: Callable[[], list[Generation]], plain: list[list[int]]) -> dict[str, int]:
-    """How many answers are the plain ones, and what τ is the ratio of."""
+    """How many answers equal the plain ones, and the two counts whose ratio is τ."""
     made = answer()
     return {
         "same": sum(g.ids == ids for g, ids in zip(made, plain, strict=True)),
@@ -110,14 +110,14 @@ def two_samples(
     draft: Path,
     *,
     prompts: int = 20,
-    samples: Annotated[int, "a prompt and side"] = 500,
+    samples: Annotated[int, "per prompt and side"] = 500,
     rule: str = "block",
 ) -> None:
-    """A two-sample test: at T = 1, are the first tokens of speculative continuations plain ones?
+    """A two-sample test at T = 1: do plain and speculative continuations have one distribution?
 
-    For each prompt, `samples` continuations of 3 tokens plainly and speculatively; a chi-square
-    test of homogeneity over the joint cells (rare ones pooled), summed over prompts. The same
-    test is then made of a rule broken on purpose, which keeps every drafted token.
+    For each prompt, it draws `samples` continuations of 3 tokens plainly and speculatively. A
+    chi-square test of homogeneity over the joint cells (rare ones pooled) is summed over prompts,
+    then repeated for a rule broken on purpose, which keeps every drafted token.
     """
     require(rule in RULES, f"--rule {rule} is unknown{nearest(rule, RULES)}")
     at_hand = setting([draft], Timing(prompts, 3, "float32"))
@@ -154,15 +154,15 @@ def two_samples(
             verdict = "not rejected" if p_value > 0.001 else "rejected"
             rows.append([name, f"{chi:.0f}", str(freedom), f"{p_value:.3g}", verdict])
     console.print(
-        f"{2 * samples * len(asked):,} continuations a rule, of {len(asked)} held-out prompts, "
+        f"{2 * samples * len(asked):,} continuations per rule, {len(asked)} held-out prompts, "
         "T = 1, 3 tokens each"
     )
     show(["rule", "χ²", "degrees of freedom", "p-value", "verdict"], rows)
 
 
 def homogeneity(one: Counter, two: Counter, least: int = 10) -> tuple[float, int]:
-    """χ² of two samples being of one law, and its degrees of freedom; cells of fewer than `least`
-    draws in both together are pooled."""
+    """χ² of two samples under one distribution, and its degrees of freedom; cells with fewer than
+    `least` draws in both together are pooled."""
     pairs = [(one[cell], two[cell]) for cell in set(one) | set(two)]
     cells = [pair for pair in pairs if sum(pair) >= least]
     if rare := [pair for pair in pairs if sum(pair) < least]:

@@ -1,7 +1,7 @@
-"""What a recipe owes to where it starts and what to its objective: four arms at equal tokens.
+"""How much a recipe gains from its start and how much from its objective: four arms, equal tokens.
 
-Every arm is trained with every seed at every learning rate, a process each, and is then judged at
-its own best rate. All drafts are measured on the same text: the target's plain answers, which do
+Every arm is trained with every seed at every learning rate, each in its own process, and is judged
+at its best rate. All drafts are measured on the same text: the target's plain answers, which do
 not depend on the draft, so that arms are compared prompt by prompt and seed by seed.
 """
 
@@ -38,16 +38,16 @@ class Counts(NamedTuple):
 
 
 def recipe(
-    overrides: Annotated[Sequence[str], "of train.py, for all arms: data.limit=200"] = (),
+    overrides: Annotated[Sequence[str], "of train.py for all arms, as data.limit=200"] = (),
     *,
-    folder: Annotated[Path, "of its runs, in runs/"] = Path("recipe"),
+    folder: Annotated[Path, "of the runs, inside runs/"] = Path("recipe"),
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates"] = ("1e-3", "2e-3"),
 ) -> None:
     """Four arms of start and objective, by seeds, each at the better of two learning rates.
 
-    Trains what `folder` lacks of the arms. Interrupted, the same command goes on: a run that has
-    its results is not trained again, another is resumed.
+    Trains the arms that `folder` lacks. After an interruption, the same command continues: finished
+    runs are not trained again, the others are resumed.
     """
     arms = list(product(STARTS, OBJECTIVES))
     runs: dict[tuple[str, str, str], list[Results]] = {}
@@ -61,7 +61,7 @@ def recipe(
             command += [f"drafter.start={start}", f"objective={objective}"]
             command += [f"optim.lr={rate}", f"loop.seed={seed}"]
             if subprocess.run(command, cwd=ROOT).returncode:
-                raise UserError(f"{name} failed: see above; the same command goes on after it")
+                raise UserError(f"{name} failed: see above; the same command tries it again")
         runs.setdefault((start, objective, rate), []).append(Results.read(report))
     counts = {key: counted(found) for key, found in runs.items()}
     rate_of = {arm: max(rates, key=lambda rate: counts[*arm, rate].alpha) for arm in arms}
@@ -92,7 +92,7 @@ def recipe(
         *(("kl → nla", f"start {x}", (x, "nla"), (x, "kl")) for x in STARTS),
         ("both", "", ("target", "nla"), PUBLISHED),
     ]
-    brought = []  # by each part while the other stays, every arm at its best rate
+    brought = []  # what each part brings while the other stays, at the best rates
     for what, same, ours, theirs in pairs:
         both = zip(best[ours], best[theirs], strict=True)
         brought.append([what, same, *(str(difference_interval(a, b)) for a, b in both)])

@@ -1,4 +1,4 @@
-"""What the benchmarks of decoding measure: a target, drafts of it, and held-out prompts."""
+"""What the benchmarks of decoding measure: a target, drafts for it, and held-out prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,20 +23,20 @@ class Timing:
     """What is timed: greedy answers to held-out prompts."""
 
     prompts: int = 12
-    new: Annotated[int, "new tokens an answer"] = 96
+    new: Annotated[int, "new tokens per answer"] = 96
     dtype: Annotated[str, "of target and draft"] = "auto"
     gamma: Annotated[int | None, "default: as trained; speed: 5 at most"] = None
-    compiled: Annotated[bool, "through torch.compile"] = False
+    compiled: Annotated[bool, "use torch.compile"] = False
 
     @property
     def modes(self) -> dict[str, bool]:
-        """Whether passes are compiled, by what is added to the name of a row."""
+        """For each suffix of a row's name, whether passes are compiled."""
         return {"": False} | ({", compiled": True} if self.compiled else {})
 
 
 @dataclass
 class Setting:
-    """A target, drafts of it by name, prompts to answer, and others to choose a tree on."""
+    """A target, drafts for it by name, prompts to answer, and others to choose a tree on."""
 
     target: Target
     drafters: dict[str, Drafter]
@@ -45,17 +45,17 @@ class Setting:
 
     @property
     def drafter(self) -> Drafter:
-        """The only one, or the first."""
+        """The only drafter, or the first."""
         return next(iter(self.drafters.values()))
 
 
 def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
-    """The target of the first of `drafts`, all of them, and prompts from the held-out side of the
-    first one's run: as many as are timed, and with `others` as many more at most. Prints what they
-    are. Raises UserError where there are too few."""
+    """The target of the first draft, all `drafts`, and prompts from the held-out side of the first
+    draft's run: those to time, and up to `others` more. Prints a summary. Raises UserError if there
+    are too few prompts."""
     run, count = drafts[0].parent, timing.prompts
     target = target_of(drafts[0], timing.dtype)
-    # the held-out side of more data begins with this one's
+    # with more data, the held-out side begins with the same prompts
     data = replace(data_of_run(run), limit=None, records=None)
     few = islice(held_out_prompts(data, target.tokenizer), count + others)
     found = [p.ids.tolist() for p in few]
@@ -74,9 +74,8 @@ def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
 
 
 def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
-    """Drafts by the name of their run, or of their family where they need no training. Raises
-    UserError for a family that knows nothing before it has seen texts, and for a name given
-    twice."""
+    """Drafts by the name of their run, or of their family if they need no training. Raises
+    UserError for a family that must learn from texts first, and for a name given twice."""
     found: dict[str, Drafter] = {}
     for draft in drafts:
         untrained = not draft.exists() and DRAFTERS.get(str(draft))

@@ -32,7 +32,7 @@ from specdec.theory.leviathan import best_gamma, walltime_factor
 from train.data.conversations import DataConfig
 from train.data.split import split_prompts
 
-STEPS = 63  # of a loop, beside the bare calls
+STEPS = 63  # of a loop, and as many bare calls
 
 
 def theory(drafts: Sequence[Path], timing: Timing) -> None:
@@ -63,10 +63,10 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
         parts.append([name, *(f"{1e3 * s:.2f}" for s in (*seconds, at.costs.step_seconds.value))])
     show(["draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ"], rows)
     console.print(
-        "τ/(γc + v) has the measured τ, so what the measurement lacks is the decoder's own: the "
-        "parts below; rounds that draft less than γ, as those that copy, count for so much less. "
-        "Theorem 3.8 takes every position to accept with the α of depth 0, independently, and a "
-        "verification to cost a step (v = 1)."
+        "τ/(γc + v) uses the measured τ, so the measured speedup falls short of it by the "
+        "decoder's own time: see the parts below. A round that drafts less than γ (as when it "
+        "copies) counts in proportion. Theorem 3.8 assumes that every position accepts with the α "
+        "of depth 0, independently, and that a verification costs a step (v = 1)."
     )
     show(["ms a round", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
 
@@ -126,8 +126,8 @@ def transformers(
     assistant: Any = None,
     **settings: Any,
 ) -> Way:
-    """transformers' own generation; with an assistant model, `settings` are those of its drafts,
-    which `generate` reads from that model alone."""
+    """transformers' own generation; with an assistant model, `settings` apply to its drafts, since
+    `generate` reads them only from that model."""
     ends = {"eos_token_id": list(target.eos), "pad_token_id": target.eos[0]}
     assisted = {} if assistant is None else {"assistant_model": assistant}
     config = GenerationConfig(
@@ -147,8 +147,8 @@ def transformers(
 
 @torch.inference_mode()
 def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
-    """A step of our plain loop over the bare call: of transformers' model with its own cache,
-    and of ours with our cache and attention."""
+    """Compare a step of our plain loop with the bare calls of transformers' model with its own
+    cache, and of ours with our cache and attention."""
     ids = torch.tensor([prompt], device=target.device)
     token = ids[:, -1:]
 
@@ -178,10 +178,10 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     made = in_turn(ways, [prompt] * runs)
     ms = {n: 1e3 * statistics.median(a.seconds for a in of) / STEPS for n, of in made.items()}
     console.print(
-        f"a step of our plain loop: {ms['loop']:.2f} ms; the bare call of transformers' model with "
-        f"its cache {ms['theirs']:.2f} ms, {ms['loop'] / ms['theirs']:.3f} times that; with our "
-        f"cache and attention {ms['ours']:.2f} ms, {ms['loop'] / ms['ours']:.3f} times that "
-        f"(medians of {runs} runs of {STEPS} steps)"
+        f"a step of our plain loop: {ms['loop']:.2f} ms, {ms['loop'] / ms['theirs']:.3f} times the "
+        f"bare call of transformers' model with its cache ({ms['theirs']:.2f} ms) and "
+        f"{ms['loop'] / ms['ours']:.3f} times the bare call with our cache and attention "
+        f"({ms['ours']:.2f} ms); medians of {runs} runs of {STEPS} steps"
     )
 
 
@@ -213,7 +213,7 @@ def trees(draft: Path, timing: Timing) -> None:
     if isinstance(fastest, Static):
         console.print(f"the fastest static tree: {[list(p) for p in fastest.paths]}")
     else:
-        console.print(f"no tree was found faster than a chain of {fastest.depth}")
+        console.print(f"no tree was faster than a chain of {fastest.depth}")
 
 
 def long_context(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
@@ -229,8 +229,8 @@ def long_context(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
             drafter = kind.build(config, target)
             ways[f"{family}, {name}"] = way(str(drafter.depth), ["plain"], drafter=drafter)
     console.print(
-        f"a prompt of {len(ids):,} tokens, {new} new ones, greedy, {target.dtype}, batch 1; "
-        f"{runs} runs in turn, after the prefill"
+        f"a prompt of {len(ids):,} tokens, {new} new tokens, greedy, {target.dtype}, batch 1; "
+        f"{runs} runs in turn, timed after the prefill"
     )
     compare(ways, in_turn(ways, [ids] * runs, first=[ids[:1000]]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

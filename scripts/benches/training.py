@@ -71,12 +71,12 @@ def loss() -> None:
 def throughput(
     overrides: Annotated[Sequence[str], "of train.py, such as data.limit=200"] = (),
     *,
-    rows: Annotated[Sequence[int], "a step"] = (1, 2, 4),
+    rows: Annotated[Sequence[int], "per step"] = (1, 2, 4),
 ) -> None:
     """Training tokens/s, and memory on a GPU, by rows of at most data.max_length.
 
-    A step is forward, loss, backward, clipping and AdamW, its features read before; medians over
-    steps, and the most memory that one took.
+    A step is forward, loss, backward, clipping and AdamW; its features are read beforehand. Shows
+    medians over steps, and the most memory that any step used.
     """
     register()
     given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]

@@ -1,5 +1,5 @@
-"""Ways of answering the same prompts, which take turns, so that a change of the machine in between
-falls on all of them; and the table in which they are compared."""
+"""Ways of answering the same prompts, which take turns so that a change in the machine's speed
+affects all of them; and the table that compares them."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from specdec.target.base import Target
 
 
 class Answer(NamedTuple):
-    """New tokens and the seconds that they took; where drafts were verified, in how many rounds,
-    and how many of those accepted each position."""
+    """New tokens and the seconds that they took; if drafts were verified, also the number of rounds
+    and how many of them accepted each position."""
 
     ids: list[int]
     seconds: float
@@ -24,8 +24,8 @@ class Answer(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a prompt is answered, what is drafted in a round, and the names of the ways that it is
-    compared with."""
+    """How a prompt is answered, what is drafted in a round, and the names of the ways to compare
+    it with."""
 
     answer: Callable[[list[int]], Answer]
     drafted: str = ""
@@ -57,9 +57,9 @@ def ours(
 def in_turn(
     ways: dict[str, Way], prompts: list[list[int]], first: list[list[int]] | None = None
 ) -> dict[str, list[Answer]]:
-    """The answers of every way to every prompt. Before, each way warms up with `first`: by default
-    with all prompts where passes are compiled, so that no graph is built on the clock, else with
-    the first and the longest."""
+    """The answers of every way to every prompt. Each way first warms up: if its passes are compiled
+    on all prompts, so that no graph is built on the clock, otherwise on `first` (by default the
+    first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
     made: dict[str, list[Answer]] = {name: [] for name in ways}
     with bars(console) as progress:
