@@ -22,7 +22,7 @@ from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
-from specdec.measure.job import Job
+from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
@@ -114,8 +114,8 @@ def engine(draft: Path, timing: Serving) -> None:
                 drafted, theirs = str(gamma) if options else "", f"vLLM, {name}{mode}"
                 ways[theirs] = Way(answer, drafted, compiled=compiled)
                 ways[f"ours, {name}{mode}"] = mine(drafted, [theirs], **options)
-            job = Job(target, drafter, DecodeConfig(compile=compiled), Sampler(0.0))
-            tree = fastest_shape(job, learning[:1], found)
+            setup = Setup(target, drafter, DecodeConfig(compile=compiled), Sampler(0.0))
+            tree = fastest_shape(setup, learning[:1], found)
             if isinstance(tree, Static):
                 way = mine(str(tree.nodes), [theirs], drafter=drafter, shape=tree)
                 ways[f"ours, a tree{mode}"] = way

@@ -19,7 +19,7 @@ from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS
 from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
-from specdec.measure.job import Job
+from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup
@@ -192,8 +192,8 @@ def trees(draft: Path, timing: Timing) -> None:
     depth = timing.gamma or drafter.depth
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
     found = acceptance_by_rank(target, drafter, learning, timing.new, depth)
-    job = Job(target, drafter, DecodeConfig(compile=timing.compiled), Sampler(0.0))
-    fastest = fastest_shape(job, learning[:1], found)
+    setup = Setup(target, drafter, DecodeConfig(compile=timing.compiled), Sampler(0.0))
+    fastest = fastest_shape(setup, learning[:1], found)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
         if not drafter.parallel:

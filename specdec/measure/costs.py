@@ -19,7 +19,7 @@ from specdec.context import Context, Needs
 from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
-from specdec.measure.job import Job
+from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -47,7 +47,7 @@ class Costs:
 
 
 @torch.inference_mode()
-def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
+def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
     """The costs of the parts of a round that drafts `shape`, after a prompt on `cfg.batch` rows.
 
     The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
@@ -55,10 +55,10 @@ def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> 
     the room for `cfg.max_new_tokens`. If a prompt leaves the draft no positions, only its end is
     read.
     """
-    target, batch, slots = job.target, job.cfg.batch, None
-    if job.cfg.compile:
-        slots = capacity(len(prompt) + job.cfg.max_new_tokens, job.drafter, shape)
-    rows, cache, draft = _prepared(job, prompt, shape, batch, slots)
+    target, batch, slots = setup.target, setup.cfg.batch, None
+    if setup.cfg.compile:
+        slots = capacity(len(prompt) + setup.cfg.max_new_tokens, setup.drafter, shape)
+    rows, cache, draft = _prepared(setup, prompt, shape, batch, slots)
 
     def verify(count: int, needs: Needs, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
@@ -71,7 +71,7 @@ def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> 
     parts: list[Callable[[], object]] = [
         lambda: verify(1, Needs()),
         draft,
-        lambda: verify(width, job.drafter.needs, not isinstance(shape, Chain)),
+        lambda: verify(width, setup.drafter.needs, not isinstance(shape, Chain)),
     ]
     times = [[timed(part)[0] for part in parts] for _ in range(turns + 2)][2:]
     plain, drafted, checked = map(list, zip(*times, strict=True))
@@ -85,11 +85,11 @@ def costs(job: Job, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> 
 
 
 @torch.inference_mode()
-def operations_ratio(job: Job, prompt: Sequence[int], gamma: int) -> float | None:
+def operations_ratio(setup: Setup, prompt: Sequence[int], gamma: int) -> float | None:
     """ĉ, the arithmetic operations of one draft step over those of one step of the target
     (Definition 3.10), counted in matrix products while drafting γ tokens once. None if their
     operators cannot be counted."""
-    rows, cache, draft = _prepared(job, prompt, Chain(gamma))
+    rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
     counted = {}  # torch cannot count a product with a packed weight
     if (packed := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
@@ -97,17 +97,17 @@ def operations_ratio(job: Job, prompt: Sequence[int], gamma: int) -> float | Non
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()
         drafted = counter.get_total_flops()
-        job.target.step(rows.anchors(), Needs(), cache, None)
+        setup.target.step(rows.anchors(), Needs(), cache, None)
         step = counter.get_total_flops() - drafted
     return drafted / gamma / step if step else None
 
 
 def _prepared(
-    job: Job, prompt: Sequence[int], shape: Shape, batch: int = 1, slots: int | None = None
+    setup: Setup, prompt: Sequence[int], shape: Shape, batch: int = 1, slots: int | None = None
 ) -> tuple[Rows, SlotCache, Callable[[], object]]:
     """Rows that have read the prompt and are at an anchor, the target's cache of them, and a call
     that drafts there. With `slots`, caches have that fixed size and passes are compiled."""
-    target, drafter = job.target, job.drafter
+    target, drafter = setup.target, setup.drafter
     if drafter.positions is not None:
         prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
     half = max(1, len(prompt) // 2)
@@ -132,13 +132,13 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def cost_table(job: Job, prompt: Sequence[int], gamma: int) -> CostTable:
+def cost_table(setup: Setup, prompt: Sequence[int], gamma: int) -> CostTable:
     """Seconds of a round by rows (up to `cfg.batch`) and drafted tokens, for length goodput."""
-    most = job.cfg.batch
+    most = setup.cfg.batch
     batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (most, gamma))
     seconds = []
     for rows in batches:
-        of_rows = replace(job, cfg=replace(job.cfg, batch=rows))
+        of_rows = replace(setup, cfg=replace(setup.cfg, batch=rows))
         found = [costs(of_rows, prompt, Chain(g), OF_A_TABLE) for g in gammas]
         rounds = [cost.verify_seconds.value + cost.draft_seconds.value for cost in found]
         seconds.append([found[0].step_seconds.value, *rounds])
@@ -146,16 +146,16 @@ def cost_table(job: Job, prompt: Sequence[int], gamma: int) -> CostTable:
 
 
 def rounds_in_turn(
-    job: Job, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
+    setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[tuple[float, float]]:
     """For each shape, the seconds of a whole round and of its drafting when `cfg.batch` prompts are
     decoded together: medians of `OF_ROUNDS` turns, after a warm-up turn."""
-    cfg, found = job.cfg, [list[tuple[float, float]]() for _ in shapes]
+    cfg, found = setup.cfg, [list[tuple[float, float]]() for _ in shapes]
     batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
     tokens = min(cfg.max_new_tokens, TIMED)
     for turn in range(1 + OF_ROUNDS):
         for shape, times in zip(shapes, found, strict=True):
-            made = job.answers(batch, shape, rule="auto", eos=(), max_new_tokens=tokens)
+            made = setup.answers(batch, shape, rule="auto", eos=(), max_new_tokens=tokens)
             last = max(made, key=lambda g: g.seconds)
             rounds = max(1, max(len(g.rounds) for g in made))
             if turn:

@@ -20,9 +20,9 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.costs import Costs, costs, operations_ratio
 from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
-from specdec.measure.job import Job
 from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, Results, Sample
+from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
@@ -69,14 +69,14 @@ def evaluate(
     learning = others or chosen
     temperatures, known = [], list[tuple[Shape, Costs]]()
     for temperature in cfg.temperatures:
-        job = Job(target, drafter, cfg, Sampler(temperature, cfg.top_k, cfg.top_p))
-        how = strategy(job, learning)
-        made = _answered(job, how, chosen, on_prompt)
+        setup = Setup(target, drafter, cfg, Sampler(temperature, cfg.top_k, cfg.top_p))
+        how = strategy(setup, learning)
+        made = _answered(setup, how, chosen, on_prompt)
         cost = next((c for shape, c in known if shape == how.shape), None)
-        cost = cost or costs(job, chosen[0], how.shape)
+        cost = cost or costs(setup, chosen[0], how.shape)
         known.append((how.shape, cost))
-        at = _figures(job, how, made, cost, words)
-        at.oracle = _oracle(job, how.shape, cost, learning, made.rounds)
+        at = _figures(setup, how, made, cost, words)
+        at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
         temperatures.append(at)
     return Results(
         name=subject.name,
@@ -92,7 +92,7 @@ def evaluate(
         machine=machine_of(target),
         temperatures=temperatures,
         learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
-        operations=operations_ratio(job, chosen[0], temperatures[0].gamma),
+        operations=operations_ratio(setup, chosen[0], temperatures[0].gamma),
         weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
     )
 
@@ -114,18 +114,20 @@ class Answered:
         return [r for g in self.drafted for r in g.rounds]
 
 
-def _answered(job: Job, how: Strategy, prompts: list[list[int]], on_prompt: OnPrompt) -> Answered:
+def _answered(
+    setup: Setup, how: Strategy, prompts: list[list[int]], on_prompt: OnPrompt
+) -> Answered:
     """Answer every batch `cfg.repeats` times both ways, in turn; counts are from the first time,
     seconds are medians."""
-    cfg, made = job.cfg, Answered()
+    cfg, made = setup.cfg, Answered()
     policy, untimed = (how.length and how.length() for _ in range(2))
 
     def both(first: int, length: Length | None, repeat: int) -> list[list[Generation]]:
         """The batch that starts with prompt `first`, plainly and speculatively."""
         batch = prompts[first : first + cfg.batch]
         seeds = [cfg.seed + i * 1009 + repeat for i in range(first, first + len(batch))]
-        plain = job.answers(batch, None, seeds=seeds)
-        return [plain, job.answers(batch, how.shape, seeds=seeds, length=length)]
+        plain = setup.answers(batch, None, seeds=seeds)
+        return [plain, setup.answers(batch, how.shape, seeds=seeds, length=length)]
 
     for first in range(0, len(prompts), cfg.batch):
         if cfg.compile or not first:  # each number of rows and tokens compiles to its own graph
@@ -143,7 +145,7 @@ def _answered(job: Job, how: Strategy, prompts: list[list[int]], on_prompt: OnPr
         made.spent.append(slowest.spent | {"other": other})
         tau = sum(g.emitted for g in made.drafted) / max(1, len(made.rounds))
         for _ in drafted:
-            on_prompt(f"T={job.sampler.temperature:g}  τ {tau:.2f}")
+            on_prompt(f"T={setup.sampler.temperature:g}  τ {tau:.2f}")
     return made
 
 
@@ -158,13 +160,13 @@ def _a_token(batch: Sequence[Generation]) -> float:
 
 
 def _figures(
-    job: Job, how: Strategy, made: Answered, cost: Costs, words: Sequence[str]
+    setup: Setup, how: Strategy, made: Answered, cost: Costs, words: Sequence[str]
 ) -> AtTemperature:
     """The figures of one temperature."""
-    target, sampler, greedy, shape = job.target, job.sampler, job.sampler.greedy, how.shape
-    rule = fitting_rule(job.cfg.rule, shape, sampler, job.cfg.greedy_draft)
+    target, sampler, greedy, shape = setup.target, setup.sampler, setup.sampler.greedy, how.shape
+    rule = fitting_rule(setup.cfg.rule, shape, sampler, setup.cfg.greedy_draft)
     gamma, depths, rounds = shape.depth, range(shape.depth), made.rounds
-    drafter = drafting(job.drafter, gamma)
+    drafter = drafting(setup.drafter, gamma)
     forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else sampler)
     every, visited = [], []
     for plain, drafted in zip(made.plain, made.drafted, strict=True):
@@ -227,14 +229,14 @@ def _figures(
 
 
 def _oracle(
-    job: Job, shape: Shape, cost: Costs, learning: list[list[int]], rounds: list[Round]
+    setup: Setup, shape: Shape, cost: Costs, learning: list[list[int]], rounds: list[Round]
 ) -> Oracle | None:
     """The bound of `specdec.decoding.length.oracle`, for chains: from rounds of `LONG` tokens on
     some prompts if the family can draft that many, otherwise from the measured rounds."""
     if not isinstance(shape, Chain):
         return None
-    if (long := min(LONG, job.drafter.max_depth or LONG)) > shape.depth:
-        rounds = job.rounds(learning[:LEARNING], long)
+    if (long := min(LONG, setup.drafter.max_depth or LONG)) > shape.depth:
+        rounds = setup.rounds(learning[:LEARNING], long)
     if not any(r.drafted for r in rounds):
         return None
     found = [(r.drafted, r.accepted) for r in rounds]

@@ -24,7 +24,7 @@ from specdec.decoding.static_tree import (
     fastest_static,
 )
 from specdec.measure.costs import cost_table, costs, rounds_in_turn
-from specdec.measure.job import Job
+from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import interpolate
@@ -56,13 +56,13 @@ class Strategy:
     learned: Learned = field(default_factory=Learned)
 
 
-def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
+def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     """The shape and the length that a configuration asks for.
 
     Whatever must be measured is measured on the first of `prompts`, which should differ from the
     prompts of the evaluation. Raises UserError if the drafter cannot do it.
     """
-    cfg, drafter, learning = job.cfg, job.drafter, prompts[:LEARNING]
+    cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     if cfg.tree == "dynamic":
@@ -73,17 +73,17 @@ def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
         return Strategy(Static(cfg.paths))
     if cfg.tree == "static":
         found_DR = acceptance_by_rank(
-            job.target,
+            setup.target,
             drafter,
             learning,
             cfg.max_new_tokens,
             gamma,
-            sampler=job.sampler,
+            sampler=setup.sampler,
             rule=cfg.rule,
             greedy_draft=cfg.greedy_draft,
         )
         if cfg.nodes is None:
-            shape = fastest_shape(job, learning, found_DR)
+            shape = fastest_shape(setup, learning, found_DR)
         else:
             shape = best_static(found_DR, cfg.nodes)
         paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
@@ -94,29 +94,29 @@ def strategy(job: Job, prompts: Sequence[Sequence[int]]) -> Strategy:
     if not is_measured(cfg):
         return Strategy(chain, lambda: length(cfg.length, settings))
     if cfg.length == "optimal":
-        found = costs(job, prompts[0], chain)
+        found = costs(setup, prompts[0], chain)
         settings |= {"c": found.c.value, "v": {gamma: found.v.value}}
         learned = Learned(c=found.c, v=found.v)
         return Strategy(chain, lambda: length(cfg.length, settings), learned)
     if cfg.length == "goodput":
-        table = cost_table(job, prompts[0], gamma)
+        table = cost_table(setup, prompts[0], gamma)
         return Strategy(chain, lambda: length(cfg.length, settings, table), Learned(table=table))
     recorder = Recorder(gamma)  # records what this rule accepts at this temperature
-    job.rounds(learning, gamma, recorder)
+    setup.rounds(learning, gamma, recorder)
     classifier = fit(*recorder.records())
     learned = Learned(classifier=classifier)
     return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
 
 
-def fastest_shape(job: Job, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
+def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
     given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds, which are measured
     while decoding `prompts`."""
     depth = len(acceptance_DR)
-    sizes = SIZES.get(job.target.device.type, MORE)
+    sizes = SIZES.get(setup.target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
     shapes += [Static([[rank] for rank in range(nodes)]) for nodes in sizes]  # stars
-    times = rounds_in_turn(job, prompts, shapes)
+    times = rounds_in_turn(setup, prompts, shapes)
     chains = times[:depth]
     stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
 

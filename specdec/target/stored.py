@@ -73,7 +73,8 @@ class Weights:
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        names, found = [name for name in self.files if name.startswith(prefix)], {}
+        found: dict[str, Tensor] = {}
+        names = [name for name in self.files if name.startswith(prefix)]
         for path in {self.files[name] for name in names}:
             with safe_open(path, framework="pt") as file:
                 theirs = [name for name in names if self.files[name] == path]

@@ -24,7 +24,7 @@ from specdec.decoding.static_tree import acceptance_by_rank, best_static, fastes
 from specdec.drafters import Drafter
 from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
-from specdec.measure.job import Job
+from specdec.measure.setup import Setup
 from specdec.measure.strategy import strategy
 from specdec.runtime.compiled import Compiled
 from specdec.sampling.sampler import Sampler
@@ -174,7 +174,7 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
 ) -> None:
     settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
     cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
-    how = strategy(Job(target, drafter, cfg, Sampler(0.0)), PROMPTS)
+    how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
     policy = how.length and how.length()
     plain = decode(target, PROMPTS, max_new_tokens=24)
     made = decode(
@@ -257,7 +257,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     """Where drafting on takes as long as 20 rounds, one level of siblings; where every node does,
     one token; and where trees take longer than chains, a chain."""
 
-    def times(job: Job, prompts: Any, shapes: list[Shape]) -> Any:
+    def times(setup: Setup, prompts: Any, shapes: list[Shape]) -> Any:
         found = []
         for shape in shapes:
             draft = 1.0 + 20 * (shape.depth - 1) * (dear == "drafting")
@@ -269,7 +269,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
     drafter = make_drafter("lm", target, noise=0.3)
     cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
-    how = strategy(Job(target, drafter, cfg, Sampler(0.0)), PROMPTS)
+    how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
     if dear == "trees":
         assert how.shape == Chain(3) and how.learned.paths == [[0], [0, 0], [0, 0, 0]]
     else:
@@ -280,7 +280,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
 def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) -> None:
     drafter = make_drafter("lm", target, noise=0.1)
     cfg = DecodeConfig(tree=tree, nodes=14, gamma=3)
-    how = strategy(Job(target, drafter, cfg, Sampler(0.0)), PROMPTS)
+    how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
     chain = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=Chain(3), eos=())
     made = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=how.shape, eos=())
     assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)

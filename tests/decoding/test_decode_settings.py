@@ -16,7 +16,7 @@ from specdec.decoding.rules import named
 from specdec.decoding.speculative import speculative_generate
 from specdec.errors import UserError
 from specdec.measure.costs import costs
-from specdec.measure.job import Job
+from specdec.measure.setup import Setup
 from specdec.measure.strategy import strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
@@ -50,7 +50,7 @@ def target() -> Target:
 def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
     drafter = make_drafter("lm", target)
     with pytest.raises(UserError, match=words):
-        strategy(Job(target, drafter, DecodeConfig(**options), T1), PROMPTS)
+        strategy(Setup(target, drafter, DecodeConfig(**options), T1), PROMPTS)
 
 
 def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
@@ -65,9 +65,11 @@ def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
 def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
     for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
         with pytest.raises(UserError, match="copies tokens"):
-            strategy(Job(target, make_drafter(name, target), DecodeConfig(**options), T1), PROMPTS)
+            strategy(
+                Setup(target, make_drafter(name, target), DecodeConfig(**options), T1), PROMPTS
+            )
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
-    how = strategy(Job(target, make_drafter("early_exit", target), cfg, T1), PROMPTS)
+    how = strategy(Setup(target, make_drafter("early_exit", target), cfg, T1), PROMPTS)
     assert how.shape.nodes == 4
 
 
@@ -83,7 +85,7 @@ def test_a_verification_costs_all_that_the_shape_can_draft(
         return step(ids_BT, *args)
 
     monkeypatch.setattr(target, "step", recorded)
-    costs(Job(target, make_drafter("ngram", target), DecodeConfig(), T1), [5], shape, turns=1)
+    costs(Setup(target, make_drafter("ngram", target), DecodeConfig(), T1), [5], shape, turns=1)
     assert widths == {1, 1 + shape.nodes}
 
 

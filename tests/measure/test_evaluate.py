@@ -15,7 +15,7 @@ from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.measure import evaluate as module
-from specdec.measure import job
+from specdec.measure import setup
 from specdec.measure.costs import Costs
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
@@ -194,9 +194,9 @@ def test_costs_and_seconds_are_those_of_the_batch(
 ) -> None:
     """Each batch counts once, by its slowest row; c and v are measured on as many rows."""
     asked: list[int] = []
-    measure, decode = module.costs, job.decode
+    measure, decode = module.costs, setup.decode
 
-    def costs(what: job.Job, *args: Any) -> Costs:
+    def costs(what: setup.Setup, *args: Any) -> Costs:
         asked.append(what.cfg.batch)
         return measure(what, *args)
 
@@ -207,7 +207,7 @@ def test_costs_and_seconds_are_those_of_the_batch(
         return made
 
     monkeypatch.setattr(module, "costs", costs)
-    monkeypatch.setattr(job, "decode", timed)
+    monkeypatch.setattr(setup, "decode", timed)
     cfg = DecodeConfig(batch=2, prompts=4, max_new_tokens=9, temperatures=[0.0])
     (at,) = measured(target, medusa(target), cfg).temperatures
     assert asked == [2]

@@ -15,7 +15,7 @@ from specdec.target.base import Target
 
 
 @dataclass(frozen=True)
-class Job:
+class Setup:
     """A drafter that decodes for a target as `cfg` says, at the temperature of `sampler`."""
 
     target: Target
