@@ -111,4 +111,4 @@ def test_whatever_is_configured(given: list[str]) -> None:
 def test_both_outcomes_were_seen() -> None:
     """Or the generator above makes nothing but nonsense, or nothing but sense."""
     if OUTCOMES:  # nothing where this test runs alone, or in another process
-        assert min(OUTCOMES["told"], OUTCOMES["accepted"]) > 20
+        assert min(OUTCOMES["told"], OUTCOMES["accepted"]) > 10, OUTCOMES
