@@ -51,7 +51,7 @@ def family(name: str) -> type[Drafter]:
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
     """The `size` most frequent token ids, ascending [size]: a draft vocabulary.
 
-    Ties go to the lower id; ids that never occur fill up, lowest first, where too few occur.
+    Ties go to the lower id. Where too few ids occur, the lowest of the others fill the rest.
     """
     counts = Counter(chain.from_iterable(texts))
     ranked = sorted({*counts, *range(size)}, key=lambda i: (-counts[i], i))

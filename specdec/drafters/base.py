@@ -1,7 +1,7 @@
 """The drafter interface: one class a family, used by training and by decoding alike.
 
-Letters: B batch, A anchors, k depth, K depths in all, D width, S draft vocabulary, W nodes grown at
-once.
+Letters: B batch, A anchors, k depth, K number of depths, D width, S draft vocabulary, W nodes that
+grow at once.
 
 The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
 features strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
@@ -26,8 +26,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class AnchorsConfig:
-    """Which anchors are trained on: `per_row` of each packed row, drawn anew at every step; null:
-    all of them. For families whose training pass costs more for every anchor."""
+    """Which anchors are trained on: `per_row` of each packed row, drawn again at every step; null
+    takes all. It is for families whose training pass costs more with every anchor."""
 
     per_row: int | None = None
 
@@ -35,8 +35,8 @@ class AnchorsConfig:
         require_between("drafter.anchors.per_row", self.per_row, 1)
 
     def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """What each depth at each position weighs [T, K]: those drawn stand for all, so that the
-        expected loss, and its gradient, are those of all valid anchors."""
+        """The weight of each depth at each position [T, K]. The drawn anchors stand for all, so
+        the expected loss and its gradient are those of all valid anchors."""
         weight_TK = valid_TK.float()
         usable = valid_TK[:, 0].nonzero()[:, 0]
         if self.per_row is None or len(usable) <= self.per_row:
@@ -49,10 +49,10 @@ class AnchorsConfig:
 
 @dataclass(kw_only=True)
 class Sizes:
-    """What the target determines of a drafter; families with more to remember extend it.
+    """The sizes of a drafter that the target determines; families that need more extend it.
 
-    `target_vocab` and `draft_vocab` are numbers of tokens; no draft vocabulary: the target's.
-    Together with the config it is written to a draft's card, so all fields are plain JSON.
+    `target_vocab` and `draft_vocab` count tokens; a `draft_vocab` of None is the target's own.
+    The sizes are written to a draft's card with the config, so all fields are plain JSON.
     """
 
     target_vocab: int
@@ -62,25 +62,25 @@ class Sizes:
 class Drafter(nn.Module, ABC):
     """Proposes tokens. A family gives `hidden` and `unembed`; the rest has defaults.
 
-    A drafter is made of its config (what the user chose) and its sizes (what the target then
-    determined), so that a draft on disk can be read without planning it again. Frozen parts that
-    belong to the target (its embedding) are attached, never saved.
+    A drafter is made from its config (the user's choices) and its sizes (which the target then
+    determines), so a draft on disk can be read without planning it again. Frozen parts that
+    belong to the target (its embedding) are attached and never saved.
     """
 
     Config: ClassVar[type]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
     bounds: ClassVar[Mapping[str, int | tuple[int, int]]] = {}  # of settings; see `require_within`
     trainable: ClassVar[bool] = True
-    reads_body: ClassVar[bool] = False  # runs the target's own layers: its parts are not enough
+    reads_body: ClassVar[bool] = False  # runs the target's own layers, so it needs a whole target
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
     parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
     max_depth: int | None = None  # parallel heads cannot draft more than they have
     in_transformers: ClassVar[str | None] = None  # its name in `generate` there, for benches
-    long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on them
-    copies: bool = False  # drafts tokens that it finds: there is no q, and no second-best token
-    positions: int | None = None  # texts longer than this are not drafted for; None: any
-    scratch: int = 0  # slots of the target's cache that drafting needs beside those of its nodes
+    long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on long prompts
+    copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
+    positions: int | None = None  # the longest text to draft for, in tokens; None: any
+    scratch: int = 0  # slots of the target's cache that drafting needs besides those of its nodes
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
     def __init__(self, config: Any, sizes: Any) -> None:
@@ -108,11 +108,11 @@ class Drafter(nn.Module, ABC):
         vocab_S: Tensor | None = None,
         earlier: "Drafter | None" = None,
     ) -> Self:
-        """A drafter to be trained for a target, its weights started as the config says, or with
-        those of an `earlier` draft (see `inherit`).
+        """A drafter to train for a target. Its weights start as the config says, or as those of
+        an `earlier` draft (see `inherit`).
 
-        `vocab_S` are the target ids of the pruned draft vocabulary, ascending, which a config with
-        `draft_vocab` needs (see `specdec.drafters.frequent_tokens`).
+        `vocab_S` holds the target ids of the pruned draft vocabulary, ascending. A config with
+        `draft_vocab` needs it (see `specdec.drafters.frequent_tokens`).
         """
         drafter = cls(config, cls.plan(config, target))
         if drafter.vocab_S is not None and vocab_S is not None:
@@ -130,10 +130,10 @@ class Drafter(nn.Module, ABC):
         """Set the weights that training starts from."""
 
     def inherit(self, earlier: "Drafter") -> None:
-        """Take over the weights of an earlier draft, whose vocabulary this one's includes.
+        """Take over the weights of an earlier draft, whose vocabulary must be part of this one's.
 
-        Rows over the draft vocabulary follow their token ids; those of tokens that the earlier
-        draft lacks stay as they started. Raises UserError for a tensor that does not fit.
+        Rows over the draft vocabulary are matched by token id; rows of tokens that the earlier
+        draft lacks keep their start. Raises UserError for a tensor that does not fit.
         """
         theirs, place_S = earlier.state_dict(), None
         if self.vocab_S is not None and earlier.vocab_S is not None:
@@ -159,33 +159,33 @@ class Drafter(nn.Module, ABC):
                 x[place_S] = found.to(x)
             else:
                 raise UserError(
-                    f"the earlier draft's tensor {name!r} is {said}, and {list(x.shape)} is needed"
+                    f"the earlier draft's tensor {name!r} is {said}, but {list(x.shape)} is needed"
                 )
 
     def begin_training(self, inherited: bool) -> None:
-        """Add what only training needs (adapters) to fresh weights, or to the `inherited` ones of a
-        draft that is trained further."""
+        """Add parts that only training needs (adapters) to fresh weights, or to those `inherited`
+        from a draft that is trained further."""
 
     def finished(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a draft on disk holds of a state dict: all but what `begin_training` added."""
+        """The part of a state dict that is saved: all but the additions of `begin_training`."""
         return dict(weights)
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
-        """Learn from training texts without gradients (counts, an index), into buffers. `masks`
-        mark the tokens that the assistant says."""
+        """Learn from training texts without gradients and store the result (counts, an index) in
+        buffers. `masks` mark the assistant's tokens."""
 
     def require_sound(self) -> None:
-        """Raise UserError where loaded buffers hold what no fit can have made, such as ids outside
-        the target's vocabulary."""
+        """Raise UserError where loaded buffers hold values that no fit can have produced, such as
+        ids outside the target's vocabulary."""
         if (ids_S := self.vocab_S) is not None:
             rising = bool((ids_S[1:] > ids_S[:-1]).all() and ids_S[0] >= 0)
             require(
                 rising and int(ids_S[-1]) < self.target_vocab,
-                f"the draft vocabulary does not rise within 0 to {self.target_vocab - 1}",
+                f"the ids of the draft vocabulary must rise within 0 to {self.target_vocab - 1}",
             )
 
     def attach(self, target: Parts) -> None:
-        """Take hold of the frozen parts of the target that the drafter reads."""
+        """Keep references to the frozen parts of the target that the drafter reads."""
 
     @property
     def target_vocab(self) -> int:
@@ -193,15 +193,15 @@ class Drafter(nn.Module, ABC):
 
     @property
     def train_depth(self) -> int:
-        """Depths that the loss is taken over; fewer than `depth` where depths are alike."""
+        """How many depths the loss covers; fewer than `depth` where depths are alike."""
         return self.depth
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """What each depth at each position of a row weighs in the loss [T, K]; a position without
-        weight is no anchor. By default every valid depth weighs 1. A family that draws some gives
-        each 1 over its probability of being drawn, so that the expected loss is that of all.
+        """The weight in the loss of each depth at each position of a row [T, K]; a position
+        without weight is not an anchor. By default every valid depth weighs 1. A family that draws
+        a sample weighs each anchor by 1 / its probability, so the expected loss is that of all.
 
-        `valid_TK` says which depths predict a token that counts; both are on the CPU.
+        `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
         """
         return valid_TK.float()
 
@@ -209,14 +209,14 @@ class Drafter(nn.Module, ABC):
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Hidden states [B, A, K, D] of every depth at every anchor.
 
-        `drafted_BAk` are the k = K - 1 tokens drafted so far after each anchor; None stands for
-        the text's own next tokens at the trained depth (teacher forcing), K = `depth`.
+        `drafted_BAk` holds the k = K - 1 tokens drafted so far after each anchor. None means the
+        text's own next tokens (teacher forcing), with K = `depth`.
         """
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
         """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
-        more. Families that train in another way than they draft (noise on features, glancing,
-        parallel depths) replace this default."""
+        more. Families that do not train as they draft (noise on features, glancing, parallel
+        depths) replace this default."""
         return self.hidden(ctx, anchors_BA, None)
 
     @abstractmethod
@@ -229,24 +229,24 @@ class Drafter(nn.Module, ABC):
         return torch.stack([self.unembed(hidden_NKD[:, k], k) for k in depths], 1)
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor | None:
-        """The family's own guess of α [N, K] at each depth, where it makes one."""
+        """The family's own estimate of α [N, K] at each depth, if it makes one."""
         return None
 
     def new_cache(self, capacity: int | None = None) -> Any:
-        """What drafting may keep between the rounds of one generation, with a `select(rows)`;
-        None: nothing. `capacity` fixes the slots of families whose passes can be compiled."""
+        """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
+        method, or None. `capacity` fixes the slots of families whose passes can be compiled."""
         return None
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
-        """Draft after the last token of each row of `ctx`, the anchor, in the given shape.
+        """Draft in the given shape after each row's anchor, the last token of the row in `ctx`.
 
-        `ctx` is always the whole context; a cache only saves work, and never changes what is
-        drafted. Families that copy tokens replace this method.
+        `ctx` is always the whole context: a cache only saves work and never changes the draft.
+        Families that copy tokens replace this method.
         """
         proposal = shape.draft(self.begin(ctx, cache), choose)
         if ctx.cache is not None:
-            ctx.cache.drop()  # what was drafted in the target's own slots, which it writes next
+            ctx.cache.drop()  # drafts in the target's own slots, which it is about to write
         q_BNS = proposal.q_BNV
         if q_BNS is not None and q_BNS.shape[-1] < self.target_vocab:
             assert self.vocab_S is not None
@@ -255,13 +255,13 @@ class Drafter(nn.Module, ABC):
         return proposal
 
     def hear(self, logits_BXV: Tensor, cache: Any) -> None:
-        """Take what the target said after each of the scouts of the last proposal; `cache` is the
-        one that was drafted with. Only families that send scouts are asked."""
+        """Take the target's logits after each scout of the last proposal; `cache` is the one used
+        for that draft. Called only for families that send scouts."""
         raise NotImplementedError
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        """The state of one round at its anchors. This default, which cached versions must equal,
-        reads every node's path again from the start."""
+        """The state of one round at its anchors. This default reads every node's path again from
+        the start; versions with a cache must give the same."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
 
@@ -292,8 +292,8 @@ def states(
     drafted_BAk: Tensor | None,
     depth: int,
 ) -> Tensor:
-    """`Drafter.hidden` of a model that reads tokens alone, so that depth k at anchor a is depth 0
-    at a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
+    """`Drafter.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
+    a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAk is None:
         return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
     found = []
@@ -317,19 +317,19 @@ def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
 
 
 def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
-    """`count` entries [B, A, count, D] from each index on (clamped at the text's end)."""
+    """`count` entries [B, A, count, D] starting at each index (clamped at the text's end)."""
     steps = torch.arange(count, device=x_BTD.device)
     index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
     return entries(x_BTD, index.flatten(1)).view(*index.shape, x_BTD.shape[-1])
 
 
 def entries(x_BTD: Tensor, index_BA: Tensor) -> Tensor:
-    """Entries [B, A, D] of each row, at its own indices."""
+    """The entries [B, A, D] of each row at that row's indices."""
     return x_BTD.gather(1, index_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
-    """`count` entries of each row [B, count, …] from its own start (padded by its last one)."""
+    """`count` entries of each row [B, count, …] from that row's start (padded by the last one)."""
     if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
         return x_BT[:, starts[0] : starts[0] + count]
     index = torch.tensor(starts, device=x_BT.device)[:, None]
@@ -339,15 +339,15 @@ def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
 
 
 def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
-    """The last real entry [B, D] of each row, which has `counts[b]` of them."""
+    """The last real entry [B, D] of each row; row b has `counts[b]` of them."""
     return pieces(x_BTD, [n - 1 for n in counts], 1)[:, 0]
 
 
 def unread(cache: SlotCache, counts: list[int]) -> list[int]:
-    """How many entries of each row, of `counts[b]` in all, a draft's cache has not read yet.
+    """How many of each row's `counts[b]` entries a draft's cache has not read yet.
 
-    At least one a row: drafting again from the same anchor reads its last one anew. What was
-    drafted in the round before is forgotten.
+    It is at least one a row: drafting again from the same anchor reads the last entry again. The
+    cache forgets the drafts of the previous round.
     """
     cache.drop()
     if len(cache.lengths) != len(counts):
@@ -361,14 +361,14 @@ def unread(cache: SlotCache, counts: list[int]) -> list[int]:
 
 
 def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:
-    """A proposal of given tokens for each row, as long as the longest."""
+    """A proposal of the tokens found for each row, padded to the longest row."""
     longest = max(map(len, found))
     padded = [ids + [-1] * (longest - len(ids)) for ids in found]
     return Proposal(torch.tensor(padded, dtype=torch.long, device=ctx.ids_BT.device))
 
 
 def one_hot(hidden: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] of the ids [..., 1]: 0 there, -inf elsewhere, and throughout for -1."""
+    """Logits [..., V] for ids [..., 1]: 0 at the id and -inf elsewhere; all -inf for id -1."""
     token = hidden.long()
     logits = hidden.new_full((*token.shape[:-1], vocab_size), -torch.inf)
     value = torch.zeros_like(hidden).masked_fill(token < 0, -torch.inf)

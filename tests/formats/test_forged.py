@@ -176,7 +176,7 @@ def test_a_card_that_is_no_card(tmp_path: Path, text: str, words: str) -> None:
         ("eagle3", lambda x: x.update({"fc.weight": x["fc.weight"].to(torch.float8_e4m3fn)}), "F8"),
         ("eagle3", lambda x: x.update(vocab_S=x["vocab_S"].int()), "'vocab_S' is of type I32"),
         ("eagle3", lambda x: x["fc.weight"].fill_(torch.inf), "not finite"),
-        ("eagle3", lambda x: x["vocab_S"].fill_(3), "does not rise"),
+        ("eagle3", lambda x: x["vocab_S"].fill_(3), "must rise"),
         ("bigram", lambda x: x["start_V1"].add_(1), "do not count pairs"),
         ("bigram", lambda x: x["next_N"].add_(10**9), "'next_N' has ids outside"),
         ("bigram", lambda x: x["times_V"].sub_(10**9), "a count below 0"),

@@ -184,7 +184,7 @@ def test_a_draft_of_another_kind_of_model_is_refused() -> None:
     with pytest.raises(UserError, match="drafter=lm needs a decoder-only target"):
         DRAFTERS["lm"].build(LMConfig(), make_seq2seq("t5"))
     target = target_of("gemma4_text", **SHARED, max_position_embeddings=256)
-    with pytest.raises(UserError, match=r"no draft can be made of this|are no model by themselves"):
+    with pytest.raises(UserError, match=r"no draft can be made from this|do not make a model"):
         DRAFTERS["lm"].build(LMConfig(layers=[0, 3]), target)
 
 
@@ -211,7 +211,7 @@ def test_a_draft_of_another_kind_of_model_is_refused() -> None:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_would_be_read_wrongly_is_refused(kind: str, config: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="read") as caught:
+    with pytest.raises(UserError, match=r"read|not supported") as caught:
         target_of(kind, **config)
     assert "\n" not in str(caught.value)
 

@@ -1,10 +1,10 @@
 """Input copying (shallow aggressive decoding, Sun et al. 2021): for edits, corrections, rewrites.
 
-The output is expected to follow the input. A pointer stands at the token to be copied next and
-moves on while the text agrees with it. At a mismatch it is set anew: behind the only earlier
-occurrence of the shortest suffix of the text that occurred exactly once before (their Section
-3.2.2). Where no suffix is unique, the mismatch is taken for a substitution and the pointer moves on
-past it, up to `patience` times in a row.
+The output is expected to follow the input. A pointer stands at the next token to copy and moves on
+while the text agrees with it. After a mismatch it is reset to just after the earlier occurrence of
+the shortest suffix of the text that occurred exactly once before (their Section 3.2.2). If no
+suffix is unique, the mismatch counts as a substitution and the pointer moves past it, up to
+`patience` times in a row.
 
 The paper copies from its encoder's input. A decoder's text does not show where its prompt ends, so
 here everything before the anchor is the input, and teacher forcing sees what decoding sees.
@@ -17,8 +17,8 @@ from specdec.drafters.copying.memory import Copying, Memory
 
 @dataclass
 class CopyConfig:
-    """`max_match` is the longest suffix that is tried; where even that one is ambiguous, its latest
-    occurrence counts. `patience` is how many mismatches in a row are taken for substitutions."""
+    """`max_match` is the length of the longest suffix tried; if even that one is ambiguous, its
+    latest occurrence is used. `patience` is how many mismatches in a row count as substitutions."""
 
     name: str = "copy"
     depth: int = 10
@@ -51,7 +51,7 @@ class Aligned(Memory):
         return [] if self.pointer < 0 else self.ids[self.pointer : self.pointer + count]
 
     def _align(self, tails: list[tuple[int, ...]]) -> None:
-        """Set the pointer anew after a mismatch."""
+        """Reset the pointer after a mismatch."""
         times, after = 0, -1
         for tail in tails:
             times, after = self._after.get(tail, (0, -1))

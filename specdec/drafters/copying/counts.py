@@ -1,11 +1,11 @@
 """Unigram and bigram, counted on the training data: drafters that cost next to nothing.
 
-unigram: u(y) = (c(y) + a) / (n + a V), with c the assistant's tokens of the training texts, n
-their number and a the pseudo-count `add` (Lidstone).
+unigram: u(y) = (c(y) + a) / (n + a V), where c counts the assistant's tokens in the training texts,
+n is their total and a is the pseudo-count `add` (Lidstone).
 bigram: q(y | x) = (c(x, y) + s u(y)) / (c(x) + s), the unigram as a Dirichlet prior of s tokens
 (MacKay and Peto 1995). Leviathan et al. 2023 (Section 4.1) try a bigram as the cheapest draft.
 
-Both give whole distributions, from which sampled drafts are drawn and with which they are judged.
+Both give whole distributions, which serve both to draw sampled drafts and to judge them.
 Letters: B batch, A anchors, K depth, V vocabulary, N pairs of tokens that occur.
 """
 
@@ -33,14 +33,14 @@ class UnigramConfig:
 
 @dataclass
 class BigramConfig(UnigramConfig):
-    """`prior` is how many counted tokens the unigram weighs as much as."""
+    """`prior` is the weight of the unigram, in counted tokens."""
 
     name: str = "bigram"
     prior: float = 1.0
 
 
 class Unigram(Drafter):
-    """Its state is `times_V`, how often the assistant says a token; before `fit` it is uniform."""
+    """`times_V` counts how often the assistant says each token; before `fit`, u is uniform."""
 
     Config: ClassVar[type] = UnigramConfig
     trainable = False
@@ -61,14 +61,14 @@ class Unigram(Drafter):
         require(bool((self.times_V >= 0).all()), "tensor 'times_V' has a count below 0")
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The token before each drafted one [B, A, K, 1]: ids are exact in float32 up to 2^24."""
+        """The token before each drafted one [B, A, K, 1]; float32 holds ids up to 2^24 exactly."""
         if drafted_BAk is None:
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
         anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
         return torch.cat([anchor_BA1, drafted_BAk], -1)[..., None].float()
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """The logarithms of q [..., V] themselves."""
+        """log q [..., V] itself."""
         return self._unigram().log().expand(*hidden.shape[:-1], -1)
 
     def _unigram(self) -> Tensor:
@@ -78,14 +78,14 @@ class Unigram(Drafter):
 
 @dataclass(kw_only=True)
 class BigramSizes(Sizes):
-    """`pairs`: how many occur; before any is seen 1, which does not count, so that no tensor is
-    empty."""
+    """`pairs`: how many pairs occur; 1 before any is seen, which counts for nothing and only keeps
+    tensors from being empty."""
 
     pairs: int = 1
 
 
 class Bigram(Unigram):
-    """The pairs (x, y) that occur are ordered by x; those of x are start[x] to start[x + 1]."""
+    """The pairs (x, y) that occur, ordered by x; those of x lie from start[x] to start[x + 1]."""
 
     Config = BigramConfig
     Sizes = BigramSizes
@@ -122,7 +122,7 @@ class Bigram(Unigram):
         rising = bool((start[1:] >= start[:-1]).all() and start[0] == 0)
         require(
             rising and int(start[-1]) <= len(after) and bool((self.pairs_N >= 0).all()),
-            "tensors 'start_V1' and 'pairs_N' do not count pairs of tokens",
+            "tensors 'start_V1' and 'pairs_N' do not count pairs that can occur",
         )
         inside = bool(((after >= 0) & (after < self.target_vocab)).all())
         require(inside, f"tensor 'next_N' has ids outside 0 to {self.target_vocab - 1}")

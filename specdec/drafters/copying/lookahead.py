@@ -1,16 +1,16 @@
 """Lookahead decoding (Fu et al. 2024): the target drafts for itself, by Jacobi iteration.
 
-A window of W columns and N - 1 levels stands behind the anchor: level l of column j is a guess
-at the token l + j + 1 places on, from the iteration before that of level l + 1. The target reads
-the window in the pass that verifies, as scouts, and so gives each column's next guess. A column's
-N tokens are then an n-gram that the target has said in this context; they go to a pool, as the
-n-grams of the text do. The pool keeps the latest G of each first token, and drafts are what it
-holds after the anchor.
+A window of W columns and N - 1 levels stands after the anchor: level l of column j guesses the
+token l + j + 1 places ahead, and was made one iteration before level l + 1. The target reads the
+window as scouts in the verifying pass, which gives each column's next guess. The N tokens of a
+column are then an n-gram that the target itself produced in this context; they go to a pool, as the
+n-grams of the text do. The pool keeps the latest G n-grams for each first token, and the draft is
+taken from those that begin with the anchor.
 
-The window makes every pass W (N - 1) tokens wider: it gains where a pass over so many tokens costs
-little more than one over a few, and prompt lookup, which finds the text's own n-grams for nothing,
-does not find enough. What is in the window depends on the rounds so far; teacher forcing sees the
-n-grams of the text alone, so its α is a lower bound of the decoder's.
+The window makes every pass W (N - 1) tokens wider. It pays where such a pass costs little more than
+one over a few tokens, and where prompt lookup, which finds the text's own n-grams for free, finds
+too few. The window's content depends on the rounds so far; teacher forcing sees only the n-grams of
+the text, so its α is a lower bound on the decoder's.
 
 Letters: B batch, X scouts, W columns, V vocabulary.
 """
@@ -34,8 +34,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class LookaheadConfig:
-    """`window`, `ngram` and `pool` are the paper's W, N and G. An n-gram drafts N - 1 tokens, so
-    that a larger `depth` is never reached."""
+    """`window`, `ngram` and `pool` are the paper's W, N and G. An n-gram drafts N - 1 tokens, so a
+    larger `depth` is never reached."""
 
     name: str = "lookahead"
     depth: int = 3
@@ -45,8 +45,8 @@ class LookaheadConfig:
 
 
 class Pool(Memory):
-    """The latest n-grams by their first token, those of the text among them, and the levels of
-    the row's window, the oldest first."""
+    """The latest n-grams by first token, including those of the text, and the levels of the row's
+    window, oldest first."""
 
     def __init__(self, config: LookaheadConfig) -> None:
         super().__init__(config)
@@ -66,7 +66,7 @@ class Pool(Memory):
             del known[next(iter(known))]
 
     def paths(self, count: int) -> list[list[int]]:
-        """What may follow the text's last token, the latest first."""
+        """The paths that may follow the text's last token, latest first."""
         return [list(path[:count]) for path in reversed(self._after.get(self.ids[-1], {}))]
 
     def chain(self, count: int) -> list[int]:
@@ -89,7 +89,7 @@ class Lookahead(Copying):
         self._target = (target,)
 
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
-        """What the pools hold, and where there is the target's cache, the windows as scouts."""
+        """Paths from the pools and, if there is a target cache, the windows as scouts."""
         memories = self.new_cache() if cache is None else cache
         proposal = super().draft(ctx, shape, choose, memories)
         if ctx.cache is not None:
@@ -99,19 +99,19 @@ class Lookahead(Copying):
         return proposal
 
     def _scouts(self, pools: list[Pool], device: torch.device) -> Scouts:
-        """Level 0 is a chain after the anchor; a later level's column follows the same column of
-        the level before it."""
+        """Level 0 is a chain after the anchor; in later levels each column follows the same column
+        of the previous level."""
         columns = self.config.window
         for pool in pools:
-            if not pool.levels:  # any guess will do: tokens from all over the text
+            if not pool.levels:  # any guess will do: take tokens from all over the text
                 pool.levels = [[pool.ids[j * len(pool.ids) // columns] for j in range(columns)]]
         tokens_BX = torch.tensor([list(chain(*pool.levels)) for pool in pools], device=device)
         parents = [*range(-1, columns - 1), *range(tokens_BX.shape[1] - columns)]
         return Scouts(tokens_BX, torch.tensor(parents, device=device).expand(len(pools), -1))
 
     def hear(self, logits_BXV: Tensor, cache: Memories) -> None:
-        """One Jacobi iteration: the likeliest tokens after the last level are the next one. Whole
-        columns go to the pools, and the oldest level goes."""
+        """One Jacobi iteration: the likeliest tokens after the last level form the next level.
+        Complete columns go to the pools, and the oldest level is dropped."""
         newest = logits_BXV[:, -self.config.window :].float().argmax(-1).tolist()
         for pool, level in zip(cache.rows, newest, strict=True):
             pool.levels.append(level)

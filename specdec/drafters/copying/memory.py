@@ -1,8 +1,8 @@
 """Drafters that copy: they look up what may follow in a memory of the text.
 
-A family supplies a `Memory`, which is fed token by token. While decoding, each row has one that is
-fed what was committed; in teacher forcing, one walks over each document and is asked at every
-anchor. Neither the target nor earlier drafts are read.
+A family supplies a `Memory`, which is fed token by token. While decoding, each row has a memory,
+which is fed the committed tokens; in teacher forcing, one memory walks over each document and
+drafts at every anchor. It reads neither the target nor earlier drafts.
 
 Letters: B batch, A anchors, K depth, V vocabulary.
 """
@@ -42,11 +42,11 @@ class Memory(ABC):
         return [tuple(self.ids[-n:]) for n in range(least, 1 + min(most, len(self.ids)))]
 
     def paths(self, count: int) -> list[list[int]]:
-        """All that may follow, the best first, where a family knows more than one chain."""
+        """All known continuations, best first, for families that know more than one chain."""
         return [self.chain(count)]
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
-        """Up to `nodes` tokens of the best paths; a beginning that paths share is there once."""
+        """Up to `nodes` tokens of the best paths; a beginning that paths share is stored once."""
         found: dict[TreeNode, int] = {}
         for path in self.paths(depth):
             parent = -1
@@ -58,7 +58,7 @@ class Memory(ABC):
 
 
 class Memories:
-    """The memory of each row of a batch; beam search, which asks `hidden`, feeds none."""
+    """The memory of each row of a batch; beam search calls `hidden` instead and feeds none."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []

@@ -1,11 +1,11 @@
-"""Prompt lookup (Saxena 2023): copy what followed the last n tokens when they stood here before.
+"""Prompt lookup (Saxena 2023): copy the tokens that followed an earlier occurrence of the last n.
 
-Nothing is trained and nothing is read of the target. The longest n-gram up to `max_ngram` that
-ends at the anchor and occurs earlier decides; where there is none, nothing is drafted. Of its
-occurrences the latest one with as many tokens after it as are to be drafted is copied; where all
-stand too near the end, the first, which has most. The original takes the first complete one and
+Nothing is trained, and the target is not read. The draft follows the longest n-gram, up to
+`max_ngram`, that ends at the anchor and also occurs earlier; if there is none, nothing is drafted.
+Of its occurrences, the latest with enough tokens after it is used; if all stand too near the end,
+the first, which has the most tokens after it. The original takes the first complete occurrence and
 transformers the first: over 60 greedy answers of SmolLM2-135M-Instruct to ShareGPT prompts (7,141
-tokens, γ = 10) they give τ 1.754 and 1.788, the latest of all 1.826, and this 1.851.
+tokens, γ = 10) they give τ 1.754 and 1.788, the latest of all 1.826, and this choice 1.851.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ class NgramConfig:
 
 
 class Text(Memory):
-    """The text so far, and where each n-gram in it ended, apart from those that end it."""
+    """The text so far, and where each of its n-grams ended, except those at its very end."""
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__(config)
@@ -55,5 +55,5 @@ class Ngram(Copying):
         least, most = config.min_ngram, config.max_ngram
         require(
             1 <= least <= most,
-            f"drafter.min_ngram={least} and max_ngram={most}: give 1 or more, the first no larger",
+            f"drafter.min_ngram={least} and max_ngram={most}: give 1 <= min_ngram <= max_ngram",
         )

@@ -1,16 +1,16 @@
-"""Suffix decoding (Oliaro et al. 2024): follow what came after the same words before.
+"""Suffix decoding (Oliaro et al. 2024): draft the tokens that followed the same words earlier.
 
 Two indices are searched for the end of the text: one of a corpus (the answers seen in training),
-one of the text itself. Where the last n tokens occur, the draft follows the tree of what came
-after them and weighs each path by its frequencies, D(path) = Π count(child) / count(parent)
+one of the text itself. Where the last n tokens occur, the draft follows the tree of their
+continuations and weighs each path by its frequencies, D(path) = Π count(child) / count(parent)
 (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every
 n and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
 
 The corpus is held as a suffix array, the compact form of a suffix tree, in buffers of the module.
-The index of the text itself is a list of positions for each token, from which the matches of every
-length follow as tokens come. A node of either tree is the places at which its path occurs.
+The index of the text itself lists the positions of each token, from which matches of every length
+are updated with each new token. A node of either tree holds the places at which its path occurs.
 
-Letters: N tokens of the corpus, R of them sampled.
+Letters: N tokens of the corpus, R sampled tokens of the corpus.
 """
 
 import heapq
@@ -29,16 +29,16 @@ from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, Memory, TreeNode
 from specdec.errors import require
 
-SEPARATOR = -1  # between texts of the corpus: equal to no token
-SORTED = 256  # tokens by which suffixes are ordered: more than a match and a draft have
-SAMPLED = 512  # occurrences that are examined to find the likeliest next tokens
+SEPARATOR = -1  # between texts of the corpus: not the id of any token
+SORTED = 256  # tokens by which suffixes are ordered: at least a match and a draft together
+SAMPLED = 512  # occurrences examined to find the likeliest next tokens
 
 
 @dataclass
 class SuffixConfig:
-    """The paper takes factors of 1 to 4, and its engine the threshold 0.1. `max_match` is the
-    longest suffix that is matched, `recent` how many of a token's latest occurrences in the text
-    itself are followed, and `max_tokens` how many of the corpus's last tokens are indexed."""
+    """The paper uses factors of 1 to 4, and its engine a threshold of 0.1. `max_match` is the
+    length of the longest suffix matched, `recent` how many of a token's latest occurrences in the
+    text are followed, and `max_tokens` how many of the corpus's last tokens are indexed."""
 
     name: str = "suffix"
     depth: int = 16
@@ -51,7 +51,7 @@ class SuffixConfig:
 
 @dataclass
 class TextPlaces:
-    """Places in the text itself: the positions of what follows the path."""
+    """Places in the text itself: the positions right after each occurrence of the path."""
 
     ids: list[int]
     after: list[int]
@@ -79,7 +79,7 @@ class SuffixArray(NamedTuple):
 
 @dataclass
 class CorpusPlaces:
-    """Places in the corpus: suffixes `low` to `high` begin with the path of `length` tokens."""
+    """Places in the corpus: suffixes `low` to `high` begin with the path, of `length` tokens."""
 
     index: SuffixArray
     low: int
@@ -103,7 +103,7 @@ class CorpusPlaces:
         return CorpusPlaces(self.index, low, high, self.length + 1)
 
     def children(self, width: int) -> "list[tuple[int, Places]]":
-        """As in the text itself; of many places a sample decides which tokens are examined."""
+        """As for the text itself; where places are many, a sample picks the tokens to examine."""
         text_N, order_N = self.index
         step = -(-self.count // SAMPLED)
         at_R = order_N[self.low : self.high : step] + self.length
@@ -112,7 +112,7 @@ class CorpusPlaces:
         return [(t, path) for t, path in sorted(found, key=lambda x: -x[1].count)[:width]]
 
 
-Places = TextPlaces | CorpusPlaces  # at which a path of tokens occurs: a node of a suffix tree
+Places = TextPlaces | CorpusPlaces  # where a path of tokens occurs: a node of a suffix tree
 
 
 class Suffixes(Memory):
@@ -122,9 +122,9 @@ class Suffixes(Memory):
         super().__init__(config)
         self.index = index
         self._where: dict[int, list[int]] = {}  # positions of each token
-        self._lengths: dict[int, int] = {}  # how much matches before each place, places rising
+        self._lengths: dict[int, int] = {}  # match length before each place; places rise
         self._in_corpus: list[CorpusPlaces] = []  # matches in the corpus, the longest first
-        self._matched = 0  # tokens that these have read
+        self._matched = 0  # tokens of the text that `_in_corpus` has read
 
     def push(self, token: int) -> None:
         where = self._where.setdefault(token, [])
@@ -136,7 +136,7 @@ class Suffixes(Memory):
         self.ids.append(token)
 
     def matches(self) -> list[tuple[int, Places]]:
-        """Match lengths with their nodes; where two nodes have equal places, the longer match."""
+        """Match lengths and their nodes; of two corpus matches with equal places, the longer."""
         found: list[tuple[int, Places]] = []
         for match in self._known():
             if not found or found[-1][1].count != match.count:
@@ -147,7 +147,7 @@ class Suffixes(Memory):
         return found
 
     def _known(self) -> list[CorpusPlaces]:
-        """Matches in the corpus; of a long prompt only the end is matched."""
+        """Matches in the corpus; only the end of a long prompt is matched."""
         if len(self.ids) - self._matched > self.config.max_match:
             self._in_corpus, self._matched = [], len(self.ids) - self.config.max_match
         for token in self.ids[self._matched :]:
@@ -182,7 +182,7 @@ class Suffixes(Memory):
     def _spread(
         self, match: int, at: Places, depth: int, nodes: int
     ) -> tuple[float, list[TreeNode]]:
-        """Σ D and the nodes of the tree that grows where D is largest."""
+        """Σ D and the nodes of the tree, which always grows at the largest D."""
         found: list[TreeNode] = []
         heap: list[tuple[float, int, int, int, int, Places]] = []
         score, order = 0.0, 0  # `order` settles ties: the earlier first
@@ -207,8 +207,8 @@ class Suffixes(Memory):
 
 @dataclass(kw_only=True)
 class SuffixSizes(Sizes):
-    """`tokens` counts those of the corpus; before there is one, a separator, so that no tensor is
-    empty."""
+    """`tokens` counts the corpus's tokens; without a corpus it is 1, for a separator, so that no
+    tensor is empty."""
 
     tokens: int = 1
 
@@ -232,7 +232,7 @@ class Suffix(Copying):
         self._index: tuple[Tensor, SuffixArray] | None = None
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
-        """Index these texts as the corpus; of each, the stretches that its mask marks."""
+        """Index the stretches of these texts that the masks mark, as the corpus."""
         joined = [SEPARATOR]
         for ids, mask in zip(texts, masks, strict=True):
             for token, said in zip([*ids, SEPARATOR], [*mask, False], strict=True):
@@ -252,7 +252,7 @@ class Suffix(Copying):
         inside = bool(((ids_N >= SEPARATOR) & (ids_N < self.target_vocab)).all())
         require(inside, f"tensor 'text_N' has ids outside 0 to {self.target_vocab - 1}")
         inside = bool(((order_N >= 0) & (order_N < len(ids_N))).all())
-        require(inside, "tensor 'order_N' points outside of the texts")
+        require(inside, "tensor 'order_N' points outside the texts")
 
     def memory(self) -> Suffixes:
         if self._index is None or self._index[0] is not self.text_N:  # fitted, loaded or moved
@@ -264,8 +264,8 @@ class Suffix(Copying):
 def suffix_order(text_N: NDArray[np.int32]) -> NDArray[np.int32]:
     """The starts of all suffixes, ordered by at least their first SORTED tokens.
 
-    By doubling (Manber and Myers 1990): the order by the first w tokens, and the ranks of the
-    suffixes that start w later, give the order by 2 w.
+    By doubling (Manber and Myers 1990): the order by the first w tokens and the ranks of the
+    suffixes that start w tokens later give the order by 2 w tokens.
     """
     size, width = len(text_N), 1
     rank_N = np.unique(text_N, return_inverse=True)[1].astype(np.int64)

@@ -1,17 +1,17 @@
-"""Two tokenizers of the same text: which tokens both have, and one's text in the other's tokens."""
+"""Two tokenizers of the same text: their common tokens, and text of one in tokens of the other."""
 
 import re
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-TAIL = 8  # tokens before a piece of text that are enough to see how it joins them
+TAIL = 8  # enough tokens before a piece of text to see how the piece joins them
 REPLACED = "\ufffd"  # stands for bytes that are not a whole character
 
 
 class Bridge:
     """Compares tokens by the text that they stand for when they follow another token. Special
-    tokens are the same if they have one name, or if both are the eos or the bos."""
+    tokens match if they have the same name, or if both are the eos or both the bos."""
 
     def __init__(self, target: Any, draft: Any) -> None:
         self.target, self.draft = target, draft
@@ -26,10 +26,10 @@ class Bridge:
         begins = first is not None and first in draft("").input_ids
         self.prefix = [first] if begins else []
         spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
-        self._nothing = [spare]  # read where no text is left for the draft
+        self._nothing = [spare]  # what the draft reads when no text is left for it
 
     def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:
-        """Target ids, ascending, of the tokens that both have, and their draft ids."""
+        """The target ids, ascending, and the draft ids of the tokens that both have."""
         theirs = _by_text(self.target, target_size)
         ours = _by_text(self.draft, draft_size)
         found = {theirs[text]: own for text, own in ours.items() if text in theirs}
@@ -38,9 +38,9 @@ class Bridge:
         return [a for a, _ in pairs], [b for _, b in pairs]
 
     def to_draft(self, ids: list[int]) -> list[int]:
-        """The draft's tokens, at least one, of a text in target tokens. A special token of the
-        target becomes the draft's own; where the draft has none, bos, eos and their like are left
-        out, and any other is read as text."""
+        """A text in target tokens as draft tokens, at least one. A special token of the target
+        becomes the matching one of the draft; without a match, bos, eos and the like are left out,
+        and any other is read as text."""
         own, run = list(self.prefix), []
         for i in [*ids, None]:
             if i is not None and i not in self.specials and i not in self._roles:
@@ -55,8 +55,8 @@ class Bridge:
         return own or self._nothing
 
     def to_target(self, ids: list[int], own: list[int], new: list[int]) -> list[int]:
-        """The target tokens, to follow `ids`, of what the draft wrote: `new`, after its own tokens
-        `own`. Fewer, or none, where that text cannot be made of whole target tokens."""
+        """The draft's new tokens `new`, written after its tokens `own`, as target tokens that
+        follow `ids`. Fewer, or none, where whole target tokens cannot spell that text."""
         end = next((n for n, i in enumerate(new) if i in self._own_special), len(new))
         before = _after_last(own, self._own_special)[-TAIL:]
         was, text = _text(self.draft, before), _text(self.draft, before + new[:end])
@@ -96,8 +96,8 @@ def _same_specials(target: Any, draft: Any) -> dict[int, int]:
 
 def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
     """The ids of ordinary tokens by the bytes that they stand for when they follow another token.
-    Of several tokens for the same bytes the lowest id is taken, and one that only stands for a
-    single byte is taken last."""
+    Of several tokens for the same bytes, the lowest id wins, and a byte-fallback token is used only
+    if there is no other."""
     count, special = min(size, len(tokenizer)), set(tokenizer.all_special_ids)
     ids = [i for i in range(count) if i not in special]
     names = tokenizer.convert_ids_to_tokens(ids)
@@ -134,6 +134,6 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _after_last(ids: list[int], special: set[int]) -> list[int]:
-    """What follows the last special token."""
+    """The ids after the last special token."""
     start = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in special), 0)
     return ids[start:]

@@ -2,10 +2,10 @@
 first E layers draft, followed by its own final norm and head.
 
 While decoding, the draft writes into the target's own cache, whose first E layers already hold the
-keys and values of every committed token, so that it needs no second cache and reads no token
-twice. A drafted token costs E / L of a step plus the head. On targets that were not trained for it
-(layer dropout and an early-exit loss) early layers agree little with the last; E near L agrees
-more and saves less.
+keys and values of every committed token, so the draft needs no second cache and reads no token
+twice. A drafted token costs E / L of a step plus the head. In targets that were not trained for
+early exit (with layer dropout and an early-exit loss), early layers agree little with the last; E
+near L agrees more and saves less.
 
 Letters: B batch, A anchors, K depth, D width.
 """

@@ -1,7 +1,7 @@
 """An independent draft language model (Leviathan et al. 2023): any small causal LM.
 
-It reads tokens and nothing else of the target. It is loaded from a hub or a folder, starts from
-random weights, or is cut from the target (its embedding, some of its layers, its head).
+It reads only the target's tokens. It is loaded from a hub or a folder, starts from random weights,
+or is cut from the target (its embedding, some of its layers, its head).
 Letters: B batch, T time, V vocabulary.
 """
 
@@ -30,7 +30,7 @@ from specdec.target.parts import Parts, config_of_layers
 
 @dataclass
 class LMConfig(DraftLMConfig):
-    """As `DraftLMConfig`. With `source` "target" the draft is made of `layers` of the target
+    """Like `DraftLMConfig`. With `source` "target" the draft is made from `layers` of the target
     (0-based; None: the first two and the last two)."""
 
     name: str = "lm"
@@ -68,7 +68,7 @@ class LM(Pretrained):
                 fresh(AutoModelForCausalLM, model, config.train_embeddings)
         except Exception as error:  # whatever a config's or a model's own checks raise
             raise UserError(
-                f"drafter.source={config.source!r}: no draft can be made of this "
+                f"drafter.source={config.source!r}: no draft can be made from this "
                 f"{model['model_type']} ({first_line(error)}): give random, a hub name or a folder"
             ) from error
         return LMSizes(target_vocab=target.vocab_size, model=model)

@@ -1,9 +1,9 @@
-"""What draft models of transformers have in common: they are made of its configs, start from its
-weights, read tokens and nothing else of the target, and are trained whole or by adapters.
+"""The common part of draft models from transformers: they are made from its configs, start from its
+weights, read only the target's tokens, and are trained whole or by adapters.
 
-LoRA (Hu et al. 2022) trains W + (alpha / rank) B A with W frozen. Adapters live in training and
-in its checkpoints alone: a draft on disk holds their sum with the weights, so that it needs
-nothing else, and drafting with it costs what the model alone costs.
+LoRA (Hu et al. 2022) trains W + (alpha / rank) B A with W frozen. Adapters exist only in training
+and its checkpoints: a draft on disk holds the weights with the adapters added, so it needs nothing
+else, and drafting costs no more than with the plain model.
 
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
@@ -28,9 +28,9 @@ from specdec.target.parts import Parts, head_scaling
 
 @dataclass
 class LoraOptions:
-    """`rank` 0 trains the weights themselves. `alpha` null: twice the rank. `dropout` is that of
-    what the adapters read. `targets`: names of the layers that get adapters, as in
-    [q_proj, v_proj]; null: all linear layers but the LM head."""
+    """`rank` 0 trains the weights themselves. `alpha` null takes twice the rank. `dropout` applies
+    to the adapters' input. `targets` names the layers that get adapters, as in [q_proj, v_proj];
+    null takes all linear layers but the LM head."""
 
     rank: int = 0
     alpha: float | None = None
@@ -52,10 +52,10 @@ class LoraOptions:
 class DraftLMConfig:
     """Where the draft comes from.
 
-    `source` is a hub name or a folder; or "random": the target's architecture with `overrides` of
-    its config and fresh weights. `train_embeddings=false` leaves the embedding and the LM head as
-    they start: most of a small model's weights and of its cost. `lora.rank` above 0 trains adapters
-    alone, which are added to the weights when the draft is saved.
+    `source` is a hub name, a folder, or "random": the target's architecture with `overrides` of
+    its config and fresh weights. `train_embeddings=false` freezes the embedding and the LM head,
+    which are most of a small model's weights and cost. `lora.rank` above 0 trains only adapters,
+    which are added to the weights when the draft is saved.
     """
 
     name: str
@@ -74,8 +74,8 @@ class LMSizes(Sizes):
 
 
 class Pretrained(Drafter):
-    """A drafter with a `model` of one of transformers' auto classes. A family says how it computes
-    a whole text and, while decoding, new tokens over a cache."""
+    """A drafter whose `model` is of one of transformers' auto classes. A family says how the model
+    computes a whole text and, while decoding, new tokens over a cache."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -107,7 +107,7 @@ class Pretrained(Drafter):
                 module.requires_grad_(self.config.train_embeddings)
 
     def finished(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights with the adapters added to them, by peft, on copies."""
+        """Copies of the weights, to which peft has added the adapters."""
         if not any(".lora_" in name for name in weights):
             return dict(weights)
         with torch.device("meta"):
@@ -119,7 +119,7 @@ class Pretrained(Drafter):
 
     @abstractmethod
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
-        """Hidden states [B, T, D] of packed texts [B, T], as `Target.features` takes them."""
+        """Hidden states [B, T, D] of texts [B, T], packed as for `Target.features`."""
 
     @abstractmethod
     def over_cache(
@@ -134,7 +134,7 @@ class Pretrained(Drafter):
         return self._scale(self.model.get_output_embeddings()(hidden))
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """Over a cache, which first reads the tokens committed since."""
+        """With a cache, first read the tokens committed since the last round."""
         if cache is None:
             return super().begin(ctx)
         new = unread(cache, ctx.counts())
@@ -146,12 +146,12 @@ class Pretrained(Drafter):
 
 
 def with_adapters(model: nn.Module, lora: LoraOptions) -> Any:
-    """Put adapters into a model, whose own weights are frozen; peft's handle on them."""
+    """Put adapters into a model, freeze its own weights, and return peft's wrapper of it."""
     from peft import LoraConfig, get_peft_model  # as slow to import as transformers itself
 
     options = LoraConfig(
         r=lora.rank,
-        # peft divides it, and takes any number
+        # peft only divides by the rank, so any number works
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) if lora.targets else "all-linear",
@@ -163,7 +163,7 @@ def with_adapters(model: nn.Module, lora: LoraOptions) -> Any:
 
 
 def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
-    """A model of one of transformers' auto classes with fresh weights, from its config."""
+    """A model of one of transformers' auto classes with fresh weights, from its config keys."""
     config = AutoConfig.for_model(**keys)
     model = auto.from_config(config, trust_remote_code=False).float()
     group(model)
@@ -174,8 +174,8 @@ def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
 
 
 def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
-    """The config of the draft's model: the target's with the `overrides` where it starts at random,
-    else that of the model on a hub or in a folder. `options` says what can be given."""
+    """The config of the draft's model: the target's with `overrides` if the weights start random,
+    else that of the model on a hub or in a folder. `options` lists what the user can give."""
     if config.source == "random":
         if unknown := sorted(set(config.overrides) - set(theirs)):
             raise UserError(f"drafter.overrides.{unknown[0]} is not a key of the target's config")
@@ -188,10 +188,10 @@ def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) ->
 
 
 def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
-    """Raise UserError unless the draft has the target's own numbers of what a tokenizer sets."""
+    """Raise UserError unless the draft has the target's values of what a tokenizer determines."""
     for key, theirs in target.items():
         require(
             model.get(key) == theirs,
-            f"drafter.source={config.source!r} has {key}={model.get(key)}, the target {theirs}: "
-            "they must have the same tokenizer",
+            f"drafter.source={config.source!r} has {key}={model.get(key)}, but the target has "
+            f"{theirs}: they must have the same tokenizer",
         )

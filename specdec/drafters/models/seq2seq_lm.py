@@ -1,6 +1,6 @@
 """A smaller encoder-decoder with the target's tokenizer drafts (Leviathan et al. 2023: T5-small
-for T5-XXL). Its own encoder reads the prompt once; its decoder then reads tokens, and nothing else
-of the target.
+for T5-XXL). Its own encoder reads the prompt once; its decoder then reads only the target's
+tokens.
 
 Letters: B batch, T time, V vocabulary.
 """
@@ -49,7 +49,7 @@ class Seq2SeqLM(Pretrained):
         model = described(config, target.model.config.to_dict(), options)
         require(
             bool(model.get("is_encoder_decoder")),
-            f"drafter.source={config.source!r} is not an encoder-decoder, as the target is",
+            f"drafter.source={config.source!r} is not an encoder-decoder, but the target is one",
         )
         start = target.seq2seq.start
         alike = {"vocab_size": target.vocab_size, "decoder_start_token_id": start}
@@ -60,7 +60,7 @@ class Seq2SeqLM(Pretrained):
         self.seq2seq = Seq2SeqModel(self.model)
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
-        """As `Pretrained.over_text`; 0 at the encoder's tokens."""
+        """Like `Pretrained.over_text`, with 0 at the encoder's tokens."""
         out, split = self.seq2seq.read(ids, position, document)
         return split.spread(out)
 

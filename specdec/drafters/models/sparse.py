@@ -1,25 +1,24 @@
 """Self-speculation over a sparse KV cache (MagicDec, Chen et al. 2024): the whole target drafts,
-but over a few of the context's keys and values.
+but over only some of the context's keys and values.
 
-The small cache keeps the last tokens, and `budget` positions before them:
+The small cache keeps the last tokens and, from those before them, `budget` positions:
 streaming: the first ones (attention sinks) and the latest (StreamingLLM, Xiao et al. 2024);
 snapkv: those to which the last `window` tokens attend most. Each KV head chooses for itself; the
-  votes of its query heads are averaged, and smoothed over neighbours (Li et al. 2024).
+  votes of its query heads are averaged and smoothed over neighbours (Li et al. 2024).
 With either method, layers with a sliding window of their own keep the latest positions.
 
-A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
-long contexts in large batches. The small cache is gathered from the target's cache. Each round
-adds what was committed; every `refresh` tokens the positions are chosen again, and the tail that
-is kept whole falls back to `window` tokens. (SnapKV's paper chooses once, at the end of the
-prompt. Choosing on a grid of positions makes the choice depend on the text alone, so that α by
-teacher forcing is what the decoder sees.) The target's cache holds no queries, so choosing takes a
-pass over `window` tokens.
+A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this family is
+for long contexts in large batches. The small cache is gathered from the target's cache. Each round
+adds the committed tokens; every `refresh` tokens the positions are chosen again, and the complete
+tail shrinks to `window` tokens. (SnapKV's paper chooses once, at the end of the prompt. Choosing on
+a grid of positions makes the choice depend only on the text, so α by teacher forcing is the
+decoder's.) The target's cache holds no queries, so choosing takes a pass over `window` tokens.
 
-Tokens keep their true positions: cached keys were rotated by theirs, and a drafted token's
-position is the length of the whole text before it.
+Tokens keep their true positions: cached keys were rotated by them, and a drafted token's position
+is the length of the whole text before it.
 
 Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P slots, H KV heads, Q query
-heads, w the window, C positions that are kept, E head width.
+heads, w the window, C kept positions, E head width.
 """
 
 from collections.abc import Sequence
@@ -43,9 +42,9 @@ ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of 
 
 @dataclass
 class SparseConfig:
-    """The module explains `budget`, `window` and `refresh`. `sink` is how many first tokens
-    streaming keeps, out of its budget; `pool` over how many neighbouring positions votes are
-    averaged (an odd number)."""
+    """The top of this file explains `budget`, `window` and `refresh`. `sink` is how many first
+    tokens streaming keeps, out of its budget; `pool` is the number of neighbouring positions that
+    votes are averaged over (odd)."""
 
     name: str = "sparse"
     depth: int = 4
@@ -58,8 +57,8 @@ class SparseConfig:
 
 
 class SparseCache(SlotCache):
-    """The small cache. Of each row it remembers how many tokens of the text it has `seen`, and
-    before which one its positions were `chosen` last."""
+    """The small cache. For each row it remembers how many tokens of the text it has `seen`, and
+    from how many positions it last chose (`chosen`)."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -67,7 +66,7 @@ class SparseCache(SlotCache):
         self.chosen: list[int] = []
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
-        """As `SlotCache.place`, at the tokens' true positions."""
+        """Like `SlotCache.place`, but with the tokens' true positions."""
         position_BT, mask_BTP, slot_position_BP = super().place(ids_BT, parents_BT)
         slot_P = torch.arange(self.shown, device=ids_BT.device)
         if mask_BTP is None:
@@ -88,7 +87,7 @@ class Sparse(View):
     Config = SparseConfig
     bounds = {"budget": 1, "window": 1, "refresh": 1, "pool": 1}
     long_prompts = {method: SparseConfig(method=method) for method in METHODS}
-    voters: tuple[Any, ...]  # what gives the votes of snapkv: a view of the target
+    voters: tuple[Any, ...]  # for snapkv, the view of the target that gives the votes
 
     def __init__(self, config: SparseConfig, sizes: ViewSizes) -> None:
         super().__init__(config, sizes)
@@ -112,8 +111,8 @@ class Sparse(View):
         return SparseCache(self.sizes.layers)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """What decoding would compute [B, A, K, D]: each anchor is a row with a small cache of
-        its own, gathered from one pass over its document."""
+        """The states that decoding would compute [B, A, K, D]: each anchor is a row with its own
+        small cache, gathered from one pass over its document."""
         if drafted_BAk is None:
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
         anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
@@ -141,8 +140,8 @@ class Sparse(View):
         small: SparseCache,
         choices: dict[int, list[Tensor]] | None = None,
     ) -> None:
-        """Bring the small cache up to the target's. Where all rows hold one text, `choices` gives
-        the positions to keep, by how many there were to choose from."""
+        """Bring the small cache up to date with the target's. If all rows hold one text, `choices`
+        maps the number of positions to choose from to the positions to keep."""
         small.drop()
         if not small.seen:
             small.seen, small.chosen, small.lengths = ([0] * len(texts) for _ in range(3))
@@ -194,7 +193,7 @@ class Sparse(View):
         return chosen
 
     def _forced(self, ids_T: Tensor, ends: list[int], block_AK: Tensor) -> Tensor:
-        """Hidden states [A, K, D] of blocks that follow the first `ends[i]` tokens of a text."""
+        """Hidden states [A, K, D] of blocks; block i follows the first `ends[i]` tokens."""
         full, text, longest = self.target.new_cache(), ids_T.tolist(), max(1, *ends)
         self.target.features(ids_T[None, :longest], Needs(), cache=full)
         full.keep([longest])
@@ -212,9 +211,9 @@ class Sparse(View):
 
 
 def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:
-    """The positions [H, C] below `before` with the most attention of the last w tokens, ascending
-    (SnapKV, Listing 1): summed over those, averaged over a KV head's query heads, and over `pool`
-    neighbouring positions."""
+    """The positions [H, C] below `before` that get most attention from the last w tokens, ascending
+    (SnapKV, Listing 1): attention is summed over those tokens and averaged over a KV head's query
+    heads and over `pool` neighbouring positions."""
     votes_HP = attention_QwP[..., :before].float().sum(1).unflatten(0, (heads, -1)).mean(1)
     smooth_HP = nn.functional.avg_pool1d(
         votes_HP, pool, stride=1, padding=pool // 2, count_include_pad=False
@@ -225,11 +224,11 @@ def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int
 def attention(
     model: Any, full: SlotCache, b: int, last: Sequence[int], before: int
 ) -> list[Tensor]:
-    """For each of a model's layers the attention weights [Q, w, P] that the tokens `last`, which
-    stand from `before` on, pay to the slots of row b of the target's cache."""
+    """For each layer of a model, the attention weights [Q, w, P] of the tokens `last`, which start
+    at position `before`, over the slots of row b of the target's cache."""
     cache = _rows(full, b, [full.lengths[b]])
     ids_1w = torch.tensor([list(last)], device=model.device)
-    cache.place(ids_1w)  # they are read again behind the text, where nobody sees them
+    cache.place(ids_1w)  # the tokens are read again after the text, where no other token sees them
     position_1w = torch.arange(before, before + len(last), device=model.device)[None]
     slot_1P = torch.arange(cache.shown, device=model.device)[None]
     place = Place(position_1w, slot_1P[:, None] <= position_1w[..., None], slot_1P)
@@ -241,7 +240,7 @@ def attention(
 
 
 def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:
-    """A cache whose rows are row b's first tokens, in the same memory where there is room."""
+    """A cache whose rows hold row b's first tokens, sharing its memory as long as there is room."""
     cache = SlotCache(len(full.slot_layers))
     cache.lengths, cache.capacity = list(lengths), full.capacity
     for ours, theirs in zip(cache.slot_layers, full.slot_layers, strict=True):

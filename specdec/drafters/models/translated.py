@@ -1,21 +1,20 @@
-"""A draft LM with another tokenizer than the target's (Timor et al. 2025, "Accelerating LLM
+"""A draft LM with a different tokenizer from the target's (Timor et al. 2025, "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies").
 
-The draft reads the target's text in its own tokens, which are made from the text again in every
-round; its cache keeps what it has read up to the first token that differs. There are two ways
-back to the target's tokens:
+Every round turns the target's text into the draft's own tokens again; the draft's cache is kept up
+to the first token that differs. There are two ways back to the target's tokens:
 
 - `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
-  both vocabularies have, so that q is a distribution over the target's vocabulary, and every
-  verification rule and every shape of a draft applies. Teacher forcing reads what the decoder
-  would read at each anchor. Where one of the text's own tokens before a depth is not in the
-  intersection, that depth counts as nothing drafted, because a decoder never gets there.
+  both vocabularies have, so q is a distribution over the target's vocabulary, and every
+  verification rule and draft shape works. Teacher forcing reads what the decoder would read at
+  each anchor. If one of the text's tokens before a depth is outside the intersection, nothing
+  counts as drafted at that depth, because a decoder never gets there.
 - `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft
-  writes greedily, its text is made into target tokens, and these are proposed with q None, so
-  that a token x is kept with probability p(x). It can draft any token, but chains only. Its
-  teacher forcing shows, as with prompt lookup, what is drafted from each anchor, however the text
-  continues. That is exact at T = 0, where a depth counts only if all before it were right; at
-  T > 0 depth 0 is exact, and later depths belong to a proposal that the text may have left.
+  writes greedily, its text is turned into target tokens, and these are proposed with q None, so
+  a token x is kept with probability p(x). It can draft any token, but only chains. As with prompt
+  lookup, its teacher forcing shows what is drafted from each anchor, however the text continues.
+  That is exact at T = 0, where a depth counts only if all before it were right; at T > 0 depth 0
+  is exact, and later depths belong to a proposal from which the text may have departed.
 
 Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """
@@ -54,7 +53,7 @@ METHODS = ("tli", "slem")
 @dataclass
 class TranslatedConfig:
     """`source` names the draft LM as `target.path` names a target: a hub name, a folder, a GGUF
-    file, or package:NAME. `draft_tokens` is how many of its own tokens the draft writes in a round
+    file, or package:NAME. `draft_tokens` is how many of its own tokens the draft writes per round
     of slem; null takes `depth`."""
 
     name: str = "translated"
@@ -66,7 +65,7 @@ class TranslatedConfig:
 
 @dataclass(kw_only=True)
 class TranslatedSizes(Sizes):
-    """`draft_fingerprint` is that of the draft LM's weights, which are not saved with the draft."""
+    """`draft_fingerprint` identifies the draft LM's weights, which are not saved with the draft."""
 
     draft_fingerprint: str
 
@@ -95,8 +94,8 @@ class Translated(Drafter):
             common = len(bridge.common(target.vocab_size, lm.vocab_size)[0])
             require(
                 common > 0,
-                f"drafter.source={config.source!r}: its vocabulary and the target's have no token "
-                "in common: give drafter.method=slem",
+                f"drafter.source={config.source!r} has no token in common with the target's "
+                "vocabulary: give drafter.method=slem",
             )
         return TranslatedSizes(
             target_vocab=target.vocab_size, draft_vocab=common, draft_fingerprint=lm.fingerprint()
@@ -113,14 +112,14 @@ class Translated(Drafter):
         if self.lm.fingerprint() != self.sizes.draft_fingerprint:
             raise UserError(
                 f"drafter.source={self.config.source!r} has other weights than when this draft was "
-                "made: give the same, or make the draft again"
+                "made: give the model with those weights, or make the draft again"
             )
         self.bridge = Bridge(target.tokenizer, self.lm.tokenizer)
         self._unembed = self.lm.unembedding(self.draft_S)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """tli: hidden states [B, A, K, D + 1], the last column 0, or -inf where a token before
-        that depth cannot be drafted. slem: the drafted ids themselves [B, A, K, 1], or -1."""
+        """tli: hidden states [B, A, K, D + 1], whose last column is 0, or -inf where a token before
+        that depth cannot be drafted. slem: the drafted ids [B, A, K, 1], -1 where there is none."""
         depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         found = []
         for b, (ids, firsts) in enumerate(zip(ctx.ids_BT.tolist(), first_tokens(ctx, anchors_BA))):
@@ -147,7 +146,7 @@ class Translated(Drafter):
         return TranslatedCache(self.lm.config.num_hidden_layers)
 
     def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
-        """tli over the draft's cache, which first reads what differs in the text."""
+        """tli over the draft's cache, after reading the part of the text that differs."""
         if cache is None:
             return super().begin(ctx)
 
@@ -180,11 +179,11 @@ class Translated(Drafter):
     def continued(
         self, ids_BT: Tensor, cache: "TranslatedCache", parents_BT: Tensor | None = None
     ) -> Tensor:
-        """Hidden states [B, T, D] of tokens in the draft's own ids, which are not committed."""
+        """Hidden states [B, T, D] of uncommitted tokens, given in the draft's own ids."""
         return self.lm.features(ids_BT, Needs(), cache=cache, parents_BT=parents_BT)[1]
 
     def own_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's ids of target tokens, and which of them are in the intersection."""
+        """The draft's ids for target tokens, and which of those tokens are in the intersection."""
         assert self.vocab_S is not None
         index = torch.searchsorted(self.vocab_S, tokens).clamp_max(len(self.vocab_S) - 1)
         return self.draft_S[index], self.vocab_S[index] == tokens
@@ -192,7 +191,7 @@ class Translated(Drafter):
     def _forced(
         self, text: list[int], after_k: Tensor, depth: int, cache: "TranslatedCache"
     ) -> Tensor:
-        """Hidden states [K, D + 1] at the end of a text and after each of the tokens after it."""
+        """Hidden states [K, D + 1] at the end of a text and after each token that follows it."""
         hidden_KD = self.after_texts([text], cache)
         own_k, known_k = self.own_ids(after_k.to(self.lm.device))
         if len(own_k):
@@ -203,7 +202,7 @@ class Translated(Drafter):
         return out
 
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
-        """What the draft writes after each text, in target tokens."""
+        """The draft's continuation of each text, in target tokens."""
         last_BD = self.after_texts(texts, cache)
         steps: list[list[int]] = []
         for n in range(self.config.draft_tokens or self.depth):
@@ -217,8 +216,8 @@ class Translated(Drafter):
         ]
 
     def _fitting(self, own: list[int]) -> list[int]:
-        """The end of a text that fits the draft's positions. The cut moves in leaps, so that what
-        is cached stays right most of the time."""
+        """The end of a text that fits the draft's positions. The cut moves in leaps, so the cache
+        stays valid most of the time."""
         positions = getattr(self.lm.config, "max_position_embeddings", None) or len(own) + 256
         room = positions - min(64, positions // 4)
         over, leap = len(own) - room, max(1, room // 2)
@@ -226,7 +225,7 @@ class Translated(Drafter):
 
 
 class TranslatedCache(SlotCache):
-    """The draft's keys and values, and the tokens of each row that they belong to."""
+    """The draft's keys and values, and each row's tokens that they belong to."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -242,13 +241,13 @@ def _loaded(config: TranslatedConfig, target: Parts) -> Target:
     require(bool(config.source), "drafter.source is missing: the draft LM's hub name or folder")
     require(
         target.tokenizer is not None,
-        "drafter=translated needs the target's tokenizer, and this target has none",
+        "drafter=translated needs the target's tokenizer, but this target has none",
     )
     dtype = next(name for name, dtype in DTYPES.items() if dtype == target.dtype)
     return _load(config.source, dtype, str(target.device))
 
 
-@lru_cache(maxsize=1)  # `plan` and `attach` read one and the same
+@lru_cache(maxsize=1)  # `plan` and `attach` share one model
 def _load(source: str, dtype: str, device: str) -> Target:
     try:
         lm = load_target(TargetConfig(path=source, dtype=dtype, device=device))
@@ -263,5 +262,5 @@ def _load(source: str, dtype: str, device: str) -> Target:
 
 
 def _shared(a: list[int], b: list[int]) -> int:
-    """How many first entries are the same."""
+    """How many leading entries are the same."""
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,8 +1,8 @@
-"""Drafters that are views of the target: modules that hold its very weights, but other layers or
+"""Drafters that are views of the target: modules that share its weights but have other layers or
 another attention.
 
-A view is made of copies of the target's modules that share their parameters, so that nothing of
-the target itself is touched, and no weight is copied.
+A view is made of copies of the target's modules that share its parameters, so the target itself is
+not changed, and no weight is copied.
 
 Letters: B batch, T tokens of a pass, A anchors, D width.
 """
@@ -33,8 +33,8 @@ class ViewSizes(Sizes):
 
 
 class View(Drafter):
-    """A drafter that runs the target's own weights and adds none. It drafts behind a cache of what
-    was committed: the anchor takes the first scratch slot, and drafted tokens the slots after."""
+    """A drafter that runs the target's own weights and adds none. It drafts after a cache of the
+    committed tokens: the anchor takes the first scratch slot, drafted tokens the next ones."""
 
     Sizes = ViewSizes
     trainable = False
@@ -48,7 +48,7 @@ class View(Drafter):
 
     @abstractmethod
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
-        """The cache to draft behind, which has read all tokens but the anchors."""
+        """The cache to continue, which has read all tokens but the anchors."""
 
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)
@@ -81,7 +81,7 @@ def decoder_layers(target: Parts, name: str) -> int:
     """How many layers a decoder-only target has; UserError for one with an encoder."""
     whole = getattr(target.model.config, "is_encoder_decoder", False)
     require(
-        not whole, f"drafter={name} needs a decoder-only target, and this one has an encoder too"
+        not whole, f"drafter={name} needs a decoder-only target, but this one has an encoder too"
     )
     return int(target.config.num_hidden_layers)
 
@@ -96,8 +96,8 @@ def shallow(target: Target, layers: int) -> Any:
 
 
 def with_weights(target: Target) -> Any:
-    """The target's base model with the one attention of transformers that returns its weights.
-    It has configs of its own, from which its modules read which attention they compute."""
+    """The target's base model with the only attention of transformers that returns its weights.
+    It has its own copies of the configs that tell its modules which attention to compute."""
     found, copied = twin(target.model.base_model), dict[int, Any]()
     for module in found.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):

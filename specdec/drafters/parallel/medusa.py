@@ -1,7 +1,7 @@
 """Medusa-1 (Cai et al. 2024): parallel heads on the target's last hidden state.
 
 Head k maps the hidden state at a - 1 to token a + 1 + k:
-logits_k = W2_k (SiLU(W1_k h) + h), W1 zero-started and W2 from the target's LM head, so that
+logits_k = W2_k (SiLU(W1_k h) + h), where W1 starts at zero and W2 as the target's LM head, so
 training starts from the target's own head. Letters: B batch, A anchors, K heads, D width.
 """
 
@@ -24,7 +24,7 @@ MOST_LAYERS = 64
 class MedusaConfig:
     """`depth` heads, each of `num_layers` residual layers and an LM head.
 
-    With `shared_head` they all use one trained LM head; without it each has its own, as in the
+    With `shared_head` all heads use one trained LM head; without it each has its own, as in the
     paper. `draft_vocab` null keeps the whole vocabulary.
     """
 
@@ -43,7 +43,7 @@ class MedusaSizes(Sizes):
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W1_l x) for each layer l in turn, named as vLLM loads it."""
+    """x + SiLU(W1_l x) for each layer l in turn, with the names that vLLM loads."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Medusa(Drafter):
         return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        """Heads read no drafted token: the logits after a node are those of its depth."""
+        """Heads read no drafted tokens, so the logits after a node depend only on its depth."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]
-        depths = [0]  # of the anchor, then of every node
+        depths = [0]  # the depth of the anchor, then of every node
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]

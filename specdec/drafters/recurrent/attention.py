@@ -1,11 +1,11 @@
-"""The attention of a recurrent draft: keys that all anchors of a text share, and later keys of
-each anchor's own.
+"""The attention of a recurrent draft: keys that all anchors of a text share, followed by keys that
+belong to one anchor each.
 
-An anchor sees the shared keys of its document up to its own pair, and at depth k one further key
-for each of its drafted tokens 1 … k. No other anchor sees those, so a text's anchors are read in
-one pass.
+An anchor sees the shared keys of its document up to its own pair and, at depth k, one more key for
+each of its drafted tokens 1 … k. No other anchor sees those keys, so one pass reads all anchors of
+a text.
 
-Letters: B batch, P shared keys, A anchors, D width, H heads, G query heads a KV head, E head
+Letters: B batch, P shared keys, A anchors, D width, H heads, G query heads per KV head, E head
 width.
 """
 
@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from specdec.runtime.probes import Answer, compare
 
-WHOLE = 1 << 18  # anchors × keys of a batch up to which all scores are held at once
-BLOCK = 128  # anchors whose scores are held at once beyond that, and keys of a tile
+WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
+BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
 
 compiled = cache(torch.compile)  # each function once
 
@@ -33,13 +33,13 @@ KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, E]
 class Sight(NamedTuple):
     """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`."""
 
-    pair_BA: Tensor  # the anchor's own key, which it sees whatever else is hidden
+    pair_BA: Tensor  # the anchor's own key, which it always sees
     first_BA: Tensor  # the first key of the anchor's document
-    document_BP: Tensor | None = None  # whose key it is, -2: nobody's; None: all of one document
+    document_BP: Tensor | None = None  # the key's document, -2 for none; None: all of one document
     document_BA: Tensor | None = None
 
     def mask(self, anchors: slice, keys: slice) -> Tensor:
-        """[B, a, p] of these anchors and keys."""
+        """The mask [B, a, p] of these anchors and keys."""
         pair_BA1 = self.pair_BA[:, anchors, None]
         key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
         seen_BAP = key_P <= pair_BA1
@@ -49,13 +49,13 @@ class Sight(NamedTuple):
         return seen_BAP
 
     def tiles(self, anchors: slice) -> slice:
-        """The tiles of `BLOCK` keys that hold whatever these anchors see."""
+        """The tiles of `BLOCK` keys that hold all that these anchors see."""
         first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
         return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that reads `width` numbers a pair and returns D."""
+    """Grouped-query attention that reads `width` numbers per pair and returns D."""
 
     def __init__(self, llama: LlamaConfig, width: int) -> None:
         super().__init__()
@@ -80,17 +80,17 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def joined(self, heads: Tensor) -> Tensor:
-        """What the heads attended to [B, Hkv, G, A, E] -> [B, A, D]"""
+        """The heads' outputs [B, Hkv, G, A, E] -> [B, A, D]"""
         return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
 
     def over_anchors(
         self, query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
     ) -> Tensor:
-        """Attention [B, A, D] of all anchors of a text, as training has it.
+        """Attention [B, A, D] of all anchors of a text, as training needs it.
 
-        `own` holds a key and a value [B, Hkv, A, E] a drafted token; anchor i sees entry i of
-        each. The scores of a long text are never held at once, and are computed anew in the
-        backward pass: memory grows with the length of the text and not with its square.
+        `own` holds a key and a value [B, Hkv, A, E] for each drafted token; anchor i sees entry i
+        of each. The scores of a long text are never held at once and are computed again in the
+        backward pass, so memory grows with the text's length, not with its square.
         """
         if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
             read = _whole
@@ -119,7 +119,7 @@ def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, .
 
 
 def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """[B, Hkv, G, A, E], `BLOCK` anchors at a time against the tiles of keys that they see."""
+    """[B, Hkv, G, A, E], computed for `BLOCK` anchors at a time over the tiles they see."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     tiles = [x.split(BLOCK, 2) for x in shared]
 
@@ -140,8 +140,8 @@ def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, 
 
 
 def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """[B, Hkv, G, A, E], by flex attention: one kernel that skips the tiles that nobody sees. An
-    anchor's own keys follow the shared ones, depth by depth."""
+    """[B, Hkv, G, A, E], by flex attention: one kernel, which skips tiles that no anchor sees.
+    The anchors' own keys follow the shared ones, depth by depth."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
     pair_BA, _, document_BP, document_BA = sight
@@ -162,8 +162,8 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
 
 
 def flexible(query: Tensor, depths: int) -> Answer:
-    """Whether flex attention reads heads like these on their device: on a CPU it has no backward
-    pass; elsewhere it must run, agree with the blocks, and be faster."""
+    """Whether to use flex attention for heads like these on their device: on a CPU it has no
+    backward pass; elsewhere it must run, agree with `_blocks` and be faster."""
     if query.is_cpu:
         return Answer(False, "flex attention has no backward pass on a CPU")
     return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
@@ -194,8 +194,8 @@ def _probed(
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
-    """[B, Hkv, G, A, E]; the heads of a group are further rows of the query, so that keys and
-    values are not copied."""
+    """[B, Hkv, G, A, E]; the heads of a group become extra rows of the query, so keys and values
+    are not copied."""
     G, A = query.shape[2:4]
     mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, G, 1)
     out = nn.functional.scaled_dot_product_attention(

@@ -1,10 +1,10 @@
 """EAGLE-1 (Li et al. 2024): one decoder layer that continues the target's last hidden state.
 
 A pair enters through fc(cat[e(x), h]), D wide, where h is the target's state after its final norm
-and later the layer's own output ĥ. There is no norm before the layer nor after it, and ĥ is read
-by the target's own LM head: embedding and head stay frozen, and the draft vocabulary is the
-target's. So ĥ is a forecast of h one position on, which is what the paper regresses. The tensors
-are named and shaped as vLLM and SGLang load them.
+or, at later depths, the layer's own output ĥ. There is no norm before or after the layer, and the
+target's own LM head reads ĥ: embedding and head stay frozen, and the draft vocabulary is the
+target's. So ĥ forecasts h one position ahead, which is what the paper's regression loss trains. The
+tensors have the names and shapes that vLLM and SGLang load.
 
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
@@ -21,15 +21,15 @@ from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSiz
 from specdec.errors import require_within
 from specdec.target.parts import Parts
 
-UPDATE = 0.25  # of a feature, that the layer adds to it before training
+UPDATE = 0.25  # what the layer adds to a feature before training, relative to the feature
 
 
 @dataclass
 class EagleConfig:
-    """EAGLE-1. `unroll` trained depths, null for all `depth` of them; 1 is the paper's recipe,
-    which reads the target's features alone. `noise` is the width of the uniform noise on the
-    features that training reads, in a text of 512 tokens (the paper's is 0.2, and so is narrower in
-    longer ones); 0 leaves it out.
+    """EAGLE-1. `unroll` is the number of trained depths, null for all `depth`; 1 is the paper's
+    recipe, which reads only the target's features. `noise` is the width of the uniform noise that
+    training adds to the features of a text of 512 tokens (the paper uses 0.2; longer texts get
+    narrower noise); 0 adds none.
 
     `start=target` copies the target's last layer around a pass-through of the feature; `random`
     is the paper's start.
@@ -65,13 +65,13 @@ class Eagle(Recurrent):
         return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
 
     def copy_from(self, target: Parts) -> None:
-        """All of the target's last layer, where that has the parts of a Llama's, or nothing.
+        """Copy the target's last layer whole if it has the parts of a Llama layer, else nothing.
 
-        The copy reads states after the final norm, where the original reads and writes the residual
-        stream. What reads the state divides it by the final norm's weight, and takes over that of
-        the norm before the layer's attention; what writes multiplies by it. How large the stream
-        was cannot be seen from the state, so that what the layer adds is scaled to `UPDATE` of a
-        random state.
+        The copy works on states after the final norm; the original reads and writes the residual
+        stream. So weights that read the state are divided by the final norm's weight (q, k and v
+        also take in the weight of the norm before attention), and weights that write are
+        multiplied by the final norm's. The state does not show how large the stream was, so the
+        layer's addition is scaled to `UPDATE` of a random state.
         """
         layer = self.layer
         ours, theirs = dict(layer.named_parameters()), target.layer(-1)
@@ -129,7 +129,7 @@ class Eagle(Recurrent):
 
     def noisy(self, ctx: Context, moment: Moment) -> Context:
         """The context with uniform noise of width `noise`·512/n on the features of each document of
-        n tokens. What the objective compares with is not touched."""
+        n tokens. The features that the objective compares with get no noise."""
         if not self.config.noise:
             return ctx
         assert ctx.position_BT is not None and ctx.document_BT is not None

@@ -1,8 +1,8 @@
 """EAGLE-3 (Li et al. 2025): one decoder layer over fused target features, with a head of its own.
 
-A pair is the concatenation of the normed embedding and the normed feature, 2D wide. The feature
-is a linear map of the residual stream after several of the target's layers, later the layer's own
-output. The tensors are named and shaped as vLLM and SGLang load them.
+A pair is the concatenation of the normed embedding and the normed feature, 2D wide. The feature is
+a linear map of the residual stream after several of the target's layers or, at later depths, the
+layer's own output. The tensors have the names and shapes that vLLM and SGLang load.
 
 Letters: D width, F features, S draft vocabulary.
 """
@@ -24,7 +24,7 @@ from specdec.target.parts import Parts
 
 @dataclass
 class Eagle3Config:
-    """EAGLE-3. `layers` None: residual after 2, L/2 and L - 3 layers, as engines default to.
+    """EAGLE-3. `layers` None reads the residual after 2, L/2 and L - 3 layers, as engines do.
 
     `start=target` copies the target's last layer and LM head and passes the highest feature
     through; `random` is the paper's start. `draft_vocab` null keeps the whole vocabulary.
@@ -43,14 +43,14 @@ class Eagle3Config:
         layers = self.layers
         require(
             layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
-            f"drafter.layers={layers}: give different layers in rising order, as engines "
+            f"drafter.layers={layers}: give distinct layers in rising order, as engines "
             "read them, or null for the default",
         )
 
 
 @dataclass(kw_only=True)
 class Eagle3Sizes(RecurrentSizes):
-    """`layers`: those of the target that are read."""
+    """`layers`: the target's layers that are read."""
 
     layers: list[int]
 
@@ -82,7 +82,7 @@ class Eagle3(Recurrent):
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
         L = target.config.num_hidden_layers
         layers = config.layers or sorted({2, L // 2, L - 3})
-        few = "" if config.layers else "; name some, the default needs 6 layers or more"
+        few = "" if config.layers else "; name some, as the default needs 6 layers or more"
         require(
             all(0 < k <= L for k in layers),
             f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
@@ -96,14 +96,14 @@ class Eagle3(Recurrent):
         )
 
     def copy_from(self, target: Parts) -> None:
-        """Besides the head and the final norm. Of an architecture whose last layer has other parts
-        than a Llama's, only those that fit are taken."""
+        """Also copy the head and the final norm. If the target's last layer does not have the
+        parts of a Llama layer, copy only those that fit."""
         D = self.llama.hidden_size
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         self.lm_head.weight.copy_(target.head.weight[rows])
         theirs = target.layer(-1)
         ours = dict(self.midlayer.named_parameters())
-        ours.pop("input_layernorm.weight")  # theirs is of the stream: it becomes the feature's
+        ours.pop("input_layernorm.weight")  # the target's norms the stream: it goes to the feature
         theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
         for name, weight in ours.items():
             source = theirs.get(name, torch.empty(0))

@@ -1,10 +1,10 @@
-"""A decoder layer unrolled on its own output: what EAGLE's heads have in common.
+"""A decoder layer unrolled on its own output: the common part of EAGLE's heads.
 
-The layer reads pairs: a token, and the target's feature of the position before it. At depth 0
-that is (x_a, feature of a - 1), and the pairs of all earlier positions are its context; at later
-depths the layer's own output stands for the feature, which the target has not made yet. Training
-unrolls the layer in the same way (training-time test, EAGLE-3), so that it learns from what it
-will read. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in engines.
+The layer reads pairs of a token and the target's feature at the position before it. At depth 0
+the pair is (x_a, feature of a - 1), with the pairs of all earlier positions as context; at later
+depths the layer's own output replaces the feature, which the target has not computed yet. Training
+unrolls the layer in the same way (training-time test, EAGLE-3), so it trains on the inputs that it
+will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in engines.
 
 Letters: B batch, T time, P pairs (T - 1), A anchors, W new pairs, K depth, D width, F features,
 E head width, S draft vocabulary.
@@ -31,13 +31,13 @@ from specdec.target.parts import Parts
 
 @dataclass(kw_only=True)
 class RecurrentSizes(Sizes):
-    """`llama`: the keys of a LlamaConfig, of a layer shaped as the target's own."""
+    """`llama`: the keys of a LlamaConfig for a layer shaped like the target's own."""
 
     llama: dict[str, Any]
 
 
 class Layer(nn.Module):
-    """A Llama layer whose attention reads `width` numbers; before it, the `norms` of the family."""
+    """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`."""
 
     def __init__(self, llama: LlamaConfig, width: int, norms: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Layer(nn.Module):
 
 
 class Recurrent(Drafter):
-    """A family gives its `layer`, what it reads of the target, and how a pair enters the layer. All
-    pairs of a text are keys, but queries and all that follows them are made at anchors alone, so
-    that training on a sample of anchors saves most of the work."""
+    """A family gives its `layer`, the features that it reads, and how a pair enters the layer. All
+    pairs of a text are keys, but queries and later steps are computed only at anchors, so training
+    on a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     one_head = True
-    fc: nn.Linear  # whose last D columns read the feature, the highest where there are several
+    fc: nn.Linear  # its last D columns read the feature; of several features, the highest
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
@@ -76,23 +76,23 @@ class Recurrent(Drafter):
 
     @abstractmethod
     def features_of(self, ctx: Context) -> Tensor:
-        """What the family reads of the target [B, T, F]."""
+        """The target's features that the family reads [B, T, F]."""
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [..., F] as the layer reads them, [..., D] as its own output."""
+        """The target's features [..., F] in the form of the layer's own output [..., D]."""
 
     @abstractmethod
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads of a pair [..., width], and the residual stream [..., D]."""
+        """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
     @abstractmethod
     def copy_from(self, target: Parts) -> None:
-        """Take over what fits of the target's last layer."""
+        """Copy the parts of the target's last layer that fit."""
 
     def start(self, target: Parts) -> None:
-        """EAGLE's own start, every linear layer normal with a standard deviation of 0.02; or the
-        target's last layer around a pass-through of the feature."""
+        """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
+        deviation 0.02, or the target's last layer around a pass-through of the feature."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -134,7 +134,7 @@ class Recurrent(Drafter):
             position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
             document_BP = ctx.document_BT[:, 1:]
             first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
-            of_two = ctx.position_BT[:, 1:] == 0  # the feature is of the document before
+            of_two = ctx.position_BT[:, 1:] == 0  # the feature is from the previous document
             own_BP, own_BA = document_BP.masked_fill(of_two, -2), document_BP.gather(1, pair_BA)
             sight = Sight(pair_BA, first_BA, own_BP, own_BA)
 
@@ -170,9 +170,9 @@ class Recurrent(Drafter):
         mask: Tensor | None,
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer over new pairs: its output [B, W, D] and the logits [B, W, S]; with `last`
-        [B, 1], those of that pair of each row alone. The pairs have the target's `features`
-        [B, W, F], or the layer's `own` earlier output [B, W, D]."""
+        """Run the layer over new pairs: its output [B, W, D] and the logits [B, W, S], or with
+        `last` [B, 1] only those of that pair in each row. The pairs have the target's `features`
+        [B, W, F] or the layer's `own` earlier output [B, W, D]."""
         layer, attention = self.layer, self.layer.self_attn
         feature = own if features is None else self.fuse(features)
         assert feature is not None
@@ -186,7 +186,7 @@ class Recurrent(Drafter):
         return hidden, self.unembed(hidden, 0)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """Over a cache, pairs with the target's features are committed to it, and pairs with the
+        """With a cache, pairs with the target's features are committed to it, and pairs with the
         layer's own output are scratch."""
         if cache is None:
             return super().begin(ctx)
@@ -215,7 +215,7 @@ class Recurrent(Drafter):
         parents: Tensor | None,
         counts: list[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """`run` of new pairs; with `counts`, at the last pair of each row."""
+        """`run` on new pairs; with `counts`, only for the last pair of each row."""
         place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
         if counts is not None:
@@ -239,7 +239,7 @@ class Recurrent(Drafter):
 
 
 def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:
-    """The keys of a LlamaConfig for a layer shaped as the target's own."""
+    """The keys of a LlamaConfig for a layer shaped like the target's own."""
     theirs = target.config
     heads = theirs.num_attention_heads
 
