@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.errors import UserError
 
-FEW = 256  # query rows of a KV head up to which one product over groups beats copied keys
+FEW = 256  # up to so many query rows of a KV head, one product over groups beats copied keys
 
 
 def grouped_attention(
@@ -23,11 +23,11 @@ def grouped_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`, with the query heads that share a KV head as further rows of one query.
+    """transformers' `sdpa`, with the query heads that share a KV head as extra rows of one query.
 
-    A decoding step has few tokens over many keys, which `sdpa` would copy for every query head.
-    query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError where
-    a model asks for attention sinks or a soft cap, which sdpa does not compute.
+    A decoding step has few tokens over many keys, and `sdpa` would copy the keys for every query
+    head. query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError
+    if a model asks for attention sinks or a soft cap, which sdpa does not compute.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
         raise UserError(
@@ -58,6 +58,6 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 def group(model: Any) -> None:
-    """Let a model that attends by `sdpa` attend by `grouped_attention`; leave others alone."""
+    """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("grouped")

@@ -1,4 +1,4 @@
-"""The target: a frozen Hugging Face language model that is run, whatever its architecture.
+"""The target: a frozen Hugging Face language model of any architecture, which is run.
 
 `CausalTarget` (causal.py) and `Seq2SeqTarget` (seq2seq.py) implement it.
 Letters: B batch, T time, D width, F concatenated features, V vocabulary.
@@ -19,7 +19,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Processor
 from specdec.target.parts import Parts
 
-# The layers of `Needs` [B, T, F], None where it names none, and the final hidden state [B, T, D]
+# The layers of `Needs` [B, T, F], or None if it names none, and the final hidden state [B, T, D]
 States = tuple[Tensor | None, Tensor]
 
 
@@ -39,13 +39,13 @@ class Target(Parts, ABC):
     ) -> tuple[Context, Tensor]:
         """Run the target over `ids_BT`; returns the context and the final hidden state [B, T, D].
 
-        The one way in: online training, the feature cache, evaluation and decoding use it. The
-        logits are `logits(final)`, apart, so that a caller can take them in chunks.
+        This is the only way in: online training, the feature cache, evaluation and decoding use it.
+        Logits are computed separately, as `logits(final)`, so a caller can take them in chunks.
 
         With `position_BT` and no cache, rows hold documents, which begin where it is 0, and each
-        is read as if it were alone; at padding (`document_BT` below 0) features are 0. With
-        `cache`, `ids_BT` continues what the cache holds, as a tree where `parents_BT` says so (see
-        `SlotCache.place`); the caller then says what the cache keeps.
+        document is read as if it were alone; at padding (`document_BT` below 0) features are 0.
+        With `cache`, `ids_BT` continues the cached tokens, as a tree if `parents_BT` is given (see
+        `SlotCache.place`); the caller then tells the cache what to keep.
         """
         if cache is not None:
             layers, final_BTD = self._continued(ids_BT, needs, cache, parents_BT)
@@ -78,17 +78,17 @@ class Target(Parts, ABC):
         return ctx, self.logits(final_BTD)
 
     def shown(self, processors: Sequence[Processor]) -> list[Processor]:
-        """The processors, each shown the tokens that transformers would show it."""
+        """The processors, each given the tokens that transformers would give it."""
         return list(processors)
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer as engines load them (a GGUF target comes out dense)."""
+        """Write model and tokenizer in the form that engines load (a GGUF target becomes dense)."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     @contextmanager
     def _watched(self, needs: Needs) -> Iterator[dict[int, Tensor]]:
-        """The residual stream after each layer of `needs`, filled in by the passes made within."""
+        """A dict of the residual stream after each layer of `needs`, filled by passes inside."""
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for k in needs.layers:
@@ -107,5 +107,5 @@ class Target(Parts, ABC):
 
 
 def concatenated(seen: dict[int, Tensor], needs: Needs) -> Tensor | None:
-    """The layers of `needs` [B, T, F] in their order; None where it names none."""
+    """The layers of `needs` [B, T, F] in their order, or None if it names none."""
     return torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None

@@ -16,11 +16,11 @@ from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import States, Target, concatenated
 from specdec.target.checks import check_causal
 
-LIKE = 0.9  # documents at least this much of the longest are read in one batch with it
+LIKE = 0.9  # documents of at least this share of the longest one's length share its batch
 
 
 class CausalTarget(Target):
-    """A frozen causal LM. Raises UserError for a model that would be read wrongly here."""
+    """A frozen causal LM. Raises UserError for a model that would be read wrongly."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         super().__init__(model, tokenizer, name, revision)
@@ -40,8 +40,8 @@ class CausalTarget(Target):
     def _read(
         self, ids_BT: Tensor, needs: Needs, position_BT: Tensor | None, document_BT: Tensor | None
     ) -> States:
-        """Each document by itself: with causal attention alone this is faster on a CPU than a mask
-        over whole rows, and right for every architecture."""
+        """Read each document by itself, with plain causal attention: this is faster on a CPU than
+        a mask over whole rows, and right for every architecture."""
         if position_BT is None:
             return self._pass(ids_BT, needs)
         where: list[Tensor] = []
@@ -71,7 +71,7 @@ class CausalTarget(Target):
     def step(
         self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None = None
     ) -> tuple[Context, Tensor]:
-        """As `Target.step`; compiled where `cache` has a fixed capacity."""
+        """Like `Target.step`, but compiled if `cache` has a fixed capacity."""
         if not cache.fixed:
             return super().step(ids_BT, needs, cache, parents_BT)
         inputs = self._placed(ids_BT, cache, parents_BT)
@@ -91,7 +91,7 @@ class CausalTarget(Target):
             return self._compiled[needs]
         seen: dict[int, Tensor] = {}
         for k in needs.layers:
-            self._hook(k, seen)  # for good: a graph cannot add hooks
+            self._hook(k, seen)  # never removed: a graph cannot add hooks
 
         def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
             out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
@@ -103,8 +103,8 @@ class CausalTarget(Target):
 
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The documents of packed rows in groups of like length, longest first: the slots [N, L] of
-    the batch that are read for them, and which of these are theirs: a shorter one reads on."""
+    """The documents of packed rows in groups of similar length, longest first: the slots [N, L] of
+    the batch to read for them, and which slots are theirs, as shorter ones read past their end."""
     real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
     begins_BT = (position_BT == 0) & real_BT
     number_BT = begins_BT.flatten().cumsum(0) - 1
@@ -120,7 +120,7 @@ def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tupl
 
 
 def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """The list of decoder layers, found by its length (its name differs by architecture)."""
+    """The list of decoder layers, found by its length (its name depends on the architecture)."""
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not found:
         raise UserError(f"no list of {count} decoder layers in {type(model).__name__}")

@@ -1,7 +1,7 @@
 """Self-checks of a target when it is made: a model that would be read wrongly is refused.
 
-Heads, masks and caches of models differ more than their classes tell. Where ours were not the
-model's own, α would be measured against another p than the one that is served.
+Heads, masks and caches of models differ more than their classes show. If ours did not match the
+model's own, α would be measured against a different p from the one that is served.
 """
 
 import math
@@ -16,12 +16,12 @@ from specdec.errors import UserError, first_line, require
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
-SAME = 1e-2  # distance of logits that differ by no more than the order of operations
+SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
 
 
 @contextmanager
 def understood(target: Parts) -> Iterator[None]:
-    """Turn whatever a model of an unknown kind raises into one UserError."""
+    """Turn any error that a model of an unknown kind raises into a UserError."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -34,35 +34,35 @@ def understood(target: Parts) -> Iterator[None]:
 
 
 def check_causal(target: Target) -> None:
-    """Raise UserError unless logits, and passes over a cache of ragged rows and a tree, are those
-    of the model itself."""
+    """Raise UserError unless logits, and passes over a cache with ragged rows and a tree, agree
+    with the model itself."""
     with understood(target), torch.no_grad():
         check_head(target)
         error = _cache_error(target)
     require(
         error <= _limit(target),
-        f"{target.title} makes masks or positions of its own, or keeps a state other than keys and "
-        "values, so it cannot read rows of unequal length and trees: give another target",
+        f"{target.title} makes its own masks or positions, or keeps a state other than keys and "
+        "values, so it cannot read trees or rows of unequal length: give another target",
     )
 
 
 @torch.no_grad()
 def check_head(target: Parts) -> None:
-    """Raise UserError unless `logits(final)` are what the model itself returns, with its layers or
-    without."""
+    """Raise UserError unless `logits(final)` equals what the model itself returns, whether or not
+    its layers are loaded."""
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
     final = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     theirs = target.model(input_ids=ids, use_cache=False).logits
     require(
         _distance(target.logits(final), theirs) <= SAME,
-        f"{target.title} turns hidden states into logits in a way that is not read here: give "
+        f"{target.title} turns hidden states into logits in a way that is not supported: give "
         "another target (or add its scaling to head_scaling in specdec/target/parts.py)",
     )
 
 
 def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
-    """Raise UserError unless `logits(final)` is what the model itself returns. `start` is the
-    decoder's start token, which a text has `twice` where it ends the encoder's tokens too."""
+    """Raise UserError unless `logits(final)` equals what the model itself returns. `start` is the
+    decoder's start token; a text holds it `twice` if it also ends the encoder's tokens."""
     some = [i for i in range(target.vocab_size) if i != start][:4]
     encoder = some + [start] * twice
     text, asked, answer = (
@@ -75,13 +75,13 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
         theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits
     require(
         _distance(ours, theirs) <= _limit(target),
-        f"{target.title} decodes in a way that is not read here: give a T5, T5-v1.1, mT5 or BART",
+        f"{target.title} decodes in a way that is not supported: give a T5, T5-v1.1, mT5 or BART",
     )
 
 
 def _cache_error(target: Target) -> float:
-    """How far the logits of a small tree, after rows of unequal length, are from those of passes
-    over whole texts."""
+    """The distance of a small tree's logits, after rows of unequal length, from the logits of
+    passes over whole texts."""
     lengths, parents = [9, 5], [-1, 0, -1]  # the second node follows the first
     ids = (7 * torch.arange(2 * 12, device=target.device).view(2, 12) + 3) % target.vocab_size
     cache = target.new_cache()
@@ -99,12 +99,12 @@ def _cache_error(target: Target) -> float:
 
 
 def _limit(target: Parts) -> float:
-    """The distance up to which logits of other passes count as equal."""
+    """The distance up to which logits of different passes count as equal."""
     return SAME if target.dtype in (torch.float32, torch.float64) else 0.2
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Between logits [..., V], relative to their spread; infinite where shapes differ."""
+    """The distance of logits [..., V], relative to their spread; infinite if shapes differ."""
     if ours.shape != theirs.shape:
         return math.inf
     ours, theirs = (x.double() - x.double().mean(-1, keepdim=True) for x in (ours, theirs))

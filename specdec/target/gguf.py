@@ -1,4 +1,4 @@
-"""A GGUF file as a dense safetensors folder, made once and checked whenever it is used again."""
+"""A GGUF file as a dense safetensors folder, made once and checked on every later use."""
 
 import hashlib
 import importlib.util
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from specdec.errors import UserError, first_line, require
 
 CHECKSUMS = "checksums.json"
-HASH_UP_TO = 4 * 2**30  # bytes: a larger cached folder is checked by file sizes alone
+HASH_UP_TO = 4 * 2**30  # bytes: a larger cached folder is checked only by its file sizes
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 def dense(gguf: Path, cache: Path) -> Path:
     """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template.
 
-    The folder's name holds the hash of the GGUF file, so another file of that name is another
-    folder. It is built beside its place and moved there whole; its checksums are verified on
-    every use, and a damaged copy is made again.
+    The folder's name holds the hash of the GGUF file, so a different file of the same name gets
+    its own folder. The folder is built next to its place and moved there when complete; its
+    checksums are verified on every use, and a damaged copy is made again.
 
-    Raises UserError where the file is missing, is no GGUF file, is cut off, or holds a model
-    that transformers cannot read.
+    Raises UserError if the file is missing, is not a GGUF file, is cut off, or holds a model that
+    transformers cannot read.
     """
     require(gguf.is_file(), f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
@@ -55,15 +55,15 @@ def dense(gguf: Path, cache: Path) -> Path:
         try:
             building.rename(folder)
         except OSError:
-            if _damage(folder) is not None:  # else another process was first, with the same files
+            if _damage(folder) is not None:  # else another process was first, with equal files
                 raise
     return folder
 
 
 def find_package_file(package: str, suffix: str) -> Path:
-    """The one file ending in `suffix` of an installed Python package, which is not imported.
+    """The one file ending in `suffix` in an installed Python package, which is not imported.
 
-    Raises UserError where the package is missing, or has no such file or several.
+    Raises UserError if the package is missing, or has no such file or more than one.
     """
     name = package.replace("-", "_")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -74,7 +74,7 @@ def find_package_file(package: str, suffix: str) -> Path:
         f for at in spec.submodule_search_locations for f in Path(at).rglob(f"*{suffix}")
     )
     found = ", ".join(f.name for f in files) or "none"
-    require(len(files) == 1, f"package:{package} must carry one {suffix} file; it carries {found}")
+    require(len(files) == 1, f"package:{package} must hold one {suffix} file; it holds {found}")
     return files[0]
 
 
@@ -88,7 +88,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             at, gguf_file=name, quantization_config=quantization, dtype=torch.bfloat16
         )
-    except Exception as error:  # the reader raises anything on a file cut short
+    except Exception as error:  # the reader may raise anything on a file cut short
         raise UserError(
             f"{gguf} cannot be read: it is cut short, or transformers does not know its kind of "
             f"model ({first_line(error)[:200]}); download it again, or give a safetensors folder"
@@ -98,13 +98,13 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a converted folder; None where it is as it was written."""
+    """The damage to a converted folder; None if it is as it was written."""
     try:
         files = json.loads((folder / CHECKSUMS).read_text())["files"]
         small = sum(file["bytes"] for file in files.values()) <= HASH_UP_TO
         for name, file in files.items():
             if (folder / name).stat().st_size != file["bytes"]:
-                return f"{name} does not have its {file['bytes']} bytes"
+                return f"{name} is not {file['bytes']} bytes long"
             if small and _sha256(folder / name) != file["sha256"]:
                 return f"{name} has changed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

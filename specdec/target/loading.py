@@ -1,4 +1,4 @@
-"""Loading the target that a configuration names: whole, or its parts alone."""
+"""Loading the target that a configuration names: the whole target or only its parts."""
 
 import copy
 import ctypes
@@ -48,7 +48,7 @@ class TargetConfig:
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:
-    """The configuration with the device and the dtype that `auto` stands for on this machine.
+    """The configuration with `auto` replaced by this machine's device and dtype.
 
     Raises UserError for a device that this machine lacks and for an unknown dtype.
     """
@@ -56,7 +56,7 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
     device = auto if cfg.device == "auto" else cfg.device
     try:
         kind, index = torch.device(device).type, torch.device(device).index or 0
-        if kind != "cuda":  # where a tensor would take memory of the first GPU
+        if kind != "cuda":  # on a GPU, this tensor would take memory of the first one
             torch.zeros(1, device=device).item()
         elif index >= torch.cuda.device_count():
             raise RuntimeError
@@ -71,9 +71,9 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
 
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
-    """The line with which a program that loaded `target` as `cfg` asks begins: what it is, in
-    which dtype and for what `reason` (where cfg says auto: what was found of the device), and which
-    products use packed weights."""
+    """The first line of a program that loaded `target` from `cfg`: the model, its dtype, the
+    `reason` for that dtype (for auto: what a probe of the device found), and which products use
+    packed weights."""
     dtype = str(target.dtype).removeprefix("torch.")
     if cfg.dtype == "auto":
         reason = native_dtype(str(target.device)).reason
@@ -99,7 +99,7 @@ def located(cfg: TargetConfig) -> str:
 
 
 def named(cfg: TargetConfig) -> str:
-    """What the target is called, and found by from any folder: a file's absolute path."""
+    """The target's name, by which it is found from any folder: a file's absolute path."""
     return str(Path(cfg.path).resolve()) if Path(cfg.path).exists() else cfg.path
 
 
@@ -111,7 +111,7 @@ def load_target(cfg: TargetConfig) -> Target:
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
         model = _model(cfg, path, config)
         stored = None
-        if cfg.dtype == "float16":  # which rounds small weights otherwise than bfloat16 does
+        if cfg.dtype == "float16":  # rounds small weights differently from bfloat16
             plain = replace(cfg, dtype="bfloat16", packed=False)
             stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
@@ -123,9 +123,9 @@ def load_target(cfg: TargetConfig) -> Target:
 def load_parts(cfg: TargetConfig) -> StoredParts | None:
     """The parts of the target that `cfg` names, without its layers.
 
-    None where they cannot be had by themselves: of an encoder-decoder, of a model that cannot be
-    made without layers, of a checkpoint that is not in safetensors, or one whose fingerprint has
-    not been noted (see `TargetOnDemand`). Raises UserError where not even the whole can be loaded.
+    None if the parts cannot be loaded alone: for an encoder-decoder, a model that cannot be made
+    without layers, a checkpoint that is not in safetensors, or one whose fingerprint has not been
+    noted (see `TargetOnDemand`). Raises UserError if not even the whole target can be loaded.
     """
     cfg, path = resolved(cfg), located(cfg)
     with _told(cfg):
@@ -141,7 +141,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         for key, value in config_of_layers(text.to_dict(), []).items():
             setattr(text, key, value)
         text.num_hidden_layers = 0
-        with _quiet():  # of the layers' weights, which it did not expect
+        with _quiet():  # no warnings about the layers' weights, which are left unread
             model = _model(cfg, path, bare)
         parts = StoredParts(
             *(model, tokenizer, named(cfg), cfg.revision),
@@ -154,12 +154,12 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         return parts
     except UserError:
         raise
-    except Exception:  # whatever a model makes of having no layers
+    except Exception:  # a model without layers may raise anything
         return None
 
 
 class TargetOnDemand:
-    """A job's target, of which no more is in memory than the job needs at the time."""
+    """A job's target: only what the job needs at the time is in memory."""
 
     def __init__(self, cfg: TargetConfig) -> None:
         self.cfg = cfg
@@ -168,19 +168,19 @@ class TargetOnDemand:
 
     @property
     def parts(self) -> Parts:
-        """What may be used at any time; the whole target where it is loaded."""
+        """The parts, available at any time; the whole target if it is loaded."""
         return self._whole or self._stored or self.whole()
 
     def whole(self) -> Target:
-        """The target with its layers. Raises UserError where its files changed meanwhile."""
+        """The target with its layers. Raises UserError if its weights changed in the meantime."""
         if self._whole is None:
             self._whole = load_target(self.cfg)
             fingerprint = self._whole.fingerprint()
             require(
                 self._stored is None or fingerprint == self._stored.fingerprint(),
                 f"target.path={self.cfg.path!r}: the weights are not those that this job began "
-                "with, or were changed without changing their files' size and time: run it again, "
-                f"without {Path(self.cfg.cache) / 'fingerprints'}",
+                "with, or were changed while the size and time of their files stayed the same: "
+                f"delete {Path(self.cfg.cache) / 'fingerprints'} and run the job again",
             )
             weights = Weights.of(located(self.cfg), self.cfg.revision, Path(self.cfg.cache))
             if weights is not None:
@@ -188,8 +188,8 @@ class TargetOnDemand:
         return self._whole
 
     def release(self) -> None:
-        """Give back the layers' memory, where the parts can be had alone. Objects that hold a part
-        of the whole target keep that part; one that holds the target itself keeps it all."""
+        """Free the layers' memory if the parts can be loaded alone. An object that holds a part of
+        the whole target keeps that part alive; one that holds the target keeps all of it."""
         self._stored = self._stored or load_parts(self.cfg)
         if self._stored is not None and self._whole is not None:
             self._whole = None
@@ -197,7 +197,7 @@ class TargetOnDemand:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-                libc.malloc_trim(0)  # else glibc keeps what was freed: all of the layers' weights
+                libc.malloc_trim(0)  # else glibc keeps the freed memory of all layers
 
 
 def _options(cfg: TargetConfig) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _options(cfg: TargetConfig) -> dict[str, Any]:
 
 
 def _model(cfg: TargetConfig, path: str, config: Any) -> Any:
-    """The model of a resolved configuration, on its device, packed there where `cfg` says so."""
+    """The model of a resolved configuration, on its device and packed if `cfg` says so."""
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     grouped = cfg.attn_implementation == "grouped"
     model = kind.from_pretrained(
@@ -218,14 +218,14 @@ def _model(cfg: TargetConfig, path: str, config: Any) -> Any:
     if grouped:
         group(model)
     model.to(torch.device(cfg.device))  # type: ignore[arg-type]
-    if cfg.packed:  # and then the drafts that are loaded for it
+    if cfg.packed:  # then drafts loaded for this target are packed too
         packed.pack(model)
     return model
 
 
 @contextmanager
 def _told(cfg: TargetConfig) -> Iterator[None]:
-    """Turn what transformers raises for a model that it cannot load into one UserError."""
+    """Turn the errors that transformers raises for a model it cannot load into a UserError."""
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
@@ -238,7 +238,7 @@ def _told(cfg: TargetConfig) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers without warnings: it offers no option for those about tensors left unread."""
+    """Silence transformers: it has no option for just the warnings about tensors left unread."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

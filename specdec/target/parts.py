@@ -1,8 +1,8 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
-Training from a feature cache, the objectives and most drafters need no more than these. `Target`
-(base.py) adds the layers; `StoredParts` (stored.py) leaves them on disk. Letters: D width,
-V vocabulary, S part of it.
+Training from a feature cache, the objectives and most drafters need only these. `Target` (base.py)
+adds the layers; `StoredParts` (stored.py) leaves the layers on disk. Letters: D width,
+V vocabulary, S part of the vocabulary.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-UNBOUNDED = 1 << 30  # positions of a model that sets no limit
+UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
 
 class Parts:
-    """The frozen parts of a model around its layers, and what its config says."""
+    """The frozen parts of a model around its layers, and facts from its config."""
 
     head: nn.Linear
     embedding: nn.Embedding
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
-    stored: str | None = None  # the fingerprint, where the weights in memory do not give it
+    stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -36,7 +36,7 @@ class Parts:
 
     @property
     def title(self) -> str:
-        """How messages call the target."""
+        """The name of the target in messages."""
         return f"target {self.name!r} ({type(self.model).__name__})"
 
     @property
@@ -57,17 +57,17 @@ class Parts:
 
     @property
     def norm(self) -> nn.Module | None:
-        """The norm after the last layer, where the model calls it by the usual name."""
+        """The norm after the last layer, if it has the usual name."""
         return getattr(self.model.base_model, "norm", None)
 
     @property
     def positions(self) -> int:
-        """How many positions a text may take in all; see `room`."""
+        """How many positions a text may take in total; see `room`."""
         return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The ids that end a generation, as the model's own generation config has them."""
+        """The ids that end a generation, from the model's own generation config."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
@@ -80,9 +80,9 @@ class Parts:
     def room(self, shortest: int) -> int:
         """How many positions texts may take while the shortest of them takes `shortest`.
 
-        All that the model has; but with the rotary factors of LongRoPE, those where the factors
-        change: the cache was read with the factors of one side, and a pass takes one side for all
-        of its rows.
+        All that the model has, except with LongRoPE: there texts must not cross the length at which
+        its rotary factors change, since a cache is read with the factors of one side, and a pass
+        uses one side for all its rows.
         """
         room = self.positions
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -106,7 +106,7 @@ class Parts:
 
     @property
     def prefix(self) -> str:
-        """What the names of the layers' weights begin with in the model's state dict."""
+        """The beginning of the layers' weight names in the model's state dict."""
         return next(name for name, m in self.model.named_modules() if m is self.layers)
 
     def layer(self, k: int) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class Parts:
         return self.layers[k].state_dict()
 
     def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
-        """The state dict of the model with these of its layers alone, renumbered from 0."""
+        """The state dict of the model with only these layers, renumbered from 0."""
         state = self.model.state_dict()
         kept = {n: x for n, x in state.items() if not n.startswith(f"{self.prefix}.")}
         for i, k in enumerate(layers):
@@ -122,16 +122,16 @@ class Parts:
         return kept
 
     def fingerprint(self) -> str:
-        """The `checksum` of the whole target, by which targets are told apart."""
+        """The `checksum` of the whole target, which identifies it."""
         return self.stored or self.checksum()
 
     def checksum(self) -> str:
-        """A checksum over every weight that is in memory: shows that none was changed."""
+        """A checksum over every weight in memory, to show that none was changed."""
         return checksum(self.model.state_dict())
 
 
 def checksum(state: dict[str, Tensor]) -> str:
-    """One short string for a model's weights, in whatever precision it is loaded.
+    """One short string for a model's weights, independent of the precision they are loaded in.
 
     Weights are rounded to bfloat16; the bits of each tensor are summed as integers in int64
     (exact, in any order), and the sums hashed with the names and shapes.
@@ -148,8 +148,8 @@ def checksum(state: dict[str, Tensor]) -> str:
 
 
 def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """What a model does to its head's output: Gemma's soft cap, Cohere's factor, Granite's divisor;
-    most models do nothing."""
+    """A model's scaling of its head's output: Gemma's soft cap, Cohere's factor or Granite's
+    divisor; most models have none."""
     if cap := getattr(config, "final_logit_softcapping", None):
         return lambda z: cap * torch.tanh(z / cap)
     if factor := getattr(config, "logit_scale", None):
@@ -160,7 +160,7 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
-    """What a config says layer by layer, of the layers that are kept."""
+    """The per-layer entries of a config, for the layers that are kept."""
     found: dict[str, Any] = {}
     lists = {key: x for key, x in model.items() if isinstance(x, list)}
     for key in lists.keys() & {"layer_types", "mlp_layer_types", "no_rope_layers"}:

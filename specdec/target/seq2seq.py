@@ -1,9 +1,9 @@
-"""An encoder-decoder target (T5, BART), which decodes and trains as a causal one does.
+"""An encoder-decoder target (T5, BART), which decodes and trains like a causal one.
 
-A text is the encoder's tokens, the decoder's start token, and the answer. Whatever works on texts
-(the decoder, drafters that copy, teacher forcing) takes it as it is; here it is cut at the start
-token: the encoder reads what stands before it once, the decoder reads the rest. The encoder's
-tokens have no decoder state: features are 0 there.
+A text is the encoder's tokens, the decoder's start token, and the answer. Code that works on texts
+(the decoder, drafters that copy, teacher forcing) uses the whole text; this file cuts it at the
+start token: the encoder reads the tokens before it once, the decoder reads the rest. The encoder's
+tokens have no decoder state, so features are 0 there.
 
 Letters: B batch, T time, N documents, S encoder time, W decoder time, P slots, H heads, D width,
 V vocabulary.
@@ -31,35 +31,35 @@ NO_START = (
     "the prompt has no decoder start token: give the encoder's tokens and then that token, as "
     "target.prompt(text) does"
 )
-# One turn: what is asked goes to the encoder, the last answer to the decoder.
+# One turn: the question goes to the encoder, the last answer to the decoder.
 TEMPLATE = (
     "{%% for m in messages %%}{%% if loop.last and m['role'] == 'assistant' %%}"
     "%(eos)s%(start)s{{ m['content'] }}%(eos)s"
     "{%% else %%}{%% if not loop.first %%}{{ '\n' }}{%% endif %%}{{ m['content'] }}{%% endif %%}"
     "{%% endfor %%}{%% if add_generation_prompt %%}%(eos)s%(start)s{%% endif %%}"
 )
-# What the encoder made of prompts: its states [N, S, D], and which are real [N, S] (None: all)
+# The encoder's states of prompts [N, S, D], and which of them are real [N, S] (None: all)
 Memory = tuple[Tensor, Tensor | None]
 
 
 class Seq2SeqCache(SlotCache):
-    """The decoder's self-attention in slots, and beside it what the encoder gave: its states and
-    the cross-attention's keys and values, which stay."""
+    """The decoder's self-attention in slots, along with the encoder's states and the keys and
+    values of cross-attention, which do not change."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
-        self.starts: list[int] = []  # where each row's decoder starts in its text; []: not read
+        self.starts: list[int] = []  # where each row's decoder starts in its text; []: none yet
         self.memory: Memory | None = None
         self.cross = DynamicCache()
         self._prefilled = False
 
     def known(self) -> list[int]:
-        """As `SlotCache.known`; the encoder's tokens count."""
+        """Like `SlotCache.known`, but also counts the encoder's tokens."""
         starts = self.starts or [0] * len(self.lengths)
         return [s + n for s, n in zip(starts, self.lengths, strict=True)]
 
     def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
-        """As `SlotCache.keep`; the first `counts` are of whole prompts."""
+        """Like `SlotCache.keep`, but the first call's `counts` cover whole prompts."""
         if not self._prefilled:
             counts = [n - start for n, start in zip(counts, self.starts, strict=True)]
             require(min(counts) > 0, NO_START)
@@ -78,7 +78,7 @@ class Seq2SeqCache(SlotCache):
 
 
 class Split(NamedTuple):
-    """Documents of a batch, cut at their start tokens, and where their decoders' tokens stood."""
+    """Documents of a batch, cut at their start tokens, and the places of the decoders' tokens."""
 
     encoder_NS: Tensor
     mask_NS: Tensor | None  # which of the encoder's tokens are real; None: all
@@ -88,18 +88,18 @@ class Split(NamedTuple):
     starts: list[int]
 
     def spread(self, x_NWD: Tensor) -> Tensor:
-        """Back to the batch [B, T, D], 0 where the encoder's tokens are."""
+        """Put states back in the batch [B, T, D], with 0 at the encoder's tokens."""
         whole = x_NWD.new_zeros(*self.where_BT.shape, x_NWD.shape[-1])
         return whole.index_put((self.where_BT,), x_NWD[self.real_NW])
 
 
 class Seq2SeqModel:
-    """An encoder-decoder model that is run over texts; its weights are not frozen here.
+    """An encoder-decoder model that is run over texts; its weights need not be frozen.
 
-    While it runs, hooks tell the decoder where its tokens stand: T5 derives its position biases
-    from the length of the cache, BART its positions, and neither knows ragged rows, trees or
-    tokens that are not committed yet. Between runs the model is as it was. Raises UserError for a
-    model whose positions come from elsewhere.
+    While it runs, hooks tell the decoder the positions of its tokens: T5 derives position biases
+    and BART positions from the length of the cache, and neither handles ragged rows, trees or
+    uncommitted tokens. Between runs the model is unchanged. Raises UserError for a model that gets
+    positions in another way.
     """
 
     def __init__(self, model: Any) -> None:
@@ -116,8 +116,8 @@ class Seq2SeqModel:
         of_bias = bool(self._biased) and all(hasattr(m, "compute_bias") for m in self._biased)
         require(
             of_bias or (not self._biased and isinstance(self._table, nn.Embedding)),
-            f"{type(model).__name__} counts its decoder's positions in a way that is not read "
-            "here: give a T5, T5-v1.1, mT5 or BART",
+            f"{type(model).__name__} counts its decoder's positions in a way that is not "
+            "supported: give a T5, T5-v1.1, mT5 or BART",
         )
         config = model.config
         scaled = getattr(config, "scale_decoder_outputs", False)  # T5's, LongT5's and Pop2Piano's
@@ -134,8 +134,8 @@ class Seq2SeqModel:
         return Seq2SeqCache(len(self.layers))
 
     def starts(self, ids_BT: Tensor) -> list[int]:
-        """Where the decoder's start token stands in each row. Where it is the eos too (BART), it
-        is the one that follows the encoder's eos."""
+        """The place of the decoder's start token in each row. If the start token is also the eos
+        (BART), it is the one that follows the encoder's eos."""
         found_BT = ids_BT == self.start
         if self.twice:
             found_BT = nn.functional.pad(found_BT[:, 1:] & found_BT[:, :-1], (1, 0))
@@ -146,8 +146,8 @@ class Seq2SeqModel:
     def split(
         self, ids_BT: Tensor, position_BT: Tensor | None = None, document_BT: Tensor | None = None
     ) -> Split:
-        """Cut every document at its start token. Documents begin where `position_BT` is 0; those
-        that `document_BT` calls padding are left out."""
+        """Cut every document at its start token. Documents begin where `position_BT` is 0; padding
+        (`document_BT` below 0) is left out."""
         where_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
         encoders, decoders = [], []
         for b, ids_T in enumerate(ids_BT):
@@ -173,15 +173,15 @@ class Seq2SeqModel:
         document_BT: Tensor | None = None,
         cache: Seq2SeqCache | None = None,
     ) -> tuple[Tensor, Split]:
-        """What the LM head reads [N, W, D] of whole texts, and the split that puts such states in
-        their places in the batch. A `cache` takes them in, if there is one: they are prompts."""
+        """The LM head's input [N, W, D] for whole texts, and the split that puts such states in
+        their places in the batch. With a `cache`, the texts are prompts and are cached."""
         split = self.split(ids_BT, position_BT, document_BT)
         (N, W), S = split.decoder_NW.shape, split.encoder_NS.shape[1]
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
         require(
             longest >= S,
             f"a prompt of {S} tokens does not fit the {longest} positions of the encoder: give "
-            "fewer",
+            "fewer tokens",
         )
         states_NSD = self.encoder(
             input_ids=split.encoder_NS, attention_mask=split.mask_NS
@@ -197,10 +197,10 @@ class Seq2SeqModel:
     def continued(
         self, ids_BT: Tensor, cache: Seq2SeqCache, parents_BT: Tensor | None = None
     ) -> Tensor:
-        """What the LM head reads [B, T, D] of the decoder's tokens that continue what a cache
-        holds, as `Target.features` has it."""
+        """The LM head's input [B, T, D] for decoder tokens that continue the cached ones, as in
+        `Target.features`."""
         place = cache.place(ids_BT, parents_BT)
-        if place.mask_BTP is None:  # one token, which sees all that is there
+        if place.mask_BTP is None:  # one token, which sees all slots
             shape = (*ids_BT.shape, cache.shown)
             place = place._replace(
                 mask_BTP=torch.ones(shape, dtype=torch.bool, device=ids_BT.device)
@@ -225,12 +225,12 @@ class Seq2SeqModel:
 
     @contextmanager
     def _standing(self, place: Place) -> Iterator[None]:
-        """While within, the decoder takes its tokens' positions from `place`."""
+        """Inside this context, the decoder takes its tokens' positions from `place`."""
         given = [(m, {"position_bias": self._bias(m, place)}) for m in self._biased]
         with ExitStack() as stack:
             if (table := self._table) is not None and not given:
                 given = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
-                rows_BTD = _rows(table, place)  # its own may not exist, and are not looked up
+                rows_BTD = _rows(table, place)  # replaces its own look-up, which may fail
                 stack.enter_context(table.register_forward_hook(lambda *_: rows_BTD))
             for module, inputs in given:
                 stack.enter_context(
@@ -242,8 +242,8 @@ class Seq2SeqModel:
             yield
 
     def _bias(self, attention: Any, place: Place) -> Tensor:
-        """T5's position bias [B or 1, H, T, P] of the tokens that stand at `place`; the first
-        layer hands it on."""
+        """T5's position bias [B or 1, H, T, P] for the tokens at `place`; the first layer passes it
+        on to the others."""
         position_BT, slot_BP = place.position_BT, place.slot_position_BP
         if slot_BP is None:
             keys = position_BT.shape[1] if place.mask_BTP is None else place.mask_BTP.shape[2]
@@ -262,8 +262,8 @@ class Seq2SeqModel:
 class Seq2SeqTarget(Target):
     """A frozen encoder-decoder LM. Chains, trees and ragged batches decode as with a causal target.
 
-    `config` is the decoder's: `num_hidden_layers` counts its layers. A tokenizer without a chat
-    template is given one, on a copy. Raises UserError for a model that would be read wrongly here.
+    `config` is the decoder's: `num_hidden_layers` counts its layers. If the tokenizer has no chat
+    template, a copy gets one. Raises UserError for a model that would be read wrongly.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
@@ -287,19 +287,19 @@ class Seq2SeqTarget(Target):
         return self.tokenizer(text).input_ids + [self.seq2seq.start]
 
     def begun(self, encoder: Sequence[int]) -> list[int]:
-        """The tokens that `decode` continues, made of those of the encoder. Raises UserError where
-        the two could not be told apart again."""
+        """The tokens that `decode` continues, made from the encoder's tokens. Raises UserError if
+        the start token could not be found again."""
         start, twice = self.seq2seq.start, self.seq2seq.twice
         text = [*encoder, start]
         try:
             apart = self.seq2seq.starts(torch.tensor([text])) == [len(encoder)]
         except UserError:
             apart = False
-        ends = "end with the eos and hold it nowhere twice" if twice else "not hold it"
+        ends = "end with the eos and never repeat it in a row" if twice else "not contain it"
         require(
             apart,
-            f"the decoder's start token ({start}) comes after the encoder's tokens, "
-            f"which must {ends}: give those alone, and mask padding with attention_mask",
+            f"the decoder's start token ({start}) is added after the encoder's tokens, which "
+            f"must {ends}: give only the encoder's tokens, and mask padding with attention_mask",
         )
         return text
 
@@ -307,7 +307,7 @@ class Seq2SeqTarget(Target):
         return len(prompt) - self.seq2seq.starts(torch.tensor([prompt]))[0]
 
     def shown(self, processors: Sequence[Processor]) -> list[Processor]:
-        """As `Target.shown`: the decoder's tokens, from the start token on."""
+        """Like `Target.shown`: processors get the decoder's tokens, from the start token on."""
 
         def of_decoder(processor: Processor) -> Processor:
             def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
@@ -353,8 +353,8 @@ class Seq2SeqTarget(Target):
 
 
 def _rows(table: nn.Embedding, place: Place) -> Tensor:
-    """BART's position embeddings [B, T, D] at `place`. Beyond the table's end its last row stands
-    in: only tokens that are cut off an answer come to stand there."""
+    """BART's position embeddings [B, T, D] at `place`. Beyond the table's end its last row is used:
+    only tokens that will be cut off an answer get there."""
     index_BT = place.position_BT + getattr(table, "offset", 0)
     return nn.functional.embedding(index_BT.clamp_max(len(table.weight) - 1), table.weight)
 

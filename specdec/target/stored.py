@@ -1,8 +1,8 @@
 """The parts of a target whose layers stay on disk.
 
-A checkpoint's embedding, norm and head are loaded, a layer's weights read by name when a draft
-starts from them. The fingerprint, a sum over every weight, is noted beside the cache of targets
-when the whole model was loaded once, for as long as the checkpoint's files stay as they were.
+A checkpoint's embedding, norm and head are loaded; a layer's weights are read by name when a draft
+starts from them. The fingerprint, a sum over every weight, is noted in the cache of targets when
+the whole model is first loaded, and is valid while the checkpoint's files stay unchanged.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from specdec.target.parts import Parts
 
 @dataclass(frozen=True)
 class Weights:
-    """The safetensors files of a checkpoint: which of them holds a tensor, by the tensor's name,
-    and where the fingerprint of them all is noted while they stay as they are."""
+    """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
+    it, and `note` is where the fingerprint of the unchanged files is noted."""
 
     files: dict[str, Path]
     note: Path
 
     @classmethod
     def of(cls, path: str, revision: str | None, cache: Path) -> "Weights | None":
-        """Those of a folder or of a hub's model; None where it has none in safetensors."""
+        """The weights of a folder or a hub model; None if it has none in safetensors."""
 
         def found(name: str) -> Path | None:
             at = cached_file(
@@ -64,7 +64,7 @@ class Weights:
         return cls(there, cache / "fingerprints" / name)
 
     def fingerprint(self) -> str | None:
-        """The fingerprint that was noted."""
+        """The noted fingerprint, if there is one."""
         return (self.note.read_text().strip() if self.note.is_file() else "") or None
 
     def write(self, fingerprint: str) -> None:
@@ -83,10 +83,10 @@ class Weights:
 
 
 class StoredParts(Parts):
-    """The parts of a checkpoint: `model` is it without layers, `config` that of the whole.
+    """The parts of a checkpoint: `model` has no layers, and `config` is that of the whole model.
 
-    `whole` loads the target, for the layers of models whose checkpoints name their tensors
-    otherwise than the model does.
+    `whole` loads the target. It is needed to read layers if the checkpoint and the model name
+    their tensors differently.
     """
 
     def __init__(
