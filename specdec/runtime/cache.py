@@ -1,8 +1,8 @@
-"""A KV cache in slots, which keeps what was accepted: chains, trees and ragged batches alike.
+"""A KV cache in slots, which keeps the accepted tokens of chains, trees and ragged batches.
 
-Each row holds its committed tokens in its first slots. A pass writes behind them, into scratch
+Each row holds its committed tokens in its first slots. A pass writes after them, into scratch
 slots that `keep` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
-copied but an accepted path that did not lie in a line.
+copied except an accepted path whose slots are not consecutive.
 
 Letters: B batch, T tokens of a pass, S scratch slots, P slots in all, H heads, E head width.
 """
@@ -20,24 +20,24 @@ from specdec.errors import UserError
 
 
 class Place(NamedTuple):
-    """Where a pass stands: the positions of its tokens, and which slots each may see."""
+    """The place of a pass: the positions of its tokens, and the slots that each token may see."""
 
     position_BT: Tensor
-    mask_BTP: Tensor | None = None  # None: plain causal attention is right as it is
-    slot_position_BP: Tensor | None = None  # positions of the slots; None: their numbers
+    mask_BTP: Tensor | None = None  # None: plain causal attention is right
+    slot_position_BP: Tensor | None = None  # positions of the slots; None: the slots' numbers
 
 
 class SlotLayer(CacheLayerMixin):
     """Keys and values [B, H, P, E] of one layer, written where the cache says."""
 
     is_sliding = False
-    is_compileable = False  # transformers would then make masks of its own
+    is_compileable = False  # if True, transformers would make its own masks
     keys: Tensor
     values: Tensor
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
-        self._cache = ref(cache)  # weakly: in a cycle, its memory would wait for the collector
+        self._cache = ref(cache)  # weak: a cycle would hold its memory until garbage collection
 
     @property
     def cache(self) -> "SlotCache":
@@ -50,8 +50,8 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Have all slots of the cache, for states like these. Those that are not written stay 0,
-        so that they can be masked."""
+        """Make all slots of the cache, for states shaped like these. Unwritten slots stay 0, so
+        they can be masked."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         missing = self.cache.capacity - self.keys.shape[2]
@@ -71,7 +71,7 @@ class SlotLayer(CacheLayerMixin):
             elif where.dim() == 1:
                 buffer.index_copy_(2, where, states)
             else:
-                assert cache.rows_B1 is not None  # not scatter_, which copies the buffer
+                assert cache.rows_B1 is not None  # indexing, as scatter_ would copy the buffer
                 buffer[cache.rows_B1, :, where] = states.transpose(1, 2)
         return self.keys[:, :, :shown], self.values[:, :, :shown]
 
@@ -94,18 +94,18 @@ class SlotCache(Cache):
         self.fixed = capacity is not None
         self.capacity = capacity or 0
         self.lengths: list[int] = [0]  # committed slots of each row
-        self.scratch = 0  # slots written behind them, the same in every row
-        self.slots: slice | Tensor = slice(0, 0)  # that the pass at hand writes
-        self.rows_B1: Tensor | None = None  # beside slots that differ from row to row
-        self.shown = 0  # slots that it sees
-        self.offset = 0  # where it starts, in the longest row
+        self.scratch = 0  # number of slots written after them, the same in every row
+        self.slots: slice | Tensor = slice(0, 0)  # slots that the current pass writes
+        self.rows_B1: Tensor | None = None  # row numbers, if slots differ from row to row
+        self.shown = 0  # number of slots that the current pass sees
+        self.offset = 0  # where the current pass starts in the longest row
         self._sees_BSS: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
-        """Make room for a pass over these tokens, and say where it stands.
+        """Make room for a pass over these tokens, and return its place.
 
-        `parents_BT` are scratch slots that each token follows, -1 the last committed one; None
-        continues the last scratch slot in a chain. Room is made once for all layers.
+        `parents_BT` holds the scratch slot that each token follows, -1 for the last committed slot;
+        None continues the last scratch slot as a chain. Room is made once for all layers.
         """
         (B, T), device = ids_BT.shape, ids_BT.device
         if len(self.lengths) != B:
@@ -116,7 +116,7 @@ class SlotCache(Cache):
         self.offset, end = longest + start, longest + self.scratch
         self.reserve(end)
         self.shown = self.capacity if self.fixed else end
-        if alike:  # rows of like length write the same slots
+        if alike:  # rows of equal length write the same slots
             fresh_T = torch.arange(self.offset, end, device=device)
             self.slots = fresh_T if self.fixed else slice(self.offset, end)
             if parents_BT is None and self._sees_BSS is None:
@@ -140,7 +140,7 @@ class SlotCache(Cache):
         return Place(length_B1 + depth_BS[:, start:], mask_BTP, slot_position_BP)
 
     def reserve(self, slots: int) -> None:
-        """Have at least so many slots in each layer that is written next."""
+        """Make at least this many slots in each layer when it is next written."""
         if slots > self.capacity:
             assert not self.fixed, f"a cache of {self.capacity} slots was asked for {slots}"
             self.capacity = max(256, 2 * slots)
@@ -148,7 +148,7 @@ class SlotCache(Cache):
     def _follow(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Depths of all scratch tokens [B, S], and what the T new ones see of them [B, T, S]."""
+        """Depths of all scratch tokens [B, S], and which of them the T new ones see [B, T, S]."""
         S, start = self.scratch, self.scratch - T
         slot_S = torch.arange(S, device=device)
         before_SS = (slot_S <= slot_S[:, None]).expand(B, -1, -1)
@@ -162,7 +162,7 @@ class SlotCache(Cache):
         known_BT1 = (parents_BT >= 0).to(sees.dtype)[..., None]
         sees[:, start:].scatter_(2, parents_BT.clamp_min(0)[..., None], known_BT1)
         sees.diagonal(0, 1, 2).fill_(1)
-        for _ in range(T.bit_length()):  # parents' parents: each time twice as far
+        for _ in range(T.bit_length()):  # ancestors: each turn reaches twice as far
             sees = (sees @ sees).clamp_(max=1)
         self._sees_BSS = sees
         return sees.sum(-1).long() - 1, sees[:, start:] > 0
@@ -172,8 +172,8 @@ class SlotCache(Cache):
         return self.lengths
 
     def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
-        """Commit the first `counts[b]` scratch slots of each row, or of `path_BK`, which names
-        them in order; forget the rest."""
+        """Commit the first `counts[b]` scratch slots of each row, or those that `path_BK` lists
+        first, and forget the rest."""
         if path_BK is not None:
             ordered = torch.arange(path_BK.shape[1], device=path_BK.device)
             if not torch.equal(path_BK, ordered.expand_as(path_BK)):
@@ -188,7 +188,7 @@ class SlotCache(Cache):
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was not committed."""
+        """Forget all uncommitted slots."""
         self.scratch, self._sees_BSS = 0, None
 
     def select(self, rows: Sequence[int]) -> None:
@@ -208,10 +208,10 @@ class SlotCache(Cache):
 
 
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """A place as transformers' decoder models take it: position_ids and a ready 4-D mask.
+    """A place in the form that transformers' decoder models take: position_ids and a 4-D mask.
 
-    `config` tells which layers see a sliding window only. Their older keys stay in the cache,
-    where a rejected token can then be dropped without a loss.
+    `config` tells which layers see only a sliding window. The cache keeps their older keys too, so
+    dropping a rejected token loses nothing.
     """
     position_BT, mask_BTP, slot_position_BP = place
     if mask_BTP is None:  # the model's own masks are right, and cheaper
@@ -235,24 +235,24 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """The kinds of attention that a model's layers have; empty: one kind for all."""
+    """The kinds of attention in a model's layers; empty if all have the same kind."""
     return set(getattr(config, "layer_types", None) or ())
 
 
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
     """An empty cache for a decoder model with this config.
 
-    Raises UserError for a model that keeps a state instead of keys and values: a rejected
-    token cannot be dropped from it.
+    Raises UserError for a model that keeps a state instead of keys and values, because a rejected
+    token cannot be dropped from a state.
     """
     if strange := layer_kinds(config) - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"target: {config.model_type} has layers of {sorted(strange)[0]}, from whose state a "
-            "rejected token cannot be dropped: give a target with attention layers only"
+            f"target: {config.model_type} has {sorted(strange)[0]} layers, and a rejected token "
+            "cannot be dropped from their state: give a target with attention layers only"
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise UserError(
             f"target: {config.model_type} masks its windows by slots, not positions, so it cannot "
-            "read rows of unequal length and trees: give another target"
+            "read trees or rows of unequal length: give another target"
         )
     return SlotCache(config.num_hidden_layers, capacity)

@@ -1,9 +1,8 @@
 """Passes of decoding through `torch.compile`, over caches of fixed capacity.
 
-On a CPU the weights are packed inside the graph, on a GPU a pass is a CUDA graph. Each number of
-rows, tokens and slots is a graph of its own. One is built when it is first asked for, and used if
-it then agrees with the pass as it stands and is at least as fast; otherwise the pass runs as it
-stands.
+On a CPU the weights are packed inside the graph; on a GPU a pass is a CUDA graph. Each combination
+of rows, tokens and slots has its own graph, which is built on first use. The graph is used if it
+agrees with the uncompiled pass and is at least as fast; otherwise the pass runs uncompiled.
 """
 
 import sys
@@ -20,16 +19,16 @@ from specdec.progress import tell
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.probes import compare
 
-GRAPHS = 64  # that one pass is compiled to at most
-SHORT = 16  # tokens a row; a draft's longer pass, as a prefill is, runs as it stands
-TOLD = 5.0  # seconds; a graph that took longer to build is told of
-TIMINGS = 7  # of a graph and of the pass as it stands, in turn
-# how far a graph's results may lie from those of the pass, relative to the norm: it rounds less
-# often to the weights' dtype
+GRAPHS = 64  # the most graphs of one pass
+SHORT = 16  # tokens a row; a draft's longer passes, such as prefill, run uncompiled
+TOLD = 5.0  # seconds; the user is told of a graph that took longer to build
+TIMINGS = 7  # timings of the graph and of the uncompiled pass, in turn
+# how far a graph's results may differ from the uncompiled pass, relative to the norm: the graph
+# rounds to the weights' dtype less often
 LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # the weights are constants, packed when a graph is built; q, k and v are one product (-19 % time)
 FROZEN = {"freezing": True, "cpp.enable_concat_linear": True}
-DYNAMO = {  # which would otherwise stop after 8 graphs, silently
+DYNAMO = {  # without these limits it would silently stop after 8 graphs
     "recompile_limit": 4 * GRAPHS,
     "accumulated_recompile_limit": 16 * GRAPHS,
     "fail_on_recompile_limit_hit": True,
@@ -39,9 +38,9 @@ Pass = Callable[..., tuple[Tensor | None, ...]]  # (SlotCache, **inputs) -> tens
 
 
 class Compiled:
-    """`run(cache, **inputs)`, a pass that writes the slots which `cache.place` gave it, and so
-    can be repeated. It runs as it stands over a cache that grows, and where it reads more than
-    `longest` tokens a row."""
+    """`run(cache, **inputs)`, a pass that writes the slots from `cache.place`, so it can be
+    repeated. It runs uncompiled over a cache that grows, and for more than `longest` tokens a
+    row."""
 
     def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
         self.run, self.longest = run, longest
@@ -59,18 +58,18 @@ class Compiled:
         return self.ways[key](cache, **inputs)
 
     def _chosen(self, cache: SlotCache, slots: Tensor, inputs: dict[str, Any]) -> Pass:
-        """The graph for inputs of these shapes, or the pass as it stands."""
+        """The graph for inputs of these shapes, or the uncompiled pass."""
         if len(self.ways) >= GRAPHS:
-            tell(f"torch.compile: further passes than these {GRAPHS} run uncompiled")
+            tell(f"torch.compile: passes beyond {GRAPHS} graphs run uncompiled")
             return self.run
         layers = len(cache.slot_layers)
         if layers * 1.0 >= TOLD:
             tell(
-                f"torch.compile: every number of rows, tokens and slots of {layers} layers is a "
-                f"graph of its own, each built once in some {layers} to {2 * layers} s"
+                "torch.compile: each combination of rows, tokens and slots needs its own graph of "
+                f"{layers} layers, built once in about {layers} to {2 * layers} s"
             )
         graph = self.graph = self.graph or _graph(self.run, slots.device)
-        taken: list[float] = []  # seconds of each run of the graph, which the first one builds
+        taken: list[float] = []  # seconds of each run of the graph; the first run builds it
 
         def through(way: Pass) -> Tensor:
             began = perf_counter()
@@ -100,12 +99,12 @@ class Compiled:
 
 
 def _graph(run: Pass, device: torch.device) -> Pass:
-    """`run` through torch.compile, which builds a graph when it is called with new shapes."""
+    """`run` through torch.compile, which builds a graph for every new combination of shapes."""
 
     def own(cache: SlotCache, **inputs: Any) -> tuple[Tensor | None, ...]:
         return run(cache, **inputs)
 
-    # Dynamo keeps graphs by code object, and closures of one `def` share theirs
+    # Dynamo keeps graphs by code object, which closures of one `def` share
     own.__code__ = own.__code__.replace()
     if device.type != "cuda":
         options: dict[str, Any] = {"guard_filter_fn": _guards_of_shapes}
@@ -119,7 +118,7 @@ def _graph(run: Pass, device: torch.device) -> Pass:
 
 
 def _signature(x: Any) -> Hashable:
-    """What a graph depends on of its inputs: shapes and dtypes, not values."""
+    """The properties of the inputs that a graph depends on: shapes and dtypes, not values."""
     if isinstance(x, Tensor):
         return (*x.shape, x.dtype)
     if isinstance(x, dict):
@@ -130,8 +129,8 @@ def _signature(x: Any) -> Hashable:
 
 
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
-    """Of what Dynamo would check before every pass, over a millisecond's worth, what can change
-    between passes of one model: shapes of the inputs and of the cache, and global state."""
+    """Which of Dynamo's checks to keep: those of things that can change between passes of one model
+    (shapes of inputs and cache, global state). All would take over a millisecond a pass."""
     changing = ("inputs", "cache.capacity", "cache.shown", "cache.slots")
     names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]
     return [

@@ -1,10 +1,10 @@
 """Linear layers that keep a copy of their weight in oneDNN's own layout, for decoding on a CPU.
 
-Where torch's public operator rearranges the weight in every product of a few rows, as a decoding
-step has, the copy saves that work: a step of SmolLM2-135M then takes two thirds of the time in
-bfloat16 and half in float32. Where it does not, the copy can be the slower way. So each number of
-rows is probed once, and the public operator is used wherever the copy is not faster.
-`torch.compile` with frozen weights packs them inside a graph; this is for passes outside of one.
+For products of a few rows, as in a decoding step, torch's public operator may rearrange the weight
+every time. The copy saves that work: a step of SmolLM2-135M then takes two thirds of the time in
+bfloat16 and half in float32. If the operator does not rearrange, the copy can be slower. So each
+number of rows is probed once, and the public operator is used unless the copy is faster.
+`torch.compile` with frozen weights packs them inside a graph; this file is for uncompiled passes.
 """
 
 from functools import cache
@@ -18,18 +18,18 @@ from specdec.errors import first_line
 from specdec.runtime.probes import Answer, compare, one_thread
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
-LAYOUT_ROWS = 8  # that the layout is chosen for: best from 1 to 16, and no worse beyond
-PROBED = 1 << 20  # weights at most that a probe multiplies by
-WORK = 1 << 24  # multiplications at most of one product of a probe
-# dtypes that oneDNN packs, and how far two orders of summation may lie apart, relative to the norm
+LAYOUT_ROWS = 8  # rows that the layout is chosen for: best from 1 to 16, and no worse beyond
+PROBED = 1 << 20  # the most weights that a probe multiplies by
+WORK = 1 << 24  # the most multiplications in one product of a probe
+# dtypes that oneDNN packs, and how far two orders of summation may differ, relative to the norm
 DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 class PackedLinear(nn.Linear):
-    """`nn.Linear` with the parameters of `layer`. Outside of autograd, autocast and compiled
-    graphs it multiplies by a packed copy of its weight, for those numbers of rows for which a
-    probe found that faster. The copy is made when it is first needed, and again when the weight
-    has changed; the layer then takes twice its memory."""
+    """`nn.Linear` with the parameters of `layer`. Outside autograd, autocast and compiled graphs,
+    it multiplies by a packed copy of its weight for the numbers of rows for which a probe found
+    that faster. The copy is made on first use and again after the weight changes; it doubles the
+    layer's memory."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -64,8 +64,8 @@ class PackedLinear(nn.Linear):
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A copy of a weight [out, in] in oneDNN's layout. Raises RuntimeError where this CPU or this
-    build of oneDNN cannot make it, AttributeError where torch has no such operator."""
+    """A copy of a weight [out, in] in oneDNN's layout. Raises RuntimeError if this CPU or this
+    build of oneDNN cannot make it, AttributeError if torch has no such operator."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
 
 
@@ -75,14 +75,14 @@ def product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def bucket(rows: int) -> int:
-    """The number of rows that is probed for so many: 1, 4, 16, 64 or 256."""
+    """The number of rows probed in place of this many: 1, 4, 16, 64 or 256."""
     return next((n for n in (1, 4, 16, 64) if rows <= n), 256)
 
 
 @cache
 def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
     """Whether products of `rows` rows by a packed weight [out, width] run here, agree with the
-    public operator's, and are faster. Takes some 10 ms: of a large weight, a part is probed."""
+    public operator's, and are faster. Takes about 10 ms: only part of a large weight is probed."""
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
     with one_thread(), torch.inference_mode():
         generator = torch.Generator().manual_seed(0)
@@ -122,8 +122,8 @@ def described(module: nn.Module, dtype: torch.dtype) -> str:
         return "packed weights are not used: the public operator is as fast here"
     one, four, sixteen = using.values()
     return (
-        f"packed weights multiply 1 row in {one}, 4 rows in {four} and 16 rows in {sixteen} of "
-        f"{len(layers)} layers, where they are faster here"
+        f"packed weights are faster here, and used, for 1 row in {one}, 4 rows in {four} and 16 "
+        f"rows in {sixteen} of {len(layers)} layers"
     )
 
 
@@ -132,9 +132,9 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def pack(module: nn.Module) -> None:
-    """Put a PackedLinear in the place of each large linear layer inside `module` that lies on a
-    CPU and whose dtype can be packed there. Parameters and state dict stay as they are. Call it
-    before anything holds a reference to one of the layers."""
+    """Replace each large linear layer inside `module` by a PackedLinear, if the layer is on a CPU
+    and its dtype can be packed there. Parameters and state dict do not change. Call this before
+    anything holds a reference to one of the layers."""
     made: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if type(layer) is not nn.Linear or not path or layer.weight.numel() < LEAST:

@@ -1,6 +1,6 @@
-"""What this machine can do, found out once in each process: whether it multiplies bfloat16
-natively, and whether a faster way to compute something runs here, agrees with the public operator
-and is faster."""
+"""Probes of this machine, run once per process: whether it multiplies bfloat16 natively, and
+whether an alternative way to compute something runs here, agrees with the public operator and is
+faster."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from specdec.errors import first_line
 
 REPEATS = 15  # timings of each way, in turn; the best of each counts
-GAIN = 1.1  # how many times as fast a way must be that is not the public one
-NATIVE = 0.75  # the share of float32's time that native bfloat16 takes at most; AMX takes .3
+GAIN = 1.1  # how many times as fast as the public way an alternative must be
+NATIVE = 0.75  # native bfloat16 takes at most this share of float32's time; AMX takes .3
 
 
 class Answer(NamedTuple):
@@ -35,25 +35,25 @@ def compare(
 ) -> Answer:
     """Whether to use `ours` in place of `public`, which computes the same tensor.
 
-    `ours` must run, its result must lie within `limit` of the public one (both relative to the
-    norm of that), and it must be at least `gain` times as fast.
+    `ours` must run, its result must differ from the public one by at most `limit` (relative to the
+    public one's norm), and it must be at least `gain` times as fast.
     """
     expected = public().double()
     try:
         found = ours().double()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a kernel or a compiler may fail in any way; the public one ran
+    except Exception as error:  # a kernel or compiler may fail in any way; the public way ran
         return Answer(False, first_line(error))
     off = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
     if not off <= limit:  # also where it is NaN
-        return Answer(False, f"the result differs by {off:.1e} from what it should be")
+        return Answer(False, f"the result differs by {off:.1e} from the expected one")
     own, theirs = seconds(ours, public, repeats=repeats)
     return Answer(theirs >= gain * own, f"{theirs / own:.2f} times as fast as without")
 
 
 def seconds(*ways: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """The time that each way takes: the least of `repeats`, taken in turn."""
+    """The time that each way takes: the least of `repeats` timings, made in turn."""
     best = [float("inf")] * len(ways)
     for _ in range(repeats):
         for i, way in enumerate(ways):
@@ -65,8 +65,8 @@ def seconds(*ways: Callable[[], object], repeats: int = REPEATS) -> list[float]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread, for a probe of a product: several threads wait for each
-    other, and where another process computes as well, their times then say nothing."""
+    """Let torch compute on one thread, to probe a product: several threads wait for each other, so
+    their times mean nothing while another process computes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -86,8 +86,8 @@ class Choice(NamedTuple):
 def native_dtype(device: str) -> Choice:
     """bfloat16 where `device` multiplies it natively, else float32.
 
-    A GPU is asked. A CPU is timed: what it offers (AVX-512 BF16, AMX, ARM's BF16), what oneDNN
-    makes of it, and what a cap on the instruction set leaves are three different things.
+    A GPU reports it. A CPU is timed: the instructions it offers (AVX-512 BF16, AMX, ARM's BF16),
+    those that oneDNN uses, and those that a cap on the instruction set allows may all differ.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -100,7 +100,7 @@ def native_dtype(device: str) -> Choice:
     if ratio <= NATIVE:
         return Choice("bfloat16", "this CPU multiplies bfloat16 natively")
     return Choice(
-        "float32", f"this CPU multiplies bfloat16 slowly, in {ratio:.1f} times float32's time"
+        "float32", f"this CPU takes {ratio:.1f} times as long to multiply bfloat16 as float32"
     )
 
 

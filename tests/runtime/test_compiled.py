@@ -88,7 +88,7 @@ def test_each_shape_is_chosen_for_once_and_no_more_than_a_limit(
     for tokens in (1, 2, 1, 2, 3, 3, 4):
         passed(one, tokens)
     assert calls == [1, 1, 2, 2, 1, 2]  # compared once and then run; what comes later, never
-    assert capsys.readouterr().err.count("further passes than these 2 run uncompiled") == 1
+    assert capsys.readouterr().err.count("passes beyond 2 graphs run uncompiled") == 1
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_what_does_not_run_differs_or_is_not_faster_is_not_used(
     assert compare(fails, lambda: ONE, 1e-6) == (False, "no such kernel")
     assert compare(lambda: torch.ops.mkldnn.no_such_operator(ONE), lambda: ONE, 1e-6).used is False
     found = compare(lambda: ONE + 1e-3, lambda: ONE, 1e-4)
-    assert found == (False, "the result differs by 1.0e-03 from what it should be")
+    assert found == (False, "the result differs by 1.0e-03 from the expected one")
     assert not compare(lambda: ONE * float("nan"), lambda: ONE, 1.0).used
     for times, used in (((1.0, 1.05), False), ((1.0, 1.2), True), ((2.0, 1.0), False)):
         monkeypatch.setattr(probes, "seconds", timed(*times))
@@ -147,8 +147,8 @@ def test_it_tells_which_products_use_packed_weights(
     monkeypatch.setattr(packed, "probe", lambda out, width, dtype, rows: Answer(rows > 1, ""))
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     assert packed.described(target.model, torch.float32) == (
-        "packed weights multiply 1 row in 0, 4 rows in 29 and 16 rows in 29 of 29 layers, where "
-        "they are faster here"
+        "packed weights are faster here, and used, for 1 row in 0, 4 rows in 29 and 16 rows in 29 "
+        "of 29 layers"
     )
     monkeypatch.setattr(packed, "probe", lambda *_: Answer(False, ""))
     assert "are not used" in packed.described(target.model, torch.float32)
