@@ -1,4 +1,4 @@
-"""The answers of a batch while they grow: where each one ends, and what its rounds did."""
+"""The growing answers of a batch: where each answer ends, and the record of its rounds."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,36 +14,36 @@ PHASES = ("draft", "verify", "judge", "commit")  # of a round
 
 @dataclass
 class Round:
-    """One pass of the target over one row: where it started, what was drafted, what was kept."""
+    """One pass of the target over one row: its start, its draft, and what was kept."""
 
     anchor: int  # position in the text of the last committed token
     drafted: int  # tokens on the longest drafted path
     accepted: int
-    nodes: int  # tokens drafted in all: more than `drafted` in a tree
-    tested: int  # `accepted`, and one more where the draft went on after those
+    nodes: int  # all drafted tokens: more than `drafted` in a tree
+    tested: int  # `accepted`, plus one if the draft went on after the accepted tokens
     path: tuple[int, ...] = ()  # the nodes that were kept
 
     @property
     def bonus(self) -> bool:
-        """Whether the target's own token of the round corrected none: no draft was there."""
+        """Whether the target's own token of the round came after the draft, correcting nothing."""
         return self.tested == self.accepted
 
 
-# for each prompt and round: the prompt's number, the tokens that its answer gained, the round
+# called for each prompt and round: the prompt's number, the tokens its answer gained, the round
 OnTokens = Callable[[int, list[int], Round | None], None]
 
 
 @dataclass
 class Generation:
-    """What one prompt's decoding produced, and what it cost."""
+    """The result of decoding one prompt, and its cost."""
 
     prompt: list[int]
     ids: list[int]  # the new tokens, cut at eos, a stop string or max_new_tokens
-    overrun: list[int]  # what the last round committed beyond that cut
+    overrun: list[int]  # tokens that the last round committed beyond that cut
     rounds: list[Round]
     prefill_seconds: float
-    seconds: float  # of the rounds until this row ended, prefill apart
-    spent: dict[str, float] = field(default_factory=dict)  # by phase of a round, see `PHASES`
+    seconds: float  # of the rounds until this row ended, without prefill
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by phase, see `PHASES`
 
     @property
     def emitted(self) -> int:
@@ -62,15 +62,15 @@ class Clock:
         self.last = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """What passed since the last call belongs to this phase."""
+        """Count the time since the last call for this phase."""
         last, self.last = self.last, time.perf_counter()
         self.spent[phase] += self.last - last
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is to be kept of the target's features of plain answers: once an answer has ended,
-    `keep(text, ctx)` is given its prompt and answer, and the features of all but the last token.
+    """Which of the target's features to keep from plain answers. When an answer ends,
+    `keep(text, ctx)` gets its prompt and answer and the features of all but the last token.
     """
 
     needs: Needs  # and the final hidden state, always
@@ -79,7 +79,7 @@ class Record:
 
 @dataclass
 class Answers:
-    """The answers to all prompts, those that have ended, and the prompts still in the batch."""
+    """The answers to all prompts, which of them have ended, and the prompts still in the batch."""
 
     prompts: Sequence[Sequence[int]]
     openings: Sequence[Sequence[int]]  # the parts of the prompts in which a stop string may begin
@@ -100,9 +100,9 @@ class Answers:
         return len(self._done) == len(self.prompts)
 
     def add(self, rows: Rows, new: list[list[int]], rounds: list[Round] | None = None) -> None:
-        """What a round has committed to each row of the batch; rounds None: prefill did."""
+        """Add the tokens that a round committed to each row of the batch; rounds None: prefill."""
         for b, i in enumerate(self.in_batch):
-            if i in self._done:  # it has ended, but its row is still in the batch
+            if i in self._done:  # the answer has ended, but its row is still in the batch
                 continue
             ids = rows.texts[b][len(self.prompts[i]) :]
             before = len(ids) - len(new[b])
@@ -128,9 +128,9 @@ class Answers:
                 self.record.keep(rows.texts[b], rows.known(b))
 
     def remaining(self, patient: bool) -> list[int] | None:
-        """The rows of the batch that go on, where those that have ended leave it now.
+        """The rows of the batch that go on, if ended rows leave the batch now; else None.
 
-        Leaving copies the caches: a `patient` batch waits until a tenth of its rows have ended.
+        Leaving copies the caches, so a `patient` batch waits until a tenth of its rows have ended.
         """
         rows = [b for b, i in enumerate(self.in_batch) if i not in self._done]
         if len(rows) == len(self.in_batch) or (patient and len(rows) >= 0.9 * len(self.in_batch)):
@@ -139,12 +139,12 @@ class Answers:
         return rows
 
     def generations(self) -> list[Generation]:
-        """One for each prompt, in their order, once all have ended."""
+        """One generation for each prompt, in order, once all have ended."""
         return [self._done[i] for i in range(len(self.prompts))]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
-        """How many of its tokens the answer keeps where it ends behind its first `before`; None:
-        it goes on."""
+        """How many tokens the answer keeps if it ends after its first `before` tokens; None if it
+        goes on."""
         for n in range(before + 1, min(len(ids), self.limit) + 1):
             if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):
                 return n
@@ -154,8 +154,8 @@ class Answers:
 def outcome(
     proposal: Proposal, verdict: Verdict, texts: list[list[int]]
 ) -> tuple[list[Round], list[list[int]]]:
-    """What became of each row's draft, and the tokens that the row gains: the drafted ones that
-    were kept, and the target's own."""
+    """The round of each row, and the tokens that the row gains: the drafted tokens that were kept
+    and the target's own token."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
     rounds, new = [], []
     for b, (ids, above) in enumerate(

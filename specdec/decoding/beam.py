@@ -1,21 +1,21 @@
-"""Beam search, plain and speculative: the same hypotheses as transformers' own, in fewer passes.
+"""Beam search, plain and speculative: the hypotheses of transformers' own search in fewer passes.
 
 A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
 outlook). One pass of the target scores that whole tree, and the target's beam search is then
-replayed over it, step by step, for as long as each of its live beams is one of the drafted
-nodes. The step that leaves the tree ends the round and is kept too, so that a round that accepts
-n drafted steps makes n + 1. The draft decides how many passes are needed, never the result.
+replayed over it, step by step, as long as each of its live beams is one of the drafted nodes. The
+step that leaves the tree ends the round and is kept too, so a round that accepts n drafted steps
+makes n + 1 steps. The draft affects how many passes are needed, never the result.
 
-All beams live in one row of the target's cache, as a tree. They share the prompt and most of what
-follows it; with a row for each beam, all of that would be held, reordered and attended to
+All beams live in one row of the target's cache, as a tree. They share the prompt and most of the
+text after it; with a row for each beam, all of that would be stored, reordered and attended to
 `beams` times, and every row padded to the largest subtree. Here the tokens of a pass are the nodes
-of one tree, written once behind the committed trunk into scratch slots, and nothing is reordered
+of one tree, written once after the committed trunk into scratch slots, and nothing is reordered
 when a beam dies: the mask simply no longer reaches its slots. When scratch has grown large, the
 part of the text on which all live beams agree is committed and the rest is forgotten; the next
-pass reads the few live tokens beyond it again. Drafters know rows only, so they get a row for
-each beam (`Rows`), and rows are repeated and dropped as the beams are.
+pass reads the few live tokens beyond that part again. Drafters only know rows, so they get a row
+for each beam (`Rows`), and rows are repeated and dropped along with the beams.
 
-Letters: W live beams, U draft beams, B rows of the draft (one a live beam), F the nodes of a row
+Letters: W live beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row
 that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
 """
 
@@ -37,7 +37,7 @@ from specdec.target.base import Target
 
 SCRATCH = 256  # slots of the target's cache that dead beams may fill before they are cleared
 COMMITTED = -1  # the slot of a node that is part of the trunk
-NEVER = -1e9  # transformers' score of what may not be chosen
+NEVER = -1e9  # transformers' score for candidates that must not be chosen
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class BeamNode:
 
     token: int
     parent: "BeamNode | None"
-    slot: int | None = None  # in the scratch of the target's cache; None: not there
+    slot: int | None = None  # its scratch slot in the target's cache; None: it has none
 
     def path(self) -> "list[BeamNode]":
         """The nodes from the first generated token to this one."""
@@ -70,21 +70,21 @@ class Hypothesis:
 
 @dataclass
 class BeamRound:
-    """One pass of the target over the live beams and what was drafted after them."""
+    """One pass of the target over the live beams and the tokens drafted after them."""
 
     drafted: int  # beam steps
-    accepted: int  # drafted steps that were the target's too; one more was made
+    accepted: int  # drafted steps that the target also made; the round then made one more
     nodes: int  # drafted tokens
 
 
 @dataclass
 class BeamResult:
-    """What a beam search found, and what it cost. Prefill makes the first beam step and does not
+    """The result of a beam search, and its cost. Prefill makes the first beam step and does not
     count as a pass."""
 
     prompt: list[int]
     hypotheses: list[Hypothesis]  # best first
-    rounds: list[BeamRound]  # one a pass
+    rounds: list[BeamRound]  # one per pass
     seconds: float  # of the rounds
 
     @property
@@ -94,7 +94,7 @@ class BeamResult:
 
     @property
     def steps(self) -> int:
-        """Beam steps in all, the one that prefill made included."""
+        """All beam steps, including the one that prefill makes."""
         return 1 + sum(r.accepted + 1 for r in self.rounds)
 
     @property
@@ -105,12 +105,12 @@ class BeamResult:
 
 @dataclass
 class Search:
-    """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step a
-    call: its candidates, their order, and its reasons to stop.
+    """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step per
+    call: the same candidates, order and reasons to stop.
 
-    It computes in float32 and in transformers' order, so that equal log-probabilities give equal
-    results, ties included. What transformers does only to keep a batch in step with its slowest
-    row is left out.
+    It computes in float32 and in transformers' order, so equal log-probabilities give equal
+    results, including ties. Work that transformers does only to keep a batch in step with its
+    slowest row is left out.
     """
 
     root: InitVar[BeamNode]
@@ -125,13 +125,13 @@ class Search:
     def __post_init__(self, root: BeamNode) -> None:
         never_W = torch.full((self.beams,), NEVER, device=self.eos.device)
         self.live, self.score_W = [root] * self.beams, never_W.clone()
-        self.score_W[0] = 0  # all are alike: the scores let the first alone go on
+        self.score_W[0] = 0  # all beams are equal: these scores let only the first go on
         self.best, self.best_score_W = [root] * self.beams, never_W  # hypotheses that ended
         self.finished_W = torch.zeros_like(never_W, dtype=torch.bool)
 
     def step(self, log_p_WV: Tensor, known: Children) -> None:
-        """Extend every beam by one token, given log p of the live ones. A node that is `known` by
-        its parent and token is used again."""
+        """Extend every beam by one token, given log p of the live beams. A node that is `known` by
+        its parent and token is reused."""
         W, V = self.beams, log_p_WV.shape[1]
         most = max(2, 1 + len(self.eos)) * W  # W go on even if each beam's best tokens are eos
         total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
@@ -168,16 +168,16 @@ class LiveTree:
 
     def __init__(self, target: Target, needs: Needs, prompt: Sequence[int]) -> None:
         self.target, self.needs, self.cache = target, needs, target.new_cache()
-        self.reread = 0  # nodes of the last pass that had to read forgotten tokens again
+        self.reread = 0  # number of nodes in the last pass that had to reread forgotten tokens
         ids_1T = torch.tensor([list(prompt)], device=target.device)
         self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
         self.cache.keep([len(prompt)])
         self.log_p_NV = self._log_p(final_1TD[0, -1:])
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
-        """One pass over the last tokens of the live beams and what was drafted after them (parents
-        first), preceded by live tokens that were forgotten. `features` and `log_p_NV` are then
-        those of the anchors and the drafted nodes."""
+        """One pass over the last tokens of the live beams and the tokens drafted after them
+        (parents first), preceded by live tokens that were forgotten. `features` and `log_p_NV` are
+        then those of the anchors and the drafted nodes."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
@@ -197,8 +197,8 @@ class LiveTree:
         self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
-        """Go on from these beams, whose last tokens the next pass reads. Where scratch is full of
-        dead beams, commit what the live ones share and forget the rest."""
+        """Prepare to go on from these beams; the next pass reads their last tokens. If scratch is
+        full of dead beams, commit the tokens that the live beams share and forget the rest."""
         if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
             return
         paths = [[n for n in node.path()[:-1] if n.slot != COMMITTED] for node in live]
@@ -225,14 +225,14 @@ class DraftBeams:
     ) -> None:
         self.drafter, self.eos_E, self.live = drafter, eos_E, [root]
         self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
-        if len(prompt) > 1:  # what all beams share is read once, and only then repeated
+        if len(prompt) > 1:  # the shared prompt is read once, before rows are repeated
             self.rows.extend([[]], features, [len(prompt) - 1])
             if self.cache is not None:
                 drafter.begin(self.rows.context(), self.cache)
 
     def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
-        """Give every live beam a row: that of the beam which it continues by `steps` tokens, with
-        the features of the last pass, where `place` says which node stands."""
+        """Give every live beam the row of the beam that it continues by `steps` tokens, with
+        features from the last pass, in which `place` gives the index of each node."""
         row: Places = {node: b for b, node in enumerate(self.live)}
         paths = [node.path()[-steps:] for node in live]
         before = [path[0].parent for path in paths]
@@ -250,19 +250,19 @@ class DraftBeams:
         self.live = live
 
     def grow(self, score_W: Tensor, width: int, depth: int, known: Children) -> int:
-        """Search `depth` steps with `width` beams, beginning with the live ones and their true
-        scores, and add the nodes to `known`. Returns how deep the search came.
+        """Search `depth` steps with `width` beams, beginning with the live beams and their true
+        scores, and add the nodes to `known`. Returns how deep the search got.
 
-        Every row grows as many nodes at a depth as the one that needs most, surplus nodes with a
-        score of -inf. Eos is not drafted: it ends a beam, so nothing would follow it.
+        At each depth, every row grows as many nodes as the row that needs most; surplus nodes have
+        a score of -inf. Eos is not drafted: it ends a beam, so nothing would follow it.
         """
         growth, vocab_S = self.drafter.begin(self.rows.context(), self.cache), self.drafter.vocab_S
         logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
         ends_S, ids = torch.isin(ids_S, self.eos_E), ids_S.tolist()
-        # of each row: nodes, the numbers of their parents in the growth, and scores
+        # for each row: nodes, the numbers of their parents in the growth, and scores
         front = [[(node, -1, s)] for node, s in zip(self.live, score_W.tolist(), strict=True)]
-        first, count = -1, 0  # the number of the front's first nodes; how many have one
+        first, count = -1, 0  # the number of the front's first nodes; how many nodes are numbered
         for d in range(depth):
             if d > 0:
                 tokens = [[node.token for node, _, _ in nodes] for nodes in front]
@@ -301,14 +301,14 @@ def beam_search(
     early_stopping: bool | str = False,
     eos: tuple[int, ...] | None = None,
 ) -> BeamResult:
-    """The `beams` best continuations of a prompt, as `model.generate(num_beams=beams,
-    do_sample=False)` of transformers finds them; speculatively where there is a drafter.
+    """The `beams` best continuations of a prompt, as transformers' `generate(num_beams=beams,
+    do_sample=False)` finds them; speculatively if there is a drafter.
 
     `draft_beams` U (None: twice `beams`) is the width of the draft's own search and `gamma` its
     depth: a round drafts up to U · γ nodes. A score is the log-probability over length **
-    `length_penalty`. `early_stopping` True stops at `beams` finished hypotheses; False, when the
-    best live beam at its present length is worse than all of them; "never", when it would be at
-    any length. One beam is greedy decoding, which ends at the first eos. `eos` None takes the
+    `length_penalty`. `early_stopping` True stops at `beams` finished hypotheses, False when the
+    best live beam at its present length is worse than all of them, "never" when it would be worse
+    at any length. One beam is greedy decoding, which ends at the first eos. `eos` None takes the
     target's own; () has none.
 
     Raises UserError for an empty prompt, numbers out of range, `draft_beams` below `beams`, and
@@ -334,7 +334,7 @@ def beam_search(
     tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
     draft = DraftBeams(drafter, root, prompt, tree.features, eos_E) if drafter else None
     tree.features = each(tree.features, lambda x_1TD: x_1TD[:, -1:])
-    place: Places = {root: 0}  # where the nodes are in the target's last pass
+    place: Places = {root: 0}  # the index of each node in the target's last pass
     known: Children = {}
     search.step(tree.log_p_NV[[0] * beams], known)
     steps, rounds, began = 1, list[BeamRound](), time.perf_counter()

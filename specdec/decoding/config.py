@@ -1,7 +1,7 @@
-"""What a user says about decoding, and whether a drafter can do it.
+"""The user's settings for decoding, and checks that a drafter can follow them.
 
-`specdec.measure.strategy` turns a `DecodeConfig` into what each round drafts, and measures first
-whatever that depends on.
+`specdec.measure.strategy` turns a `DecodeConfig` into what each round drafts, after measuring the
+figures that this depends on.
 """
 
 import math
@@ -23,17 +23,17 @@ TREES = ("static", "dynamic", "best_first")
 class DecodeConfig:
     """How drafts are decoded and measured.
 
-    `gamma` is the number of tokens drafted in a row; null takes the depth that was trained.
+    `gamma` is the number of tokens drafted in a row; null takes the trained depth.
     `tree` null drafts chains. A tree is dynamic (EAGLE-2), best_first (for parallel heads) or
-    static; `nodes` is its size (null: 12). A static tree consists of `paths`; without them the
-    paths with the highest acceptance are chosen after measuring it, and without `nodes` too, the
-    tree or chain that should commit most tokens a second.
+    static; `nodes` is its size (null: 12). A static tree consists of `paths`. Without `paths`,
+    acceptance is measured and the paths with the highest are chosen; without `nodes` too, the
+    choice is the tree or chain that should commit most tokens per second.
     `length` names a policy that shortens chains; `settings` are the fields of its config (see
     specdec/decoding/length.py). `rule` auto means block for chains and recursive or point_mass
-    for trees; parameters follow the name of a rule: lenience:factor=0.8.
+    for trees; parameters follow the name of a rule, as in lenience:factor=0.8.
     Each of the `temperatures` is measured separately, with `top_p` and `top_k`. Every prompt is
     decoded `repeats` times for steadier seconds; counts come from the first time. `compile` runs
-    the target, and the draft where its family can, through torch.compile. `batch` prompts are
+    the target, and the draft if its family can, through torch.compile. `batch` prompts are
     answered and timed together.
     """
 
@@ -66,7 +66,7 @@ class DecodeConfig:
         )
         require(
             self.tree is not None or self.nodes is None,
-            f"decode.nodes={self.nodes} is the size of a tree, and chains are drafted: give "
+            f"decode.nodes={self.nodes} is the size of a tree, but chains are drafted: give "
             f"decode.tree, one of {', '.join(TREES)}",
         )
         if self.paths is not None:
@@ -92,20 +92,20 @@ class DecodeConfig:
 
 
 def is_measured(cfg: DecodeConfig) -> bool:
-    """Whether the length policy needs figures that its settings do not give."""
+    """Whether the length policy needs measured figures that its settings do not give."""
     name = LENGTHS[cfg.length].measured
     return bool(name) and cfg.settings.get(name) in (None, "")
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
-    """Raise UserError where the drafter or the length policy cannot do what `cfg` asks for,
-    before anything is measured."""
+    """Before anything is measured, raise UserError if the drafter or the length policy cannot do
+    what `cfg` asks for."""
     name, policy = drafter.config.name, LENGTHS[cfg.length]
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)
     require(
         cfg.tree != "best_first" or drafter.parallel,
-        f"decode.tree=best_first needs parallel heads, and {name} drafts one token after another: "
+        f"decode.tree=best_first needs parallel heads, but {name} drafts one token after another: "
         "give static or dynamic",
     )
     require(

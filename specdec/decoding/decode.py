@@ -1,10 +1,10 @@
-"""Decoding, plain and speculative, one prompt or many, chain or tree: one loop.
+"""One loop for all decoding: plain and speculative, one prompt or many, chain or tree.
 
 Prefill emits the first token of each row. Then every round drafts, runs the target once over the
-anchors and what was drafted, and commits what the verification rule keeps and one token more.
-Plain decoding is a round that drafts nothing, and a chain is the tree with one branch. A round is
-counted whole, as serving engines count it, also where the end of an answer cuts its tokens
-short. Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1 places of a block
+anchors and the drafted tokens, and commits the tokens that the verification rule keeps and one
+more. Plain decoding is a round that drafts nothing, and a chain is a tree with one branch. As in
+serving engines, a round counts in full even if the end of an answer cuts off some of its tokens.
+Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1 places of a block
 (see `Proposal`), K kept nodes, V vocabulary.
 """
 
@@ -53,28 +53,28 @@ def decode(
     on_tokens: OnTokens | None = None,
     record: Record | None = None,
 ) -> list[Generation]:
-    """Continue every prompt, speculatively where there is a drafter.
+    """Continue every prompt, speculatively if there is a drafter.
 
-    Prompts may be of any lengths. One that is given several times is read once. Rows that end
-    leave the batch, and no row's output depends on its neighbours; of a sampled row that is true
-    of its law, but its draws may depend on them where a `length` looks at the batch, and where
-    the longest row is about to use up the positions.
+    Prompts may have different lengths; a repeated prompt is read once. Rows that end leave the
+    batch, and no row's output depends on its neighbours. For a sampled row this holds for the
+    distribution of the output, but its draws may depend on neighbours if a `length` looks at the
+    batch, or when the longest row is about to use up the positions.
 
     `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
     a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts; "auto"
     is block for chains, recursive for static trees and point_mass for trees whose nodes are picked
     by likelihood. `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
-    `eos` None is the target's own; () never ends an answer early. `stop` strings end an answer
-    with the token that completes one, and may begin in the prompt. `processors` are transformers'
+    `eos` None is the target's own; () never ends an answer early. A `stop` string ends an answer
+    at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt. `compiled`
     runs the passes of target and draft through `torch.compile`, over caches of fixed size (256
-    tokens, or the next power of two). `on_tokens(prompt, ids, round)` is called with what each
-    round added to an answer; for the first token, which prefill emits, the round is None. `record`
-    keeps the target's features of answers that are decoded plainly.
+    tokens, or the next power of two). `on_tokens(prompt, ids, round)` is called with the tokens
+    that each round adds to an answer; for the first token, from prefill, the round is None.
+    `record` keeps the target's features of answers that are decoded plainly.
 
     Raises UserError for no prompts or an empty one, ids outside the target's vocabulary, an
-    unknown rule or one that does not fit the shape, a length policy that would never be asked,
-    and more tokens than the target has positions.
+    unknown rule or one that does not fit the shape, a length policy that would never be used, and
+    more tokens than the target has positions.
     """
     require_room(target, prompts, max_new_tokens)
     asked = len(prompts)
@@ -83,7 +83,7 @@ def decode(
     require("" not in stop, "stop='' would end every answer at once: give longer strings")
     require(
         not stop or target.tokenizer is not None,
-        "stop strings need the target's tokenizer, and it has none: give eos ids instead",
+        "stop strings need a tokenizer, but this target has none: give eos ids instead",
     )
     sampler = sampler or Sampler(temperature=0.0)
     needs = replace(record.needs, final_hidden=True) if record else Needs()
@@ -91,7 +91,7 @@ def decode(
         shape, needs = shape or Chain(drafter.depth), drafter.needs
         require_draftable(drafter, shape.depth, type(length) if length else Length)
         chain = isinstance(shape, Chain)
-        require(chain or not length, "a length shortens chains, and a tree has none: leave one out")
+        require(chain or not length, "a length policy shortens chains, not trees: leave one out")
     judge = fitting_rule(rule, shape, sampler, greedy_draft)
     slots = None
     if compiled:
@@ -132,7 +132,7 @@ def decode(
         proposal = draft.proposal(rows, cache)
         answers.clock.end("draft")
 
-        # The target reads the anchors and all that was drafted in one pass.
+        # The target reads the anchors and all drafted tokens in one pass.
         ids_BM, above_BM = proposal.block(rows.anchors())
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
         if drafter is not None and proposal.scouts is not None:
@@ -145,7 +145,7 @@ def decode(
         verdict = judged(judge, proposal, choose.processed(logits_BMV, proposal.drafted_to), choose)
         answers.clock.end("judge")
 
-        # What was kept is committed: to the cache, to the texts and to the answers.
+        # The kept tokens are committed to the cache, the texts and the answers.
         rounds, new = outcome(proposal, verdict, rows.texts)
         counts, kept_BM = [len(ids) for ids in new], proposal.kept_places(verdict.path_BK)
         cache.keep(counts, kept_BM)
@@ -160,8 +160,8 @@ def decode(
 def prefill(
     target: Target, prompts: Sequence[Sequence[int]], needs: Needs, cache: SlotCache
 ) -> tuple[Rows, Tensor]:
-    """Read every prompt into the cache: their rows, and the logits [B, V] after each. Prompts
-    that are the same are read once."""
+    """Read every prompt into the cache; returns the rows and the logits [B, V] after each prompt.
+    Equal prompts are read once."""
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     rows, counts = Rows(distinct, target.device), [len(p) for p in distinct]
     features, final_BTD = target.features(rows.ids(), needs, cache=cache)
@@ -178,7 +178,7 @@ def prefill(
 
 @dataclass
 class Draft:
-    """The draft's side of the loop: what a round proposes, and what drafting keeps between rounds.
+    """The draft's side of the loop: the proposal of each round, and the cache kept between rounds.
     Without a drafter it proposes nothing."""
 
     target: Target
@@ -189,13 +189,13 @@ class Draft:
     cache: Any = None  # of the drafter
 
     def proposal(self, rows: Rows, cache: SlotCache) -> Proposal:
-        """What this round drafts: nothing where there is no drafter, where the policy says so, and
-        where the positions of target or draft are used up."""
+        """The draft of this round: empty without a drafter, if the policy says so, or when the
+        positions of target or draft are used up."""
         nothing = Proposal(rows.anchors()[:, :0])
         if self.drafter is None or self.shape is None:
             return nothing
         positions = self.target.room(min(cache.lengths))
-        taken = max(cache.lengths) + 1  # the anchor's, too
+        taken = max(cache.lengths) + 1  # including the anchor's
         room = min(positions, self.drafter.positions or positions) - taken
         shape, length = self.shape, self.length
         if isinstance(shape, Chain):
@@ -208,7 +208,7 @@ class Draft:
 
 
 def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
-    """The verdict on each row, drawn with its own generator, from logits after the processors."""
+    """The verdict on each row, drawn with the row's generator from logits after the processors."""
     if choose.sampler.greedy:
         if rule.at_zero is not None:
             return rule.at_zero(proposal, logits_BMV.float())
@@ -231,8 +231,8 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
 def fitting_rule(
     name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
 ) -> Rule:
-    """The verification rule of this name, if it fits what is drafted; "auto" is the best that
-    does. Raises UserError where it does not."""
+    """The verification rule of this name; "auto" is the best that fits the draft. Raises UserError
+    if the named rule does not fit."""
     if isinstance(name, Rule):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
@@ -244,7 +244,7 @@ def fitting_rule(
         require(rule.trees, f"decode.rule={name} judges chains only: give {best} for this tree")
         require(
             not picked or rule.siblings == "fixed",
-            f"decode.rule={name} wants siblings drawn from q, and this tree picks the likeliest: "
+            f"decode.rule={name} needs siblings drawn from q, but this tree picks the likeliest: "
             "give decode.rule=point_mass, or a static tree",
         )
     return rule
@@ -257,8 +257,8 @@ def require_room(
     drafter: Drafter | None = None,
 ) -> None:
     """Raise UserError for no prompts or an empty one, for ids outside the target's vocabulary, and
-    where an answer would not fit the positions of the target, or of a `drafter` that is given
-    because it cannot stop drafting before its own end."""
+    if an answer would not fit the positions of the target, or of the `drafter`. Give a `drafter`
+    if drafting cannot stop before its positions run out."""
     known = target.embedding.num_embeddings
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
@@ -267,8 +267,8 @@ def require_room(
         worst = min(ids) if min(ids) < 0 else max(ids)
         require(
             0 <= worst < known,
-            f"the prompt holds token {worst}, but the target's vocabulary has {known}: give ids of "
-            "its own tokenizer",
+            f"the prompt holds token {worst}, but the target's vocabulary has {known} tokens: give "
+            "ids of its own tokenizer",
         )
     placed = [target.placed(ids) for ids in prompts]
     rooms = {"target": target.room(min(placed))}
@@ -278,27 +278,27 @@ def require_room(
         require(
             max(placed) + max_new_tokens <= room,
             f"a prompt of {max(placed)} tokens and {max_new_tokens} new ones do not fit the {room} "
-            f"positions of the {name}: give fewer",
+            f"positions of the {name}: give fewer tokens",
         )
 
 
 def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
-    """Raise UserError where the drafter cannot draft so deep, or has no q for the policy."""
+    """Raise UserError if the drafter cannot draft to this depth, or has no q for the policy."""
     name, most = drafter.config.name, drafter.max_depth
     require(
         most is None or depth <= most,
-        f"decode.gamma={depth} (or the depth of a tree) is too much: {name} has {most} heads and "
+        f"decode.gamma={depth} (or a tree of that depth) is too deep: {name} has {most} heads and "
         "drafts at most one token with each",
     )
     require(
         not length.reads_q or not drafter.copies,
-        f"{length.__name__} reads q: {name} copies tokens and has none; give another decode.length",
+        f"{length.__name__} needs q, but {name} copies tokens: give another decode.length",
     )
 
 
 def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
-    """Slots of a fixed cache for a text of this many tokens and what is drafted after it: a power
-    of two, as passes are compiled anew for every size."""
+    """Slots of a fixed cache for a text of this many tokens and the drafts after it: a power of
+    two, because passes are compiled again for every size."""
     drafted = max(shape.nodes, shape.grown) if shape else 0
     room = tokens + 2 * (drafted + 1) + (drafter.scratch if drafter else 0)
     return max(256, 1 << (room - 1).bit_length())

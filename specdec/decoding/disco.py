@@ -1,7 +1,7 @@
 """DISCO (Mamou et al. 2024): a classifier of drafted tokens decides when a round stops drafting.
 
-Decode some prompts with a `Recorder`, with the sampler that the classifier is for; `fit` a
-`StopClassifier` to what was accepted; and give it to `Disco`, which is `decode.length=disco`.
+Decode some prompts with a `Recorder` and the sampler that the classifier is for, `fit` a
+`StopClassifier` to the records, and give it to `Disco`, which is `decode.length=disco`.
 
 Letters: B rows of the batch, S draft vocabulary, F features, N records.
 """
@@ -21,10 +21,10 @@ FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
 
 class TokenFeatures:
-    """What the stop classifier knows of each drafted token [B, F], in the order of `FEATURES`.
+    """The stop classifier's features of each drafted token [B, F], in the order of `FEATURES`.
 
-    From q at this depth come log q(token), the entropy in nats, and the first less the second
-    probability; then the depth, and Σ log q of the chain so far. log q is at least log 1e-9.
+    From q at this depth: log q(token), the entropy in nats, and the largest probability minus the
+    second; then the depth, and Σ log q of the chain so far. log q is at least log 1e-9.
     """
 
     total_B: Tensor
@@ -45,7 +45,7 @@ class StopClassifier(Measured):
 
     weight: list[float]
     bias: float
-    mean: list[float]  # of the features it was fitted on
+    mean: list[float]  # of the features used in fitting
     scale: list[float]
     records: int
     features: list[str] = field(default_factory=lambda: list(FEATURES))
@@ -63,7 +63,7 @@ class StopClassifier(Measured):
         require(min(self.scale) > 0, "stop classifier: a scale is not above 0")
 
     def probability(self, features_NF: Tensor) -> Tensor:
-        """[N] in the dtype of the features."""
+        """Probabilities of acceptance [N], in the dtype of the features."""
         kept = (self.mean, self.scale, self.weight)
         mean_F, scale_F, weight_F = map(features_NF.new_tensor, kept)
         return (((features_NF - mean_F) / scale_F) @ weight_F + self.bias).sigmoid()
@@ -72,7 +72,7 @@ class StopClassifier(Measured):
 def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClassifier:
     """The classifier that minimises Σ_N cross-entropy + ridge / 2 · ‖weight‖² over features scaled
     to mean 0 and variance 1; the bias is not penalised. The problem is convex, so the result does
-    not depend on where the search starts. Raises UserError where all or none of the N tokens were
+    not depend on where the search starts. Raises UserError if all or none of the N tokens were
     accepted."""
     kept, n = int(accepted_N.sum()), len(accepted_N)
     require(
@@ -110,8 +110,8 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
 
 @dataclass
 class Recorder(Length):
-    """Drafts a fixed length and records what `fit` needs: the tokens before which all were
-    accepted, since the others were rejected whatever they were."""
+    """Drafts a fixed length and records the tokens for `fit`: those before which all tokens were
+    accepted, because later ones are rejected whatever they are."""
 
     reads_q = True
 
@@ -136,7 +136,7 @@ class Recorder(Length):
                     self._records.append((features_F, a > k))
 
     def records(self) -> tuple[Tensor, Tensor]:
-        """Features [N, F] and whether the token was accepted [N]. Raises UserError for none."""
+        """Features [N, F] and whether each token was accepted [N]. Raises UserError if empty."""
         require(bool(self._records), "nothing was recorded: decode with the recorder first")
         features, accepted = zip(*self._records, strict=True)
         return torch.stack(features), torch.tensor(accepted)
@@ -144,9 +144,8 @@ class Recorder(Length):
 
 @dataclass
 class Disco(Length):
-    """Stops where the classifier expects the token just drafted to be rejected (DISCO, Mamou et
-    al. 2024): its probability of acceptance is below `threshold`. `path` is the JSON file of a
-    `StopClassifier`."""
+    """Stops when the classifier gives the token just drafted a probability of acceptance below
+    `threshold` (DISCO, Mamou et al. 2024). `path` is the JSON file of a `StopClassifier`."""
 
     limit: int = 16
     threshold: float = 0.5

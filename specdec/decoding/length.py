@@ -1,7 +1,7 @@
 """How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early.
 
-`length(name, settings)` makes the policy of that name. What a policy is, and when it is lossless,
-is explained in policy.py; `disco`, which learns when to stop, has a file of its own.
+`length(name, settings)` makes the policy of that name. policy.py explains what a policy is and when
+it is lossless; `disco`, which learns when to stop, has its own file.
 
 Letters: B rows of the batch, S draft vocabulary, K depths.
 """
@@ -40,15 +40,15 @@ class Fixed(Length):
 
 @dataclass
 class Adaptive(Length, ABC):
-    """Drafts the γ whose rate is highest given the acceptance so far, and now and then one more.
+    """Drafts the γ with the highest rate for the acceptance so far, and now and then one more.
 
-    `alpha` is the acceptance by depth to start from, measured or guessed, and counts as much as
-    `weight` tested tokens; a depth beyond the list starts from the estimate of the depth before it.
-    Each round that tests a depth multiplies the depth's earlier counts by `forget`, so that 1
-    forgets nothing. Every `explore_every`-th round drafts one token more than seems best, since a
-    depth that was given up would otherwise never be tried again; 0 switches that off. It explores
-    by counting rounds and never by chance, so that the same rounds give the same lengths, and not
-    where even tokens that were all accepted would not pay.
+    `alpha` is the initial acceptance by depth, measured or guessed, and counts as much as `weight`
+    tested tokens; a depth beyond the list starts from the estimate of the depth before it. Each
+    round that tests a depth multiplies the depth's earlier counts by `forget`, so 1 forgets
+    nothing. Every `explore_every`-th round drafts one token more than seems best, because a depth
+    that was given up would otherwise never be tried again; 0 turns this off. Exploration counts
+    rounds and is not random, so the same rounds give the same lengths, and it is skipped where
+    drafting further would not pay even if all the extra tokens were accepted.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -69,7 +69,7 @@ class Adaptive(Length, ABC):
 
     @abstractmethod
     def rates(self, alpha: list[float], batch: int) -> list[float]:
-        """Tokens over time for γ = 0 … limit, in any unit of time."""
+        """Tokens per unit of time for γ = 0 … limit; any unit will do."""
 
     def gamma(self, batch: int) -> int:
         self.rounds += 1
@@ -102,13 +102,13 @@ class Adaptive(Length, ABC):
 
 @dataclass
 class Optimal(Adaptive):
-    """The γ of the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
+    """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
     with acceptance by depth and the measured cost of a pass. It ignores the size of the batch,
     which `Goodput` takes into account.
 
-    `c` is the time of a draft step over that of a target step. `v` has, for some γ, the time of
-    a pass over γ + 1 tokens over that of a step; between those points, and from (0, 1) to the
-    first, v follows straight lines. Without any points it is 1.
+    `c` is the time of a draft step divided by that of a target step. `v` maps some γ to the time
+    of a pass over γ + 1 tokens divided by that of a step; between those points, and from (0, 1) to
+    the first, v follows straight lines. Without any points it is 1.
     """
 
     c: float | None = None
@@ -134,7 +134,7 @@ class Optimal(Adaptive):
 
 @dataclass
 class CostTable(Measured):
-    """Seconds of a whole round, drafting and verifying: `seconds[i][j]` for `batches[i]` rows and
+    """The time of a whole round, drafting and verifying: `seconds[i][j]` for `batches[i]` rows and
     `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes first."""
 
     batches: list[int]
@@ -159,16 +159,16 @@ class CostTable(Measured):
             require(timed, f"cost table: seconds hold {cell!r}; give finite times above 0")
 
     def step(self, gamma: int, batch: int) -> float:
-        """T_step(γ, batch) in seconds: bilinear; beyond the table its last slope, never falling."""
+        """T_step(γ, batch) in seconds: bilinear; beyond the table, its last slope, at least 0."""
         by_batch = [interpolate(self.gammas, row, gamma) for row in self.seconds]
         return interpolate(self.batches, by_batch, batch)
 
 
 @dataclass
 class Goodput(Adaptive):
-    """The γ of the largest E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al. 2024:
-    goodput). Where the batch is so large that a wider pass costs more than its tokens bring, it
-    drafts nothing. `table` is the JSON file of a `CostTable`."""
+    """The γ with the largest E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al. 2024:
+    goodput). If the batch is so large that a wider pass costs more than its tokens gain, it drafts
+    nothing. `table` is the JSON file of a `CostTable`."""
 
     table: str = ""
 
@@ -187,8 +187,8 @@ class Goodput(Adaptive):
 
 @dataclass
 class Confidence(Length):
-    """Stops after a token whose q is below `threshold`, or if `cumulative`, where the product of q
-    over the chain is; that token is still verified."""
+    """Stops after a token whose q is below `threshold` or, if `cumulative`, when the product of q
+    over the chain falls below it; that token is still verified."""
 
     threshold: float = 0.4
     cumulative: bool = False
@@ -215,8 +215,8 @@ LENGTHS: dict[str, type[Length]] = {
 
 
 def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = None) -> Length:
-    """The policy of this name with these settings, and what was `found` by measuring for it.
-    Raises UserError for an unknown name or setting, and where what must be measured is missing."""
+    """The policy of this name with these settings and the figures `found` by measuring for it.
+    Raises UserError for an unknown name or setting, or if a figure it needs is missing."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
     policy = record(LENGTHS[name], dict(settings or {}), "length")
     policy.use(found)
@@ -225,27 +225,27 @@ def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = No
 
 @dataclass(frozen=True)
 class Oracle:
-    """What drafting exactly as far as will be accepted would give, beside the best fixed γ."""
+    """The gain from drafting exactly as many tokens as are accepted, next to the best fixed γ."""
 
     speedup: float
     fixed_gamma: int
     fixed_speedup: float
-    censored: float  # share of rounds that were accepted whole, so that no rejection was reached
+    censored: float  # share of rounds that were fully accepted, so no rejection was reached
     rounds: int = 0
-    drafted: int = 0  # tokens a round, at most
+    drafted: int = 0  # the most tokens in a round
 
 
 def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = None) -> Oracle:
-    """A bound for reports, not a policy: what it would have cost to draft exactly as far as is
-    accepted, given rounds (drafted, accepted) that were decoded with a long fixed γ.
+    """A bound for reports, not a policy: the cost if each round had drafted exactly as many tokens
+    as were accepted, given rounds (drafted, accepted) that were decoded with a long fixed γ.
 
     A round of n accepted tokens emits n + 1. The oracle emits them at the least cost: in one round
-    that drafts n, or in several where a wide pass costs more than a second one. The fixed γ is the
-    best one for the same rounds. Both assume that acceptances fall where they fell, and both still
-    run the target (Leviathan et al. 2023, Section 3.5 and footnote 4: up to about 60 % above a
-    fixed γ). A censored round, which was accepted whole, counts as if a rejection followed; that
-    lowers the bound, so γ should be so long that few rounds are. c and v are those of
-    `specdec.theory.leviathan`. Raises UserError where there are no rounds.
+    that drafts n, or in several if a wide pass costs more than a second one. The fixed γ is the
+    best one for the same rounds. Both assume the same tokens would be accepted, and both still run
+    the target (Leviathan et al. 2023, Section 3.5 and footnote 4: up to about 60 % above a fixed
+    γ). A censored round, which was fully accepted, counts as if a rejection followed; that lowers
+    the bound, so γ should be long enough that few rounds are censored. c and v are those of
+    `specdec.theory.leviathan`. Raises UserError if there are no rounds.
     """
     found = list(rounds)
     require(bool(found), "the oracle has no rounds: decode some first")

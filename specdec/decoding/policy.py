@@ -1,14 +1,14 @@
-"""What a draft-length policy is, and what the policies share.
+"""The interface of draft-length policies, and code that they share.
 
-The decoder calls `gamma` before a round, `stop` after each drafted token, and `observe` with what
-became of the round. A policy is lossless where the length is a *stopping time* of the draft:
-whether a chain ends after its i-th token may depend on past rounds and on what was drafted up to
-and including that token, and the token stays in the chain. A policy that looks at a token and
-then leaves it out, or that looks past it, changes what is committed, whether it looks at q or at
-p. With a stopping time both `rejection` and `block` give p exactly (see
+The decoder calls `gamma` before a round, `stop` after each drafted token, and `observe` with the
+outcome of the round. A policy is lossless if the length is a *stopping time* of the draft: whether
+a chain ends after its i-th token may depend on past rounds and on the tokens drafted up to and
+including that one, and the token stays in the chain. A policy that looks at a token and then drops
+it, or that looks past it, changes the committed tokens, whether it looks at q or at p. With a
+stopping time both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py).
 
-The policies are in length.py, the one that learns when to stop in disco.py.
+The policies are in length.py; the one that learns when to stop is in disco.py.
 
 Letters: B rows of the batch, S draft vocabulary.
 """
@@ -29,12 +29,12 @@ from specdec.sampling.trees import DEEPEST
 
 @dataclass
 class Length:
-    """How many tokens a round drafts: by default always `limit`, which is the most for every
-    policy. The fields of a policy are its settings. Rows keep their order through a round.
+    """How many tokens a round drafts: by default always `limit`, the maximum for every policy.
+    The fields of a policy are its settings. Rows keep their order during a round.
 
-    `reads_q` says that `stop` reads q: the decoder then computes q even where it drafts greedily,
-    at temperature 1. Where it is false, `stop` is never called. `measured` names a setting that
-    can be measured where it is not given.
+    `reads_q` says that `stop` reads q: the decoder then computes q even if it drafts greedily, at
+    temperature 1. If it is false, `stop` is never called. `measured` names a setting that can be
+    measured if it is not given.
     """
 
     limit: int = 8
@@ -47,26 +47,26 @@ class Length:
         require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
 
     def use(self, found: Any = None) -> None:
-        """Take what was measured, or else what the settings give. Raises UserError where a policy
-        needs it and there is neither."""
+        """Use the measured figures, or else those in the settings. Raises UserError if the policy
+        needs them and there are neither."""
 
     def gamma(self, batch: int) -> int:
         """The most tokens to draft in the coming round of `batch` rows; 0 is a plain step."""
         return self.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
-        """Which rows draft no further [B] bool, after `token_B`, indices into S, were drawn at
-        `depth` from q. The token stays in the chain. Called after the last token, too, since a
-        policy that learns from rounds of one token needs to see it. For a row that has stopped
+        """Which rows stop drafting [B] bool, after `token_B` (indices into S) were drawn from q at
+        `depth`. The token stays in the chain. This is also called after the last token, because a
+        policy that learns from rounds of one token needs to see it. For a row that has stopped,
         the inputs are arbitrary and the answer is ignored."""
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Take what became of a round: tokens drafted and accepted, one entry for each row."""
+        """Take the outcome of a round: tokens drafted and accepted, one entry for each row."""
 
 
 class Measured:
-    """A dataclass that is measured once and kept as a JSON file, which a setting names."""
+    """A dataclass that is measured once and kept in a JSON file, which a setting names."""
 
     setting: ClassVar[str]
     remedy: ClassVar[str]  # how to get the file
@@ -76,6 +76,6 @@ class Measured:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Raises UserError where no file is named, or where it is missing or damaged."""
+        """Read the file. Raises UserError if no file is named, or if it is missing or damaged."""
         require(bool(path), f"length.{cls.setting} is missing: name a file ({cls.remedy})")
         return read_record(cls, Path(path), cls.remedy)

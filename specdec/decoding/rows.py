@@ -1,4 +1,4 @@
-"""The texts of a batch while they grow, and what the target said of them.
+"""The growing texts of a batch, and the target's features of them.
 
 Letters: B batch, T time, K accepted tokens, F features, D width.
 """
@@ -16,11 +16,11 @@ from specdec.runtime.cache import SlotCache
 
 class Rows:
     """The growing texts of a batch, and the target's features of all but their anchors. `texts`
-    stays one list, so that whoever holds it sees the batch as it is."""
+    stays the same list object, so its holders always see the current batch."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.texts: list[list[int]] = [[] for _ in prompts]
-        self.seen = [0] * len(prompts)  # positions whose features are here
+        self.seen = [0] * len(prompts)  # number of positions with features
         self.device = device
         ids_BT = torch.zeros(len(prompts), 0, dtype=torch.long, device=device)
         self._buffers = Context(ids_BT)  # of ids and features, with room for more
@@ -42,7 +42,7 @@ class Rows:
         path_BK: Tensor | None = None,
     ) -> None:
         """Commit tokens to each row, and the features of `counts[b]` places of a pass: the first
-        ones, or those that `path_BK` names."""
+        ones, or the first that `path_BK` lists."""
         fresh = [torch.tensor(ids, dtype=torch.long, device=self.device) for ids in new]
         self._buffers.ids_BT = _written(self._buffers.ids_BT, list(map(len, self.texts)), fresh)
         for ids, more in zip(self.texts, new, strict=True):
@@ -59,12 +59,12 @@ class Rows:
         self.seen = [s + n for s, n in zip(self.seen, counts, strict=True)]
 
     def known(self, b: int) -> Context:
-        """The tokens [1, T] of one row whose features are here, with these."""
+        """The tokens [1, T] of one row that have features, with those features."""
         ids_BT = self._buffers.ids_BT[b : b + 1, : self.seen[b]]
         return replace(each(self._buffers, lambda x: x[b : b + 1, : self.seen[b]]), ids_BT=ids_BT)
 
     def context(self, cache: SlotCache | None = None) -> Context:
-        """What a drafter may read; `cache` is the target's, for drafters that are part of it."""
+        """The context for a drafter; `cache` is the target's, for drafters that are part of it."""
         known = max(self.seen)
         lengths = [len(ids) for ids in self.texts]
         found = each(self._buffers, lambda x: x[:, :known])
@@ -80,19 +80,19 @@ class Rows:
 
 
 def tensors(features: Context) -> dict[str, Any]:
-    """The features of a context that are there, by field."""
+    """The features that a context has, by field."""
     found = {"layers_BTF": features.layers_BTF, "final_BTD": features.final_BTD}
     return {name: x for name, x in found.items() if x is not None}
 
 
 def each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
-    """The same change made to every feature; the ids stay as they are."""
+    """The context with `change` applied to every feature; the ids stay as they are."""
     changed: dict[str, Any] = {name: change(x) for name, x in tensors(features).items()}
     return replace(features, **changed)
 
 
 def _written(buffer: Tensor, starts: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
-    """A buffer [B, T, …] with a piece [t, …] more in each row; where it is full, one twice as
+    """The buffer [B, T, …] with a piece [t, …] added to each row; if it is full, a new one twice as
     large."""
     end = max(start + len(x) for start, x in zip(starts, pieces, strict=True))
     if end > buffer.shape[1]:

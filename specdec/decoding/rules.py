@@ -1,18 +1,18 @@
 """Verification rules: which drafted tokens are kept, and what follows them.
 
-A draft is a tree of nodes below the anchor; a chain is a tree of one child a node. A rule maps its
-tokens, the q they were drawn from and the target's p to the *law* of the round: where the
-committed path ends, and how the next token is distributed there. `specdec.decoding.verify` draws
-from that law in the decoder and computes it whole in the tests, which sum it over every draft. A
-rule is lossless when the committed tokens, over the randomness of the draft too, follow p.
+A draft is a tree of nodes below the anchor; a chain is a tree with one child per node. A rule maps
+the draft's tokens, the q they were drawn from and the target's p to the *law* of the round: where
+the committed path ends, and how the next token is distributed there. `specdec.decoding.verify`
+draws from that law in the decoder and computes all of it for the tests, which sum it over every
+draft. A rule is lossless if the committed tokens follow p, taken over the draft's randomness too.
 
-Most rules are local: one function judges the children of one node, and the decoder descends with
-it from the anchor, so that it needs p only at the nodes on its way. `block` and `traversal` weigh
+Most rules are local: one function judges the children of one node, and the decoder applies it from
+the anchor downwards, so it needs p only at the nodes on its way. `block` and `traversal` weigh
 whole paths and need p everywhere.
 
 Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`: 0 the anchor, i + 1 node i),
-C children of a node, V vocabulary, R some rows of the batch. `p_BMV` is the target's
-distribution after each place.
+C children of a node, V vocabulary, R a subset of the rows. `p_BMV` is the target's distribution
+after each place.
 """
 
 import math
@@ -37,7 +37,7 @@ class Law(NamedTuple):
 class Verdict(NamedTuple):
     accepted_B: Tensor  # how many nodes are kept
     next_B: Tensor  # the token that the target adds
-    path_BK: Tensor  # the kept nodes by depth, -1 beyond; as wide as the longest of the batch
+    path_BK: Tensor  # the kept nodes by depth, then -1; as wide as the batch's longest path
 
 
 # (tokens_BC, q_BV or None, p_BV) -> take_BC, P(child is taken | those before it were not), 0 where
@@ -49,8 +49,8 @@ JudgeGreedily = Callable[..., Verdict]  # (proposal, logits_BMV) -> Verdict
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule: a function of one node's children or of the whole tree, and what it
-    promises.
+    """A verification rule: a function of one node's children or of the whole tree, and its
+    guarantees.
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), "fixed" chosen without chance. Where q is
@@ -72,7 +72,7 @@ class Rule:
         return self.siblings != "none"
 
     def keeps_p(self, greedy: bool) -> bool:
-        """Whether what is committed follows the target, at temperature 0 (`greedy`) or above."""
+        """Whether committed tokens follow the target, at temperature 0 (`greedy`) or above."""
         return self.at_zero is None if greedy else self.lossless
 
     def tuned(self, **values: float) -> "Rule":
@@ -103,9 +103,9 @@ def rejection(
     tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, replacement: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leviathan et al. 2023, Algorithm 1: accept x with min(1, p(x) / q(x)); else the next token
-    follows norm(max(p - q, 0)). With several children that is the p by which the next one is
-    judged: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2). Without q
-    each child is a point mass."""
+    follows norm(max(p - q, 0)). With several children, the next child is judged by that
+    distribution as p: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2).
+    Without q each child is a point mass."""
     takes = []
     for x_B1 in tokens_BC.split(1, -1):
         there_B1, index_B1 = x_B1 >= 0, x_B1.clamp_min(0)
@@ -123,14 +123,14 @@ def rejection(
 
 def recursive(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Recursive rejection sampling without replacement (Jeon et al. 2024; Chen et al. 2024,
-    Sequoia): as `rejection`, and after x is rejected also q <- norm(q without x)."""
+    Sequoia): like `rejection`, but after x is rejected also q <- norm(q without x)."""
     return rejection(tokens_BC, q_BV, p_BV, replacement=False)
 
 
 def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """EAGLE's trees at T > 0 (Li et al. 2024): children chosen without chance; accept x with
-    p(x), else p <- norm(p without x). It is `recursive` for q that are one-hot, never reads q,
-    and is lossless however the tokens came about, for it is so for each draft by itself."""
+    """EAGLE's trees at T > 0 (Li et al. 2024), with children chosen without randomness: accept x
+    with p(x), else p <- norm(p without x). It equals `recursive` for one-hot q and never reads q.
+    It is lossless however the tokens were chosen, because it is lossless for each single draft."""
     return rejection(tokens_BC, None, p_BV)
 
 
@@ -148,9 +148,9 @@ def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, 
     """SpecTr's k-SEQ (Sun et al. 2023, Algorithm 2), for k independent children: accept each x
     with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q).
 
-    The residual is p less what was accepted, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not
-    negative for any ρ at or above the solution, so the bisection (the upper end, in float64)
-    decides how much is accepted and never whether the rule is lossless.
+    The residual is p minus the accepted mass, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not
+    negative for any ρ at or above the solution, so the bisection (its upper end, in float64)
+    affects how much is accepted but never whether the rule is lossless.
     """
     if q_BV is None:
         return point_mass(tokens_BC, q_BV, p_BV)
@@ -179,10 +179,10 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     """Block verification (Sun et al. 2024, Algorithm 2): the chain is judged as a whole.
 
     w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); S_i = Σ_v max(w_i p_{i+1}(v) -
-    q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i), h_N = w_N. The accepted length is the largest
-    i whose own coin h_i came up (0 if none); the next token follows max(w_i p - q, 0).
-    Never accepts fewer in expectation than `rejection` (see `alpha.block_expected_tokens`). Where a
-    row has no node, q counts as 0, which makes h_i = w_i at its last one.
+    q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i), h_N = w_N. The accepted length is the largest i
+    whose own coin, of probability h_i, succeeds (0 if none); the next token follows
+    max(w_i p - q, 0). It never accepts fewer in expectation than `rejection` (see
+    `alpha.block_expected_tokens`). After a row's last node q counts as 0, so there h_i = w_i.
     """
     tokens_BN, q_BNV, before_BNV = proposal.tokens_BN, proposal.q_BNV, p_BMV[:, :-1]
     if q_BNV is None:
@@ -205,11 +205,11 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
     """Traversal Verification (Weng et al. 2025, Algorithm 2): from the leaves to the root, over
     siblings drawn without replacement. On a chain it is `block`.
 
-    Each node carries a weight w, the anchor's is 1, and its own p and q over what its children
-    leave. On entering child x, w_x = min(1, w p(x) / q(x)); the children of x have their turn
-    first, then the path ends at x with probability w_x. If it does not, x leaves its parent with
-    S = Σ max(w p - q, 0), w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)), q <- norm(q
-    without x), and the next sibling enters.
+    Each node has a weight w (1 at the anchor) and its own p and q, which shrink as its children
+    fail. On entering child x, w_x = min(1, w p(x) / q(x)); the children of x are tried first, then
+    the path ends at x with probability w_x. If it does not, the parent of x is updated with
+    S = Σ max(w p - q, 0): w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)), q <- norm(q
+    without x), and the next sibling is entered.
     """
     (B, N), row_B = proposal.tokens_BN.shape, torch.arange(len(p_BMV), device=p_BMV.device)
     children_BMC, above_BN = proposal.children_BMC(), proposal.above_BN
@@ -254,8 +254,8 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
 
 def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Law:
     """Typical acceptance (Cai et al. 2024, Medusa, Section 2.3.1): x is kept if p(x) >
-    min(ε, δ e^{-H(p)}), whatever q was; the longest kept path wins, of equally long ones the
-    likelier, and the next token follows p. Lossy.
+    min(ε, δ e^{-H(p)}), whatever q was; the longest kept path wins (of equally long ones, the
+    likeliest), and the next token follows p. Lossy.
 
     ε and δ are the reference implementation's `posterior_threshold` and `posterior_alpha`.
     """
@@ -275,8 +275,8 @@ def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
 
 
 def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
-    """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x where p(x) >= factor · max p, p taken
-    at T = 1; the longest kept path wins, and the next token is the argmax there. Lossy."""
+    """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x if p(x) >= factor · max p, with p at
+    T = 1; the longest kept path wins, and the next token is the argmax after it. Lossy."""
     best_BM, argmax_BM = logits_BMV.max(-1)
     kept_BN = _drafted(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
     return _then_argmax(proposal, _longest(kept_BN, proposal), argmax_BM)
@@ -343,14 +343,14 @@ def _then_argmax(proposal: Proposal, end_B: Tensor, argmax_BM: Tensor) -> Verdic
 
 
 def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
-    """Of values [B, M, V] by place and token, the drafted tokens' own [B, N]."""
+    """The drafted tokens' values [B, N] out of values [B, M, V] by place and token."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
     return x_BMV[row_B1, proposal.above_BN, proposal.tokens_BN.clamp_min(0)]
 
 
 def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None) -> Tensor:
-    """The deepest place [B] whose path is kept throughout; of equally deep ones the one with the
-    larger sum of scores along its path, or without scores the one drafted first."""
+    """The deepest place [B] whose whole path is kept; of equally deep places, the one with the
+    largest sum of scores along its path or, without scores, the one drafted first."""
     kept_BN = kept_BN & (proposal.tokens_BN >= 0)
     if proposal.parents_BN is None:
         return kept_BN.long().cumprod(-1).sum(-1)
@@ -375,32 +375,32 @@ def _tiny(x: Tensor) -> float:
 
 
 def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """Point masses, shaped and typed as these distributions; arbitrary where there is no token."""
+    """Point masses with the shape and dtype of `like`; arbitrary where there is no token."""
     return torch.zeros_like(like).scatter_(-1, tokens.clamp_min(0)[..., None], 1.0)
 
 
 def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
-    """Rows [..., V] that sum to 1. One without mass has probability 0 up to rounding; the other
-    stands in."""
+    """Rows [..., V] scaled to sum to 1. A row without mass is reached with probability 0 up to
+    rounding; `without_mass` replaces it."""
     mass = rows.sum(-1, keepdim=True)
     return torch.where(mass > _tiny(mass), rows / mass, without_mass)
 
 
 def _without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
-    """norm(q without x); all 0 once q has no token left, and then nothing more is taken."""
+    """norm(q without x); all 0 once q has no token left, after which nothing more is taken."""
     left_BV = q_BV.scatter(-1, x_B1, 0.0)
     return left_BV.div_(left_BV.sum(-1, keepdim=True).clamp_min(_tiny(q_BV)))
 
 
 def _ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """p(x) / q(x), shaped as tokens; 0 where there is no token, and where q says that x cannot
-    have been drawn (a draft without any mass leaves p as it is)."""
+    """p(x) / q(x), in the shape of `tokens`; 0 where there is no token, or where q(x) = 0, so x
+    cannot have been drawn (a draft without any mass leaves p as it is)."""
     index = tokens.clamp_min(0)
     p_x, q_x = p.gather(-1, index), q.gather(-1, index)
     return torch.where((tokens >= 0) & (q_x > 0), p_x / q_x.clamp_min(_tiny(q_x)), 0.0)
 
 
 def _survival(mass: Tensor, weight: Tensor) -> Tensor:
-    """S / (S + 1 - w), in an order that never gives more than 1; 0 where there is nothing."""
+    """S / (S + 1 - w), computed so that it never exceeds 1; 0 where the denominator is 0."""
     whole = mass + (1 - weight)
     return torch.where(whole > 0, mass / whole, 0.0)

@@ -34,9 +34,9 @@ from specdec.sampling.trees import Shape
 from specdec.target.base import Target
 from specdec.target.seq2seq import Seq2SeqTarget
 
-# warpers that transformers runs after temperature, top-k and top-p, or (top_h) between them
+# warpers that transformers runs after temperature, top-k and top-p or, for top_h, between them
 LATE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# processors that count the tokens before the answer, which is one number for all rows
+# processors that count the tokens before the answer, with one number for all rows
 COUNTED = (
     "min_length",
     "min_new_tokens",
@@ -51,7 +51,7 @@ READ = {
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias"),
     *("suppress_tokens", "remove_invalid_values", "renormalize_logits"),
 }
-# what generation costs, how beams are scored, how transformers drafts: no token depends on them
+# fields about cost, the scoring of beams and transformers' own drafts: no token depends on them
 HARMLESS = {
     *("use_cache", "cache_implementation", "max_cache_len", "low_memory", "prefill_chunk_size"),
     *("compile_config", "disable_compile", "continuous_batching_config"),
@@ -60,14 +60,14 @@ HARMLESS = {
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant"),
 }
-# values other than None and False that ask for nothing
+# values other than None and False that have no effect
 NEUTRAL = GenerationConfig._get_default_generation_params()
 NEUTRAL |= {"min_new_tokens": 0, "min_p": 0.0, "penalty_alpha": 0.0, "guidance_scale": 1.0}
 
 
 @dataclass
 class Speculation:
-    """What `speculative_generate` returns: prompts and answers laid out as in transformers, and
+    """The result of `speculative_generate`: prompts and answers laid out as in transformers, and
     statistics."""
 
     sequences: Tensor  # [B, T], padded on the right with the pad token
@@ -75,7 +75,7 @@ class Speculation:
 
     @property
     def tau(self) -> float:
-        """Tokens per target pass, pooled over the rows; nan where prefill gave all of them."""
+        """Tokens per target pass, pooled over the rows; nan if all tokens came from prefill."""
         passes = sum(len(g.rounds) for g in self.generations)
         return sum(g.emitted for g in self.generations) / passes if passes else math.nan
 
@@ -102,19 +102,18 @@ def speculative_generate(
     streamer: Callable[[int, list[int], Round | None], None] | None = None,
     **overrides: Any,
 ) -> Speculation:
-    """Continue `input_ids` [B, T], whose padding, on either side, `attention_mask` marks. Without a
-    mask the pad token is padding unless it is an eos, as in transformers.
+    """Continue `input_ids` [B, T]; `attention_mask` marks padding, which may be on either side.
+    Without a mask, the pad token is padding unless it is an eos, as in transformers.
 
-    For a `Seq2SeqTarget` they are the encoder's tokens, and only the answer comes back, beginning
-    with the decoder's start token. Limits, eos, stop strings, sampling, penalties and the other
-    processors are those of `generation_config`, with `overrides` of its fields, and for fields
-    that it leaves open those of the target's own. The processors run in transformers' order;
-    `logits_processor`, the caller's, come after the penalties and before temperature, and each
-    sees one row at a time. All are applied to p and q alike, so that the output is what `generate`
-    of the target would give: token for token if greedy, in distribution if sampled. `streamer` is
-    the `on_tokens` of `decode`.
+    For a `Seq2SeqTarget`, `input_ids` are the encoder's tokens, and only the answer is returned,
+    beginning with the decoder's start token. Limits, eos, stop strings, sampling, penalties and
+    the other processors come from `overrides`, then `generation_config`, then the target's own
+    config. The processors run in transformers' order; the caller's `logits_processor` run after
+    the penalties and before temperature, and each sees one row at a time. All apply to p and q
+    alike, so the output is what the target's `generate` would give: token for token if greedy, in
+    distribution if sampled. `streamer` is the `on_tokens` of `decode`.
 
-    Raises UserError for a field that this decoder does not support (those in neither READ nor
+    Raises UserError for a field that this decoder does not support (one in neither READ nor
     HARMLESS).
     """
     config = _config(target, generation_config, overrides)
@@ -163,7 +162,7 @@ def speculative_generate(
 def _config(
     target: Target, given: GenerationConfig | None, overrides: dict[str, Any]
 ) -> GenerationConfig:
-    """The fields as `generate` merges them: overrides, what is given, the target's own."""
+    """The fields, merged as in `generate`: overrides, then `given`, then the target's own."""
     config, fields = copy.deepcopy(given or GenerationConfig()), vars(GenerationConfig())
     with told():
         config.update(**target.model.generation_config.to_dict(), defaults_only=True)
@@ -187,7 +186,7 @@ def _config(
 
 @contextmanager
 def told() -> Iterator[None]:
-    """What transformers says of a wrong value becomes a UserError."""
+    """Turn transformers' error about a wrong value into a UserError."""
     try:
         yield
     except ValueError as error:
@@ -195,7 +194,7 @@ def told() -> Iterator[None]:
 
 
 def _asks(config: GenerationConfig, name: str) -> bool:
-    """Whether the field asks for something."""
+    """Whether the field has an effect."""
     value = getattr(config, name, None)
     return value is not None and value is not False and value != NEUTRAL.get(name)
 
@@ -207,12 +206,12 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     if attention_mask is None:
         return input_ids.tolist()
     alike = attention_mask.shape == input_ids.shape
-    require(alike, "attention_mask has another shape than input_ids: give one entry a token")
+    require(alike, "attention_mask and input_ids differ in shape: give one entry for each token")
     return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
 def _late(config: GenerationConfig) -> bool:
-    """Whether a warper is asked for that must see what temperature, top-k and top-p leave."""
+    """Whether the config asks for a warper that must run after temperature, top-k and top-p."""
     return bool(config.do_sample) and any(_asks(config, name) for name in LATE)
 
 
@@ -224,23 +223,23 @@ def _processors(
     limit: int,
     given: Sequence[Processor],
 ) -> list[Processor]:
-    """The processors that `generate` would run, made by its own function. Its warpers are among
-    them only where the `Sampler` cannot do all that they do, since it is quicker and keeps a
-    draft's vocabulary pruned. `seen` counts the tokens before each row's answer, `limit` those of
-    the answer."""
+    """The processors that `generate` would run, made by its own function. They include its warpers
+    only if the `Sampler` cannot do the same, because the `Sampler` is faster and keeps a draft's
+    vocabulary pruned. `seen` counts the tokens before each row's answer, `limit` those of the
+    answer."""
     require(
         len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in given),
-        "PrefixConstrainedLogitsProcessor depends on the number of the row, and each row is "
-        "processed by itself here: give one prompt at a time",
+        "PrefixConstrainedLogitsProcessor needs the number of the row in the batch, but each row "
+        "is processed on its own here: give one prompt at a time",
     )
     size = target.vocab_size
     for name, ids in _named(config):
         known = all(0 <= i < size for i in ids)
-        require(known, f"generation_config.{name} names tokens outside the target's {size}")
+        require(known, f"generation_config.{name} names tokens outside 0 to {size - 1}")
     for name in COUNTED:
         require(
             len(set(seen)) == 1 or not _asks(config, name),
-            f"generation_config.{name} with prompts of unequal length: give them one at a time",
+            f"generation_config.{name} needs prompts of equal length: give them one at a time",
         )
     require(
         bool(eos) or not _asks(config, "exponential_decay_length_penalty"),
@@ -256,7 +255,7 @@ def _processors(
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
-    """The tokens that fields of the config name, apart from eos and padding."""
+    """The tokens that fields of the config name, except eos and padding."""
     forced = ("forced_bos_token_id", "forced_eos_token_id")
     for name in ("suppress_tokens", "begin_suppress_tokens", *forced):
         yield name, _ids(getattr(config, name))

@@ -1,4 +1,4 @@
-"""Which static tree to draft: by the acceptance of each rank, and by the seconds of a round.
+"""Choosing a static tree by the acceptance of each rank and the seconds of a round.
 
 Letters: D depths, R ranks among siblings.
 """
@@ -27,10 +27,10 @@ def acceptance_by_rank(
     """Acceptance by depth and rank [D, R], for `best_static`: the share of rounds that reached a
     node of the first-ranked chain and went on to its child of that rank.
 
-    It is counted while decoding `prompts` with the options of `decode` (sampler, rule and
-    `greedy_draft`) that the tree is for, and a tree of `width` children after each node of that
-    chain. Rank r is the r-th likeliest token where siblings are picked (greedy decoding, or
-    `greedy_draft`), else the r-th one drawn.
+    It is counted while decoding `prompts` with the `decode` options (sampler, rule and
+    `greedy_draft`) that the tree is for, and with a tree of `width` children after each node of
+    that chain. Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or
+    `greedy_draft`), else the r-th token drawn.
     """
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # as nodes stand
     options |= {"drafter": drafter, "shape": Static(paths), "max_new_tokens": max_new_tokens}
@@ -56,7 +56,7 @@ def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
 
 
 def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
-    """Expected tokens of a round that drafts these paths, the target's own token included."""
+    """Expected tokens of a round that drafts these paths, including the target's own token."""
     shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
     return 1 + float(sum(shares))
 
@@ -64,9 +64,9 @@ def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> fl
 def fastest_static(
     acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
 ) -> Static:
-    """The static tree of at most `most` nodes that commits most tokens a second (as Sequoia chooses
-    for the hardware, Chen et al. 2024), where a round of so much depth and so many nodes takes
-    `seconds(depth, nodes)`. Acceptance as in `best_static`."""
+    """The static tree of at most `most` nodes that commits most tokens per second (as Sequoia
+    chooses for the hardware, Chen et al. 2024), if a round takes `seconds(depth, nodes)`.
+    Acceptance is as in `best_static`."""
     depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
     return max(
         (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),

@@ -1,22 +1,22 @@
-"""The text of an answer while it grows: shown as it comes, and searched for stop strings."""
+"""The text of a growing answer: streamed to the user, and searched for stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a part of a character
-BYTES = 4  # of a character at most, each of them perhaps a token
-SHOWN = 8  # tokens already shown that are decoded again, where none of them completes a character
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes part of a character to this
+BYTES = 4  # the most bytes in a character; each may be a token
+SHOWN = 8  # tokens already shown that are decoded again, if none of them completes a character
 
 
 class Stream:
     """Turns committed tokens into the text that they complete: a character that is split over
     several tokens comes with the last of them.
 
-    A token's text may depend on what stands before it, as a space does. So each token is decoded
-    together with those of the piece of text shown last, and with nothing before them: what a
-    round costs does not grow with the answer. The pieces join to the decoded whole, unless a
-    tokenizer goes back on text that was complete (byte tokens that are no characters, in
-    SentencePiece vocabularies).
+    A token's text may depend on the tokens before it, as a space does. So each token is decoded
+    together with the tokens of the piece shown last, but no earlier ones: the cost of a round does
+    not grow with the answer. The pieces join to the text of the whole answer, unless a tokenizer
+    changes text that was complete (as SentencePiece vocabularies do for byte tokens that form no
+    character).
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -25,10 +25,10 @@ class Stream:
         self._pieces: list[str] = []
         self._ids: list[int] = []  # tokens shown last, and after them those still waiting
         self._count = 0  # how many of them were shown
-        self._shown = ""  # what those decode to
+        self._shown = ""  # the text of those
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that is complete with these tokens and was not given before."""
+        """The text that these tokens complete and that was not returned before."""
         return "".join([self._added(token) for token in ids])
 
     def rest(self) -> str:
@@ -36,7 +36,7 @@ class Stream:
         return self._show(len(self._ids), self._decoded(self._ids))
 
     def text(self) -> str:
-        """All that was given so far, without special tokens."""
+        """All text returned so far, without special tokens."""
         return "".join(self._pieces)
 
     def _added(self, token: int) -> str:
@@ -47,12 +47,12 @@ class Stream:
         if text.endswith(BROKEN):
             if count - self._count < BYTES:
                 return ""
-            count = self._count + 1  # what it begins would be complete by now: it is broken
+            count = self._count + 1  # a character would be complete by now, so its start is broken
             text = self._decoded(self._ids[:count])
         return self._show(count, text)
 
     def _show(self, count: int, text: str) -> str:
-        """Show what is new in the first `count` tokens, which decode to this text."""
+        """Return the new part of `text`, to which the first `count` tokens decode."""
         broken = count < len(self._ids)
         first = max(0, count - SHOWN) if broken else self._count
         self._pieces.append(text[len(self._shown) :])
@@ -67,13 +67,13 @@ class Stream:
 
 
 class Stops:
-    """Finds stop strings where transformers does: in the prompt's end and the answer together,
-    where they end in the token that was added last."""
+    """Finds stop strings where transformers does: in the prompt's end and the answer together, if
+    they end in the token added last."""
 
     def __init__(self, stop: Sequence[str], tokenizer: Any) -> None:
         self.stop = list(stop)
         self._tokenizer = tokenizer
-        self._window = 4 * max(map(len, stop)) + 8  # a token is at least a byte of a character
+        self._window = 4 * max(map(len, stop)) + 8  # tokens: each is at least one byte
 
     def ends(self, prompt: Sequence[int], ids: Sequence[int]) -> bool:
         """Whether the last of `ids`, which follow `prompt`, completes a stop string."""

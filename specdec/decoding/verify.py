@@ -26,8 +26,8 @@ def verify(
     """Draw a verdict from the law of the round.
 
     `p_of(place_B) -> p_BV` is the target's distribution after one place of each row. Local rules
-    ask for it only at the nodes on their way, and stop when every row has; the others ask for all.
-    Raises ValueError as `law` does.
+    call it only for nodes on their way, until every row has stopped; other rules call it for all
+    places. Raises ValueError as `law` does.
     """
     (B, N), device = proposal.tokens_BN.shape, proposal.tokens_BN.device
     row_B = torch.arange(B, device=device)
@@ -38,7 +38,7 @@ def verify(
     _require_fitting(rule, proposal)
     children_BMC, next_BV = proposal.children_BMC(), p_of(at_B)
     while bool(((child_BC := children_BMC[row_B, at_B]) > 0).any()):
-        # a row that has stopped is judged again at its node, which gives the same next_BV
+        # a stopped row is judged again at its node, which gives the same next_BV
         tokens_BC = proposal.tokens_at(row_B[:, None], child_BC)
         take_BC, next_BV = rule.node(tokens_BC, proposal.q_at(row_B, child_BC[:, 0]), next_BV)
         coin_BC = torch.rand(take_BC.shape, dtype=next_BV.dtype, device=device, generator=generator)
@@ -53,7 +53,7 @@ def verify(
 
 
 def law(rule: Rule, proposal: Proposal, p_BMV: Tensor) -> Law:
-    """The exact law of a round. Raises ValueError for a tree where the rule takes chains only."""
+    """The exact law of a round. Raises ValueError for a tree if the rule takes chains only."""
     _require_fitting(rule, proposal)
     if proposal.tokens_BN.shape[1] == 0:
         return Law(torch.ones_like(p_BMV[..., 0]), p_BMV)
@@ -92,4 +92,4 @@ def _require_fitting(rule: Rule, proposal: Proposal) -> None:
         return
     chain_BN = Proposal(proposal.tokens_BN).above_BN
     if bool(((proposal.above_BN != chain_BN) & (proposal.tokens_BN >= 0)).any()):
-        raise ValueError("this verification rule judges chains only, and the draft is a tree")
+        raise ValueError("this verification rule judges chains only, but the draft is a tree")

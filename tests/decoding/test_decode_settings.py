@@ -100,9 +100,9 @@ def test_no_gamma_is_the_trained_depth_and_0_is_plain(target: Target) -> None:
 def test_a_length_that_would_not_be_asked_is_refused(target: Target) -> None:
     lm, copies = make_drafter("lm", target), make_drafter("ngram", target)
     options: dict[str, Any] = {"max_new_tokens": 4, "length": length("confidence", {"limit": 2})}
-    with pytest.raises(UserError, match="a tree has none"):
+    with pytest.raises(UserError, match="chains, not trees"):
         decode(target, PROMPTS, drafter=lm, shape=Static([[0], [1]]), **options)
-    with pytest.raises(UserError, match="Confidence reads q: ngram copies tokens"):
+    with pytest.raises(UserError, match="Confidence needs q, but ngram copies tokens"):
         decode(target, PROMPTS, drafter=copies, **options)
 
 
@@ -115,7 +115,7 @@ def test_the_rule_that_is_named_instead_does_fit(target: Target) -> None:
 
 
 def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
-    for stop, words in (([""], "at once"), (["x"], "tokenizer, and it has none")):
+    for stop, words in (([""], "at once"), (["x"], "tokenizer, but this target has none")):
         with pytest.raises(UserError, match=words):
             decode(target, PROMPTS, max_new_tokens=2, stop=stop)
     for depth, nodes, words in ((3, 0, "nodes=0"), (0, 3, "depth=0")):

@@ -327,7 +327,7 @@ def test_what_counts_the_prompt_wants_prompts_of_one_length(target: Target) -> N
     ids, mask = torch.tensor(PROMPTS), torch.ones(3, 6, dtype=torch.long)
     mask[1, :2] = 0
     fields = {"max_new_tokens": 4, "min_length": 8, "eos_token_id": 5}
-    with pytest.raises(UserError, match="min_length with prompts of unequal length"):
+    with pytest.raises(UserError, match="min_length needs prompts of equal length"):
         speculative_generate(target, None, ids, mask, **fields)
 
 
