@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Anchors:
-    """Anchors of some rows, in order, and what a loss over them is divided by."""
+    """Anchors of some rows, in order, and the total that a loss over them is divided by."""
 
     row_N: Tensor
     position_N: Tensor
-    weight_NK: Tensor  # float32: what each depth weighs in a loss; 0 where it counts for nothing
-    total: float  # the weight of depth 0 at all valid positions, drawn as anchors or not
+    weight_NK: Tensor  # float32: the weight of each depth in a loss; 0 where it does not count
+    total: float  # the weight of depth 0 at all valid positions, whether drawn as anchors or not
 
     @property
     def valid_NK(self) -> Tensor:
-        """Whether depth k's token is still of the same answer."""
+        """Whether depth k's token still belongs to the same answer."""
         return self.weight_NK > 0
 
     def to(self, device: torch.device) -> "Anchors":
@@ -39,7 +39,7 @@ class Anchors:
 
 
 def together(rows: Sequence[Anchors]) -> Anchors:
-    """Anchors of several rows, one given at a time, as those of one batch."""
+    """The anchors of single rows, joined into those of one batch."""
     return Anchors(
         torch.cat([torch.full_like(a.row_N, b) for b, a in enumerate(rows)]),
         torch.cat([a.position_N for a in rows]),
@@ -58,12 +58,11 @@ def anchors_of(
 ) -> Anchors:
     """Anchors of some rows: positions a >= 1 of a document whose token a + 1 counts.
 
-    `mask_BT` marks the tokens that count, `document_BT` the document that a token is of, and
-    `position_BT` its place in it. Depth k at an anchor is valid if its token and all before it
-    count and are of the anchor's document. `weigh` gives what each depth at each position of a row
-    weighs, [T, K], from which are valid (see `Drafter.anchors`); None: 1 where valid. `per`
-    "sequence" divides every weight by the number of valid positions of its document, "token"
-    leaves them.
+    `mask_BT` marks the tokens that count; `document_BT` and `position_BT` give each token's
+    document and its place there. Depth k at an anchor is valid if its token and all before it
+    count and belong to the anchor's document. `weigh` maps the valid depths at the positions of a
+    row to their weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per` "sequence"
+    divides every weight by the number of valid positions in its document; "token" does not.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))

@@ -1,10 +1,10 @@
 """Teacher forcing: what a drafter would do at every anchor of a known text.
 
 The loss and every teacher-forced α come from the same pairs of p and q, made here. Only one
-chunk's logits exist at a time: p over the draft vocabulary follows from the target's hidden
-state and three numbers a position (`sampler.Summary`), normalised over the full vocabulary.
+chunk's logits exist at a time: p over the draft vocabulary, normalised over the full vocabulary,
+is computed from the target's hidden state and three numbers per position (`sampler.Summary`).
 
-Letters: B batch, T time, A and N anchors of a row and of all rows, K depth, D width, S draft
+Letters: B batch, T time, A anchors of a row, N anchors of all rows, K depth, D width, S draft
 vocabulary, U positions.
 """
 
@@ -36,12 +36,12 @@ STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")
 
 @dataclass
 class Batch:
-    """Rows of text with what the target says of them, padded to one length."""
+    """Rows of text with the target's states for them, padded to one length."""
 
     ctx: Context
-    final_BTD: Tensor  # the target's final hidden state: p comes from it
+    final_BTD: Tensor  # the target's final hidden state, from which p is computed
     summary: Summary  # each [B, T]
-    mask_BT: Tensor  # tokens that loss and α are taken on
+    mask_BT: Tensor  # the tokens that count for loss and α
 
     def anchors(self, depth: int, per: str) -> Anchors:
         """All valid positions; see `anchors_of`."""
@@ -51,15 +51,15 @@ class Batch:
 
 
 class Table(NamedTuple):
-    """Acceptance at every anchor of a batch, and which anchors they are."""
+    """Acceptance at every anchor of a batch, and the anchors themselves."""
 
     anchors: Anchors
     alpha: Acceptance  # each [N, K]; 0 where not valid
-    more: tuple[Tensor, ...] = ()  # further columns [N, K] that were asked for
+    more: tuple[Tensor, ...] = ()  # extra columns [N, K] that the caller asked for
 
 
 def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
-    """`Sampler.summarise` of the target's logits, a chunk of positions at a time; [B, T] each."""
+    """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T]."""
     parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
     return Summary(*(torch.cat(p).view(final_BTD.shape[:2]) for p in zip(*parts, strict=True)))
 
@@ -72,7 +72,7 @@ def batch_of(
     ids: Sequence[Sequence[int]],
     masks: Sequence[Sequence[bool]],
 ) -> Batch:
-    """A batch of whole texts, one a row, read by the target now."""
+    """A batch of whole texts, one per row, which the target reads now."""
     ids_BT = pad_sequence([torch.tensor(x) for x in ids], batch_first=True).to(target.device)
     mask_BT = pad_sequence([torch.tensor(x) for x in masks], batch_first=True).to(target.device)
     position_BT = torch.arange(ids_BT.shape[1], device=target.device).expand_as(ids_BT).contiguous()
@@ -99,18 +99,18 @@ class TeacherForcing(nn.Module):
         super().__init__()
         require(
             not sampler.greedy,
-            "sampler.temperature=0 cannot be trained on (α has no gradient): train at 1 and serve "
-            "greedily; reports show both",
+            "sampler.temperature=0 cannot be used in training (α has no gradient there): train at "
+            "1 and serve greedily; reports show both",
         )
         require(
             reference is None or reference.needs == drafter.needs,
-            "the reference draft reads other features of the target than the draft: give one of "
-            "the same family and layers",
+            "the reference draft and the draft read different features of the target: give a "
+            "reference of the same family and layers",
         )
         self.objective = objective or ObjectiveConfig()
         self.drafter = drafter
         self.sampler = sampler
-        self._reference = (reference,)  # in a tuple: no part of what is trained and saved
+        self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
         self._head = target.unembedding(drafter.vocab_S)
         self._index_V: Tensor | None = None
         if (vocab_S := drafter.vocab_S) is not None:
@@ -124,8 +124,8 @@ class TeacherForcing(nn.Module):
         position_T: NDArray[np.int32],
         seed: int,
     ) -> Anchors:
-        """The anchors of one row of training, which its drafter chooses, and the total that a loss
-        over them is divided by. The same seed gives the same ones."""
+        """The anchors of one training row, chosen by the drafter, and the total that a loss over
+        them is divided by. The same seed gives the same anchors."""
         generator = torch.Generator().manual_seed(seed)
         mask, document, position = (
             torch.as_tensor(x)[None] for x in (mask_T, document_T, position_T)
@@ -144,11 +144,11 @@ class TeacherForcing(nn.Module):
         measure: bool = False,
         more: Columns | None = None,
     ) -> tuple[Tensor, Tensor] | Table:
-        """Summed loss and statistics [K, 5] over `STATISTICS`; or, to `measure`, a `Table`, with
+        """The summed loss and the statistics [K, 5] in `STATISTICS`; with `measure`, a `Table` with
         the columns that `more` computes.
 
-        `anchors` are those of each row; None, as to measure: all valid positions. Through
-        `forward` alone, so that DDP and FSDP see every use of the weights. The loss is
+        `anchors` has those of each row; None (and `measure`) takes all valid positions. Both go
+        through `forward`, so that DDP and FSDP see every use of the weights. The loss is
         Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total.
         """
         if measure:
@@ -196,12 +196,12 @@ class TeacherForcing(nn.Module):
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
 
     def _piece(self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice) -> Piece:
-        """p, q and what else an objective may read, for one chunk of anchors."""
+        """p, q and the other tensors that an objective may read, for one chunk of anchors."""
         T = batch.mask_BT.shape[1]
         depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
         row_N1 = anchors.row_N[rows, None]
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
-        # depth k at one anchor and k - 1 at the next have one p: it is made once
+        # depth k at one anchor and k - 1 at the next share one p, which is computed once
         where_U, index_NK = (row_N1 * T + at_NK).unique(return_inverse=True)
         summary = Summary(*(x.flatten()[where_U] for x in batch.summary))
         final_UD = batch.final_BTD.flatten(0, 1)[where_U]
@@ -225,14 +225,14 @@ class TeacherForcing(nn.Module):
 
 
 def _at(anchors: Anchors, batch: Batch, read: Callable[[Tensor], Tensor]) -> Tensor:
-    """Hidden states [N, K, D] at these anchors, where `read` gives them for positions [B, A]."""
+    """Hidden states [N, K, D] at these anchors; `read` computes them for positions [B, A]."""
     at_BA, column_N = anchors.grid(len(batch.mask_BT))
     return read(at_BA)[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
 
 def answers(table: Table, batch: Batch) -> list[Acceptance]:
-    """Cut a table into answers, each [T, K] from the anchor at which a decoder's first round
-    starts, up to the last one whose depths are all valid.
+    """Cut a table into answers, each [T, K] from the anchor of a decoder's first round to the last
+    anchor whose depths are all valid.
 
     Prefill emits an answer's first token, so the round that would predict it does not occur.
     """
