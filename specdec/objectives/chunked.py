@@ -1,5 +1,5 @@
-"""A loss over many rows, computed chunk by chunk, so that no tensor over tokens and vocabulary
-is ever kept whole."""
+"""A loss over many rows, computed chunk by chunk, so that a tensor over all tokens and the
+vocabulary never exists."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# A part takes some rows and says which they are: (summed loss, summed statistics)
+# A part takes some rows and their indices and returns (summed loss, summed statistics)
 Part = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class _Chunked(torch.autograd.Function):
     """Runs a loss chunk by chunk and takes each chunk's gradient at once.
 
-    The chunk's logits die before the next chunk's are made, in the forward pass and in the
-    backward pass, which only scales gradients that are there already.
+    A chunk's logits are freed before the next chunk's are made; the backward pass makes none, as it
+    only scales the gradients computed in the forward pass.
     """
 
     @staticmethod
@@ -56,10 +56,10 @@ def chunked(
     """Sum of `part` over chunks of the rows of `hidden`.
 
     `part(rows of hidden, slice)` returns a summed loss (scalar, float32) and detached summed
-    statistics. `parameters` are all that are trained: those that a chunk reads get their gradient,
-    and the others none. At most one chunk's intermediate tensors exist at a time. Without
-    gradients, nothing is kept at all. Raises RuntimeError where a chunk reads something trained
-    that is not among `parameters`, whose gradient would be lost without a word.
+    statistics. `parameters` lists all trained parameters: those that a chunk reads get their
+    gradient, the others none. At most one chunk's intermediate tensors exist at a time. Without
+    gradients, nothing is kept at all. Raises RuntimeError if a chunk reads a trained tensor that is
+    not among `parameters`, because its gradient would be lost silently.
     """
     if len(hidden) == 0:
         raise ValueError("chunked: no rows")
@@ -86,7 +86,7 @@ def _require_among(loss: Tensor, listed: Sequence[Tensor]) -> None:
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise RuntimeError(
-                f"the loss reads a trained tensor of shape {list(leaf.shape)} that is no parameter "
-                "of the drafter's: its gradient would be lost; register it as one"
+                f"the loss reads a trained tensor of shape {list(leaf.shape)} that is not a "
+                "parameter of the drafter, so its gradient would be lost: register it as one"
             )
         nodes += [below for below, _ in node.next_functions]

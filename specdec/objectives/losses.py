@@ -1,9 +1,9 @@
-"""The terms that an objective is made of: functions from a `Piece` to a loss [N, K].
+"""The terms of an objective: functions from a `Piece` to a loss [N, K].
 
-A term is not reduced, masked or weighted: `objective.py` does that, once, for all of them. Its
-constants are keyword arguments, which `objective.constants.TERM.NAME=` sets. With z the draft's
-logits, q = softmax(z) and P = Σ_S p <= 1, the docstrings give the gradient ∂L/∂z that the tests
-check in float64.
+A term does not reduce, mask or weigh: `objective.py` does that once for all terms. A term's
+constants are keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
+q = softmax(z) and P = Σ_S p <= 1, the docstrings give the gradient ∂L/∂z, which the tests check in
+float64.
 
 Letters: N anchors, K depths, S draft vocabulary, D width, β = Σ min(p, q) of one position.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specdec.errors import UserError
 from specdec.objectives.piece import Piece
 
-LOG_FLOOR = -60.0  # stands for log 0 where a divergence would be infinite
+LOG_FLOOR = -60.0  # replaces log 0 where a divergence would be infinite
 
 
 def kl(piece: Piece) -> Tensor:
@@ -26,7 +26,7 @@ def kl(piece: Piece) -> Tensor:
 
 
 def soft_ce(piece: Piece) -> Tensor:
-    """-Σ p log q, cross-entropy with the target's distribution. ∂/∂z = P q - p, as of `kl`."""
+    """-Σ p log q, cross-entropy with the target's distribution. ∂/∂z = P q - p, as for `kl`."""
     return -(piece.p * _floor(piece.log_q)).sum(-1)
 
 
@@ -68,26 +68,26 @@ def nla(piece: Piece) -> Tensor:
 
 
 def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
-    """λ KL + (1 - λ) TV with λ = exp(-η β) per token, no gradient through λ: KL leads where the
-    draft is far off, and gives way to TV as β grows."""
+    """λ KL + (1 - λ) TV with λ = exp(-η β) per token and no gradient through λ: KL dominates where
+    the draft is far off and gives way to TV as β grows."""
     weight = torch.exp(-eta * piece.beta.detach())
     return weight * kl(piece) + (1 - weight) * tv(piece)
 
 
 def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Tensor:
     """1 - Π_{j<=k} β_j at depth k. Summed over the depths it is γ - L, where L = Σ_k Π_{j<=k} β_j
-    is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with
-    an acceptance of its own at each depth).
+    is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with a
+    separate acceptance at each depth).
 
-    Gradient: log β_i is a factor of every product that depth i is part of, so that
+    Gradient: β_i is a factor of every product that includes depth i, so
     ∂L/∂log β_i = w_i = Σ_{k>=i} Π_{j<=k} β_j, and ∂(γ - L)/∂z_i = w_i ∂(-log β_i)/∂z_i: `nla`,
     each depth weighted by the tokens that depend on it. A product vanishes with any of its
-    factors, so that a draft which is poor at depth 0 would learn nothing deeper, and little there.
-    Early in a run w_i is therefore taken of β̃ = s + (1 - s) β, as D-PACE smooths its weights
-    (arXiv 2605.18810, s = ½): s falls from `smooth` at the start to 0 once the share `until` of
-    the run is done (`until=0`: it stays), and from there on the gradient is exact. Depths behind
-    an answer's end count for nothing. An objective's weights over depth come on top, which
-    `objective=expected_length` sets to 1.
+    factors, so a draft that is poor at depth 0 would learn nothing at deeper ones and little at 0.
+    So early in a run w_i is computed from β̃ = s + (1 - s) β, as D-PACE smooths its weights
+    (arXiv 2605.18810, s = ½): s falls from `smooth` at the start to 0 when the share `until` of
+    the run is done (`until=0`: s stays), and from then on the gradient is exact. Depths after
+    an answer's end do not count. An objective's weights over depth apply in addition;
+    `objective=expected_length` sets them to 1.
     """
     left = max(0.0, 1 - piece.progress / until) if until > 0 else 1.0
     loss_NK = nla(piece)
@@ -101,11 +101,11 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
 
 
 def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
-    """Smooth L1 between the draft's hidden state and the target's final one, the mean over the
-    width as in EAGLE-1's own code: with d their difference, d²/2b where |d| < b, else |d| - b/2,
-    b being `beta`.
+    """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
+    width as in EAGLE-1's own code: with d their difference and b = `beta`, d²/2b where |d| < b,
+    else |d| - b/2.
 
-    Raises UserError where the draft is not as wide as the target.
+    Raises UserError if the draft is not as wide as the target.
     """
     hidden, features = piece.hidden, piece.features
     if hidden.shape != features.shape:
@@ -125,9 +125,9 @@ TERMS: dict[str, Term] = {
     term.__name__: term
     for term in (kl, soft_ce, reverse_kl, jsd, ce, tv, nla, lk_hybrid, expected_length, smooth_l1)
 }
-COUPLED = ("expected_length",)  # terms that weigh the depths themselves: decay of 1 by default
+COUPLED = ("expected_length",)  # terms that weigh depths themselves, so the default decay is 1
 
 
 def _floor(log_x: Tensor) -> Tensor:
-    """log 0 as a number; whatever is finite stays, and keeps its gradient."""
+    """Replace log 0 by a finite number; other values stay and keep their gradient."""
     return log_x.masked_fill(log_x.isneginf(), LOG_FLOOR)

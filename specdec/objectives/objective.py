@@ -1,4 +1,4 @@
-"""The objective: which terms a draft is trained on, and how they become one number.
+"""The objective: which terms a draft is trained on, and how they are combined into one number.
 
 Letters: N anchors, K depths.
 """
@@ -17,13 +17,13 @@ from specdec.objectives.piece import Piece
 
 @dataclass
 class ObjectiveConfig:
-    """A weighted sum of terms (see losses.py), at each anchor summed over depths with the weights
+    """A weighted sum of terms (see losses.py), summed over the depths of each anchor with weights
     `depth_decay`^k, and averaged over anchors.
 
-    `terms`: the weight of each term; a weight of 0 leaves one out. `constants`: what a term's own
-    constants are set to, such as `objective.constants.jsd.beta=0.1`. `per`: token averages over
-    all anchors of a step alike; sequence averages over each text first, so that long texts do not
-    dominate. `chunk`: anchors whose logits, at all depths, exist at a time.
+    `terms`: the weight of each term; a weight of 0 leaves a term out. `constants`: values for a
+    term's own constants, such as `objective.constants.jsd.beta=0.1`. `per`: token averages over
+    all anchors of a step equally; sequence averages over each text first, so long texts do not
+    dominate. `chunk`: the number of anchors whose logits, at all depths, exist at a time.
     """
 
     terms: dict[str, float] = field(default_factory=lambda: {"nla": 1.0})
