@@ -18,9 +18,9 @@ Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens
 
 
 class Chosen(NamedTuple):
-    """The children of W nodes: their ids in the target's vocabulary, -1 where q has no mass left;
-    the logits that they were chosen from, after the processors; their indices into those; and q,
-    None where the tokens were not drawn at random. S is V where there are processors."""
+    """The children of W nodes: `tokens_BWC` are ids in the target's vocabulary, -1 where q has no
+    mass left; `index_BWC` indexes `logits_BWS`, the logits after the processors; `q_BWS` is None if
+    the tokens were not drawn at random. S is V if there are processors."""
 
     tokens_BWC: Tensor
     index_BWC: Tensor
@@ -33,9 +33,9 @@ class Choose:
     """Warps logits and picks tokens.
 
     `siblings` says how a node's children are drawn: "without" replacement, "with", or "fixed"
-    (the likeliest ones; q is then one-hot). `generators` has one for each row, so that a row's
-    draws do not depend on its neighbours. `processors` see a row's text and the path drafted after
-    it; `texts` is the caller's own list of the texts, which follows the batch as it changes.
+    (the likeliest ones; q is then one-hot). `generators` has one for each row, so a row's draws do
+    not depend on its neighbours. `processors` see a row's text and the path drafted after it;
+    `texts` is the caller's own list of texts, which changes along with the batch.
     """
 
     sampler: Sampler
@@ -53,8 +53,8 @@ class Choose:
     def __call__(
         self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None
     ) -> Chosen:
-        """Choose `count` children of each node from the draft's logits there. A row that is not in
-        `going_B` gets none, and nothing is drawn from its generator."""
+        """Choose `count` children of each node from the draft's logits there. Rows outside
+        `going_B` get no children, and nothing is drawn from their generators."""
         logits, q = self.drafted(logits_BWS, paths), None
         if self.siblings != "fixed":
             q = self.sampler.probs(logits)
@@ -69,11 +69,11 @@ class Choose:
         return Chosen(self.ids(index).masked_fill(none, -1), index, q, logits)
 
     def ids(self, index: Tensor) -> Tensor:
-        """The target's ids of indices into the draft's logits after the processors."""
+        """The target's ids for indices into the draft's logits after the processors."""
         return index if self.vocab_S is None or self.processors else self.vocab_S[index]
 
     def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
-        """The draft's logits after the processors, spread over the target's vocabulary for them."""
+        """The draft's logits after the processors, which need the target's whole vocabulary."""
         if self.processors and self.vocab_S is not None:
             whole = logits_BWS.new_full((*logits_BWS.shape[:2], self.vocab_size), -torch.inf)
             logits_BWS = whole.index_copy_(-1, self.vocab_S, logits_BWS)
@@ -89,7 +89,7 @@ class Choose:
             for w, path in enumerate(of_row):
                 ids = torch.cat([text_T, text_T.new_tensor(path)])[None]
                 for processor in self.processors:
-                    if out[b, w].isneginf().all():  # nothing to choose from, and some raise on it
+                    if out[b, w].isneginf().all():  # nothing to choose from; some would raise
                         break
                     out[b, w] = processor(ids, out[b, w][None])[0]
         return out
@@ -119,7 +119,7 @@ class Choose:
                 empty_W1 = q_WS.sum(-1, keepdim=True) <= 0
                 safe_WS = q_WS.masked_fill(empty_W1, 1) if empty_W1.any() else q_WS
                 drawn_WC = draws(safe_WS, count, generator)
-            else:  # the order of q / Exp(1) is that of draws without replacement
+            else:  # sorting by q / Exp(1) gives the order of draws without replacement
                 race_WS = torch.empty_like(q_WS).exponential_(generator=generator)
                 drawn_WC = (q_WS / race_WS).topk(count, -1).indices
             index_BWC[b], none_BWC[b] = drawn_WC, q_WS.gather(-1, drawn_WC) <= 0

@@ -1,7 +1,7 @@
 """The sampler: how logits become the distributions p and q, and how tokens are drawn from them.
 
-One object warps target and draft alike, in training, in evaluation and in decoding, so that
-α has one meaning. Letters: N positions, V vocabulary, S draft vocabulary.
+One object warps target and draft in the same way in training, evaluation and decoding, so α means
+the same everywhere. Letters: N positions, V vocabulary, S draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from specdec.errors import require
 
 
 class Summary(NamedTuple):
-    """What is kept of p at each position when its logits are thrown away.
+    """A summary of p at each position, kept when the logits are thrown away.
 
     With these three numbers, p of any token follows from that token's logit alone:
-    p(x) = exp(z_x / T - log_z) where z_x / T >= threshold, else 0.
+    p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0.
     """
 
-    log_z_N: Tensor  # float32, log of the summed weights of the tokens that are kept
-    threshold_N: Tensor  # float32, the smallest z / T that is kept
+    log_z_N: Tensor  # float32, log of the summed weights of the kept tokens
+    threshold_N: Tensor  # float32, the smallest kept z / T
     argmax_N: Tensor  # int64, the token that greedy decoding takes
 
 
@@ -29,7 +29,7 @@ class Summary(NamedTuple):
 class Sampler:
     """Temperature, then top-k, then top-p; temperature 0 is greedy decoding.
 
-    Tokens that tie with the last one kept are kept too, so the result does not depend on the
+    Tokens that tie with the last kept token are kept too, so the result does not depend on the
     order of a sort.
     """
 
@@ -56,8 +56,8 @@ class Sampler:
     def log_probs(self, logits: Tensor) -> Tensor:
         """Log-probabilities [..., V] in float32, -inf where a token cannot be drawn.
 
-        A row of logits that is -inf throughout (a drafter with nothing to propose) has no
-        mass: it stays -inf throughout.
+        A row of logits that are all -inf (a drafter with nothing to propose) has no mass and stays
+        all -inf.
         """
         if self.greedy:
             best = logits.argmax(-1, keepdim=True)
@@ -76,12 +76,12 @@ class Sampler:
             return self.log_probs(logits).exp()
         scaled = self._scaled(logits)
         probs = scaled.softmax(-1)
-        if probs[..., 0].isnan().any():  # a row without mass is NaN throughout
+        if probs[..., 0].isnan().any():  # a row without mass is all NaN
             probs = probs.masked_fill(scaled.amax(-1, keepdim=True).isneginf(), 0.0)
         return probs
 
     def summarise(self, logits_NV: Tensor) -> Summary:
-        """Reduce target logits to what `log_probs_of` needs. Temperature must be above 0."""
+        """Reduce target logits to the numbers that `log_probs_of` needs; temperature above 0."""
         scaled, threshold_N1 = self._kept(logits_NV)
         argmax_N = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
         return Summary(scaled.logsumexp(-1), threshold_N1[:, 0], argmax_N)
@@ -98,8 +98,8 @@ class Sampler:
         return logits.float() if self.temperature == 1 else logits.float() / self.temperature
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled logits, -inf where top-k and top-p drop a token, and the smallest kept [..., 1],
-        or -inf where nothing is dropped."""
+        """Scaled logits, -inf where top-k or top-p drops a token, and the smallest kept one
+        [..., 1], -inf if nothing is dropped."""
         scaled = self._scaled(logits)
         if not self.truncates:
             return scaled, torch.full_like(scaled[..., :1], -torch.inf)
@@ -120,10 +120,10 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def draws(probs_NV: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """`count` independent tokens [N, count] of each row, which need not sum to 1.
+    """`count` independent tokens [N, count] from each row of probabilities (any positive sum).
 
-    By the inverse of the distribution function in float64, 20 times as fast on a CPU as
-    `torch.multinomial`. Raises RuntimeError for a row that has no mass, or is not a number.
+    It inverts the distribution function in float64, 20 times as fast on a CPU as
+    `torch.multinomial`. Raises RuntimeError for a row whose sum is 0 or not finite.
     """
     upto_NV = probs_NV.cumsum(-1, dtype=torch.float64)
     mass_N1 = upto_NV[:, -1:]

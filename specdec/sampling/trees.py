@@ -1,10 +1,10 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
-A shape drives a drafter's `Growth` and says which tokens are proposed. Which rule may judge a
-sampled tree depends on how its siblings were drawn (see `specdec.decoding.rules`): those of a
-static tree as any rule wants them, while nodes that were picked by their likelihood are fixed.
+A shape drives a drafter's `Growth` and decides which tokens are proposed. Which rule may judge a
+sampled tree depends on how its siblings were drawn (see `specdec.decoding.rules`): a static tree
+draws them as the rule requires, while nodes picked by likelihood are fixed.
 
-Letters: B batch, N nodes, L of one level, W grown at once, C children, S draft vocabulary.
+Letters: B batch, N nodes, L nodes of a level, W grown at once, C children, S draft vocabulary.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from specdec.context import Proposal
 from specdec.errors import UserError, require, require_between
 from specdec.sampling.choose import Choose
 
-DEEPEST = 128  # tokens in a row, or children of a node: a draft far longer could not gain
+DEEPEST = 128  # tokens in a row, or children of a node: a much longer draft could not pay off
 LARGEST = 1024  # nodes of a tree: one pass reads them all
 
 Stop = Callable[[int, Tensor, Tensor], Tensor]  # (depth, q [B, S], index [B]) -> [B] bool
@@ -28,12 +28,12 @@ Stop = Callable[[int, Tensor, Tensor], Tensor]  # (depth, q [B, S], index [B]) -
 
 @dataclass
 class Growth:
-    """A drafter at work on one round. Nodes are numbered in the order in which they grow.
+    """A drafter's state in one round. Nodes are numbered in the order in which they grow.
 
     `grow(tokens_BW, parents_BW)` gives the logits [B, W, S] after each new node. The parents are
-    nodes, -1 the anchor; None continues the node that grew last (W = 1). Nodes of one call are of
-    one depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose depths do not
-    read each other; other drafters have none.
+    node numbers, -1 for the anchor; None continues the node that grew last (W = 1). All nodes of a
+    call have the same depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose
+    depths do not read each other; for other drafters it is None.
     """
 
     logits_BS: Tensor  # of the first drafted token
@@ -42,12 +42,12 @@ class Growth:
 
 
 class Shape(ABC):
-    """What a round drafts."""
+    """The shape of a round's draft."""
 
     depth: int  # drafted tokens on the longest path
-    nodes: int  # drafted tokens in all, at most
+    nodes: int  # the most drafted tokens
     grown: int  # the most nodes that a drafter grows in order to find them
-    fixed: bool = False  # its nodes are picked by likelihood, so that siblings cannot be drawn
+    fixed: bool = False  # nodes are picked by likelihood, so siblings cannot be drawn
 
     @abstractmethod
     def draft(self, growth: Growth, choose: Choose) -> Proposal: ...
@@ -55,13 +55,13 @@ class Shape(ABC):
 
 @dataclass
 class Chain(Shape):
-    """γ tokens, each after the one before: the tree with one branch. `stop` ends it early."""
+    """γ tokens, each after the one before: a tree with one branch. `stop` can end it early."""
 
     depth: int
     stop: Stop | None = None
 
     def __post_init__(self) -> None:
-        require(self.depth <= DEEPEST, f"a chain of {self.depth} tokens: give {DEEPEST} at most")
+        require(self.depth <= DEEPEST, f"a chain of {self.depth} tokens: give at most {DEEPEST}")
         self.nodes, self.grown = self.depth, self.depth - 1
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
@@ -95,7 +95,7 @@ class Chain(Shape):
 class Static(Shape):
     """A tree that is the same in every round: `paths` of ranks, as in Medusa's choices.
 
-    [[0], [1], [0, 0]]: the two likeliest (or first drawn) tokens, and one after the likelier.
+    [[0], [1], [0, 0]]: the two likeliest (or first drawn) tokens, and one after the first of them.
     """
 
     paths: Sequence[Sequence[int]]
@@ -109,17 +109,17 @@ class Static(Shape):
                 len(path) > 0 and min(path) >= 0 and (len(path) == 1 or path[:-1] in known),
                 f"tree: the path {list(path)} has no parent among the paths: add {list(path[:-1])}",
             )
-            before = (*path[:-1], path[-1] - 1)  # a rule judges siblings as drawn one by one
+            before = (*path[:-1], path[-1] - 1)  # rules judge siblings in the order of drawing
             require(
                 path[-1] == 0 or before in known,
                 f"tree: the path {list(path)} has no sibling before it: add {list(before)}",
             )
-        require(len(known) == len(ordered) > 0, "tree: give at least one path, each once")
+        require(len(known) == len(ordered) > 0, "tree: give at least one path, and each only once")
         self.nodes, self.depth = len(ordered), len(ordered[-1])
         require(
             self.nodes <= LARGEST and self.depth <= DEEPEST,
-            f"tree: {self.nodes} paths of up to {self.depth} tokens: at most {LARGEST}, of at most "
-            f"{DEEPEST} tokens",
+            f"tree: {self.nodes} paths of up to {self.depth} tokens: give at most {LARGEST} paths "
+            f"of at most {DEEPEST} tokens",
         )
         self._ranks, self._parents = [path[-1] for path in ordered], parents_of(ordered)
         self._grown = sorted(set(self._parents))  # the anchor, and the nodes with children
@@ -140,7 +140,7 @@ class Static(Shape):
             above, ranks = [self._parents[i] for i in level], [self._ranks[i] for i in level]
             chosen = choose(logits_BWS, max(ranks) + 1, paths)
             at = [front.index(parent) for parent in above]
-            missing = max(ranks) + 1 - chosen.tokens_BWC.shape[2]  # of a very small vocabulary
+            missing = max(ranks) + 1 - chosen.tokens_BWC.shape[2]  # in a very small vocabulary
             found_BL = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
             if front != [-1]:
                 found_BL = torch.where(tokens_BN[:, above] < 0, -1, found_BL)
@@ -158,7 +158,7 @@ class Static(Shape):
 @dataclass
 class Dynamic(Shape):
     """EAGLE-2 (Li et al. 2024): at each depth the `top_k` likeliest nodes grow `top_k` children
-    each; of all, the `nodes` with the largest cumulative log-probability are proposed."""
+    each; the `nodes` nodes with the largest cumulative log-probability are then proposed."""
 
     depth: int = 5
     nodes: int = 24
@@ -210,8 +210,8 @@ class Dynamic(Shape):
 
 @dataclass
 class BestFirst(Shape):
-    """The `nodes` likeliest paths under the marginals of parallel heads, which do not read each
-    other's tokens: a path's probability is the product of its tokens'."""
+    """The `nodes` likeliest paths under the marginals of parallel heads. The heads do not read each
+    other's tokens, so a path's probability is the product of its tokens' probabilities."""
 
     depth: int = 4
     nodes: int = 24
@@ -241,15 +241,15 @@ class BestFirst(Shape):
 
 
 def parents_of(paths: Sequence[tuple[int, ...]]) -> list[int]:
-    """The index of each path's parent among the paths, -1 the anchor."""
+    """The index of each path's parent among the paths, -1 for the anchor."""
     index = {path: i for i, path in enumerate(paths)}
     return [index.get(path[:-1], -1) for path in paths]
 
 
 def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
     """The `nodes` paths of ranks with the largest sums of `scores_DR`, the log-scores by depth and
-    rank, ordered by depth. Scores must be at most 0 and fall with the rank, so that each path's
-    parent and earlier siblings are among them."""
+    rank. The paths are ordered by depth. Scores must be at most 0 and fall with the rank, so that
+    each path's parent and earlier siblings are among the paths."""
     heap: list[tuple[float, tuple[int, ...]]] = [(-scores_DR[0][0], (0,))]
     found: list[tuple[int, ...]] = []
     while heap and len(found) < nodes:
