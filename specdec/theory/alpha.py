@@ -32,10 +32,10 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
-    """p and q at some positions, over the draft vocabulary [..., S], in logarithms.
+    """log p and log q at some positions, over the draft vocabulary [..., S].
 
     `target_argmax` [...] is argmax p and `label` [...] the text's own token, as indices into the
-    draft vocabulary, -1 where it lacks them. p, q and β are computed once, when asked for.
+    draft vocabulary, -1 for tokens outside it. p, q and β are computed once, on first use.
     """
 
     log_p: Tensor
@@ -73,28 +73,28 @@ def expected_tokens(alpha_NK: Tensor) -> Tensor:
 
 
 def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
-    """E[tokens of a round] [N] by rule block, read off text that the target wrote itself.
+    """E[tokens of a round] [N] under rule block, computed from text that the target wrote itself.
 
-    `ratio_NK` is s = q(x) / p(x) at the text's own token x of each depth. Of a chain X ~ q with
-    r_l = p(X_l) / q(X_l), at least i tokens are accepted with the probability
+    `ratio_NK` is s = q(x) / p(x) at the text's own token x at each depth. For a chain X ~ q with
+    r_l = p(X_l) / q(X_l), at least i tokens are accepted with probability
 
         rejection   Π_{l<=i} min(1, r_l)                    (Leviathan et al. 2023, Algorithm 1)
         block       p_i = min(1, p_{i-1} r_i), p_0 = 1      (Sun et al. 2024, Algorithm 2)
 
-    and p_i = min over 0 <= j <= i of r_{j+1} … r_i. Its mean over X ~ q is a mean over text X ~ p
-    of the same times Π q / p: of Π_{l<=i} min(1, s_l) for rejection, whose tokens are therefore
-    `expected_tokens` of min(1, s), and of min over 0 <= j <= i of s_1 … s_j for block, never less.
+    and p_i = min over 0 <= j <= i of r_{j+1} … r_i. The mean over X ~ q is the mean over text X ~ p
+    times Π q / p: of Π_{l<=i} min(1, s_l) for rejection, so its tokens are `expected_tokens` of
+    min(1, s), and of min over 0 <= j <= i of s_1 … s_j for block, which is never less.
     """
     return 1 + ratio_NK.cumprod(-1).clamp_max(1).cummin(-1).values.sum(-1)
 
 
 def visits(alpha_TK: Tensor) -> Tensor:
-    """How often a decoder starts a round at each anchor of a text, expected [T].
+    """The expected number of rounds [T] that a decoder starts at each anchor of a text.
 
-    `alpha_TK` is the acceptance at anchor t and depth k given that all before k were accepted;
-    the first round starts at anchor 0, and one that accepts n at t is followed by one at
-    t + n + 1. With greedy acceptance (0 or 1) the visits are 0 or 1: the very walk of the
-    decoder. Otherwise depths are taken as independent given the text.
+    `alpha_TK` is the acceptance at anchor t and depth k, given that all tokens before k were
+    accepted. The first round starts at anchor 0; a round at t that accepts n tokens is followed by
+    one at t + n + 1. With greedy acceptance (0 or 1) the visits are 0 or 1: exactly the decoder's
+    walk. Otherwise depths are assumed independent given the text.
     """
     T, K = alpha_TK.shape
     reach_TK = alpha_TK.double().cumprod(-1)

@@ -1,7 +1,7 @@
 """Measured figures with their intervals: 95 % percentile bootstraps.
 
 Whole prompts (or turns of a clock) are resampled, never single positions, because the positions
-of one prompt are not independent of each other.
+of one prompt are not independent.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Interval:
     n: int
 
     def text(self, digits: int = 3) -> str:
-        """`0.403 [0.338, 0.467]`; the figure alone where there was nothing to resample."""
+        """`0.403 [0.338, 0.467]`; only the figure if there was nothing to resample."""
         value = f"{self.value:.{digits}f}"
         if self.low == self.high:
             return value
@@ -35,10 +35,10 @@ class Interval:
 def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
 ) -> Interval:
-    """Σ numerators / Σ denominators, an entry a prompt; `n` is Σ denominators, rounded.
+    """Σ numerators / Σ denominators, with one entry per prompt; `n` is Σ denominators, rounded.
 
-    It is the pooled ratio (all tokens / all passes), never a mean of the ratios of prompts.
-    Prompts whose denominator is 0 are left out; without any other, the figure is 0 and n is 0.
+    It is the pooled ratio (all tokens / all passes), never a mean of per-prompt ratios. Prompts
+    whose denominator is 0 are left out; if none remain, the figure is 0 and n is 0.
     """
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
     num, den = num[den > 0], den[den > 0]
@@ -53,8 +53,8 @@ def difference_interval(
     *,
     seed: int = 0,
 ) -> Interval:
-    """Σ / Σ of ours less Σ / Σ of theirs, both (numerators, denominators) of the same prompts in
-    the same order; `n` counts the prompts. Pairing takes out what prompts have in common."""
+    """Σ / Σ of ours minus Σ / Σ of theirs, both (numerators, denominators) of the same prompts in
+    the same order; `n` counts the prompts. Pairing removes the variation that both share."""
     columns = [np.asarray(x, float) for x in (*ours, *theirs)]
     kept = (columns[1] > 0) & (columns[3] > 0)
     a, b, c, d = (x[kept] for x in columns)
@@ -68,8 +68,8 @@ def difference_interval(
 def median_interval(
     values: Sequence[float], per: Sequence[float] | None = None, *, seed: int = 0
 ) -> Interval:
-    """The median of `values`, over the median of `per` where given, whose entries were measured
-    in the same turns; `n` counts the turns."""
+    """The median of `values`, divided by the median of `per` if given. Both have an entry per turn,
+    measured in the same turns; `n` counts the turns."""
     found = np.asarray(values, float)
     under = np.ones_like(found) if per is None else np.asarray(per, float)
     n = len(found)
@@ -79,8 +79,8 @@ def median_interval(
 def _bootstrap(
     figure: Callable[[np.ndarray], np.ndarray], count: int, n: int, seed: int
 ) -> Interval:
-    """The figure of all `count` observations, between the quantiles of those of resamples; it is
-    given the indices [..., count] of the observations to take."""
+    """The figure of all `count` observations, with quantiles of its resamples as the interval.
+    `figure` gets the indices [..., count] of the observations to use."""
     if count == 0:
         return Interval(0.0, 0.0, 0.0, 0)
     index = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))

@@ -1,10 +1,10 @@
-"""What speculation should gain: the closed forms of Leviathan et al. 2023, in its numbering.
+"""The expected gain from speculation: the closed forms of Leviathan et al. 2023, by its numbering.
 
-α is one number (the paper's i.i.d. assumption, Section 3.1) or one a depth: α_k, the probability
+α is one number (the paper's i.i.d. assumption, Section 3.1) or one per depth: α_k, the probability
 that the token at depth k is accepted given that all before it were. Times are in target steps: c is
 one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the paper takes as 1 (Section
-3.3, "enough compute"). All assume long answers: prefill and the cut at the end are not in them.
-Whatever is impossible (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raises
+3.3, "enough compute"). All forms assume long answers: they leave out prefill and the cut at the
+end. Impossible values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise
 UserError.
 
 Letters: N positions, V vocabulary, S draft vocabulary; γ (`gamma`) drafted tokens a round.
@@ -28,20 +28,20 @@ def divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """D_LK(p, q) = Σ_x |p(x) - (p(x) + q(x)) / 2| [N] (Definition 3.2), which is 1 - Σ_x min(p, q)
     (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5) and α = 1 - E[D_LK] (Corollary 3.6).
 
-    Over a draft vocabulary, p stays normalised over the whole one: what p has outside it, q has
-    not. A row of q without mass, where nothing is drafted, is 1 from p.
+    Over a draft vocabulary, p stays normalised over the whole vocabulary, and q has no mass outside
+    the draft's. A row of q without mass, where nothing is drafted, has D_LK = 1.
     """
     missing_N = (2 - p_NS.sum(-1) - q_NS.sum(-1)).clamp_min(0)
     return ((p_NS - q_NS).abs().sum(-1) + missing_N) / 2
 
 
 def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
-    """E[tokens per target pass] for γ = 0 … limit: 1 + Σ_{k<γ} Π_{j<=k} α_j, with one α for all
-    depths (1 - α^{γ+1}) / (1 - α) (Equation 1). The sum is exact also where α is 1 or near it."""
+    """E[tokens per target pass] for γ = 0 … limit: 1 + Σ_{k<γ} Π_{j<=k} α_j; with one α for all
+    depths, (1 - α^{γ+1}) / (1 - α) (Equation 1). The sum is exact even if α is 1 or near it."""
     require(limit >= 0, f"gamma={limit}: give 0 or more")
     by_depth = [float(alpha)] * limit if isinstance(alpha, int | float) else list(alpha)[:limit]
     require(
-        len(by_depth) == limit, f"gamma={limit} needs {limit} alpha by depth, not {len(by_depth)}"
+        len(by_depth) == limit, f"gamma={limit} needs {limit} alphas by depth, not {len(by_depth)}"
     )
     for k, a in enumerate(by_depth):
         require(0 <= a <= 1, f"alpha={a} at depth {k}: a probability is between 0 and 1")
@@ -49,9 +49,9 @@ def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
 
 
 def expected_tokens(alpha: Alpha, gamma: int) -> float:
-    """E[tokens per target pass], the bonus token included: τ as foreseen (Equation 1), and by how
-    much reads of the target's weights and KV cache shrink, once a pass (Section 3.4). Of many
-    positions at once: `alpha.expected_tokens`."""
+    """E[tokens per target pass], including the bonus token: the predicted τ (Equation 1), and the
+    factor by which reads of the target's weights and KV cache shrink, at one read per pass (Section
+    3.4). For many positions at once: `alpha.expected_tokens`."""
     return tokens_by_gamma(alpha, gamma)[-1]
 
 
@@ -61,41 +61,41 @@ def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float
 
 
 def round_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
-    """Plain steps that a round costs: γc + v. Where rounds draft only a `share` of γ on average, it
-    costs that share of the way from a plain step to a whole round."""
+    """The cost of a round in plain steps: γc + v. If rounds draft only a `share` of γ on average,
+    the cost lies that share of the way from a plain step to a whole round."""
     return share * (gamma * c + v - 1) + 1
 
 
 def guaranteed_factor(alpha: float, c: float) -> float:
-    """What the best γ gains at least: (1 + α) / (1 + c) where α > c, else 1 (Corollary 3.9)."""
+    """The least gain of the best γ: (1 + α) / (1 + c) if α > c, else 1 (Corollary 3.9)."""
     return max(1.0, walltime_factor(alpha, 1, c))
 
 
 def operations_factor(alpha: Alpha, gamma: int, c_hat: float) -> float:
     """Expected growth of arithmetic operations: (γĉ + γ + 1) / E[tokens] (Theorem 3.11), where ĉ
-    is the draft's operations a token over the target's (Definition 3.10)."""
+    is the draft's operations per token divided by the target's (Definition 3.10)."""
     require(c_hat >= 0, f"c_hat={c_hat}: a ratio of operations is 0 or more")
     return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
 
 
 def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> list[float]:
-    """`walltime_factor` for γ = 0 … limit, v by γ (None: 1 for every γ). γ = 0 is the plain
-    step, 1 whatever v says of it."""
+    """`walltime_factor` for γ = 0 … limit, with v by γ (None: 1 for every γ). γ = 0 is the plain
+    step, with factor 1 whatever v(0) is."""
     tokens = tokens_by_gamma(alpha, limit)
     costs = [_cost(gamma, c, v(gamma) if v else 1.0) for gamma in range(1, limit + 1)]
     return [1.0, *(t / cost for t, cost in zip(tokens[1:], costs, strict=True))]
 
 
 def best_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> int:
-    """The γ in 0 … limit of the largest `walltime_factor` (Section 3.5, found by trying); the
-    smallest of equals, so that it is 0 where none gains."""
+    """The γ in 0 … limit with the largest `walltime_factor` (Section 3.5), found by trying all; of
+    equals the smallest, so 0 if none gains."""
     factors = walltime_by_gamma(alpha, c, limit, v)
     return factors.index(max(factors))
 
 
 def pass_cost(points: Mapping[int, float]) -> PassCost:
-    """v by γ from measured points: v(0) = 1, and `interpolate` through the points and that. No
-    points: 1 everywhere."""
+    """v by γ from measured points: `interpolate` through v(0) = 1 and the points. Without points, 1
+    everywhere."""
     for gamma, v in points.items():
         require(gamma >= 0 and v > 0, f"v at gamma {gamma} is {v}: give v > 0 for gamma >= 0")
     xs, ys = zip(*sorted(({0: 1.0} | dict(points)).items()), strict=True)
@@ -103,8 +103,8 @@ def pass_cost(points: Mapping[int, float]) -> PassCost:
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Straight lines through points of rising x: flat before the first; past the last, the last
-    slope, but never falling."""
+    """Straight lines through points of rising x: flat before the first; after the last, the last
+    slope, but not below 0."""
     if x <= xs[0] or len(xs) == 1:
         return ys[0]
     i = min(bisect_right(xs, x), len(xs) - 1)
@@ -115,10 +115,10 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Speedup where each round drafts just what will be accepted: 1 / (1 - α + αc).
+    """Speedup if each round drafts exactly the tokens that will be accepted: 1 / (1 - α + αc).
 
     E[tokens] = 1 / (1 - α) (Section 3.5) then take α / (1 - α) draft steps and one pass of the
-    target, which still verifies (footnote 4), at v = 1. Infinite where α = 1 and c = 0.
+    target, which still verifies (footnote 4), at v = 1. Infinite if α = 1 and c = 0.
     """
     walltime_factor(alpha, 1, c)  # raises for an impossible α or c
     cost = 1 - alpha + alpha * c
@@ -126,9 +126,9 @@ def oracle_factor(alpha: float, c: float) -> float:
 
 
 def lenient_alpha(p_NV: Tensor, q_NV: Tensor, lenience: float) -> Tensor:
-    """α_l = Σ_x min(p(x) / l, q(x)) [N]: acceptance where q is multiplied by l in 0 … 1 before
-    it is compared with p (Appendix A.5). Lossy for l < 1: no token becomes likelier than
-    p(x) / l, but some may become rarer without bound. l = 1 is β."""
+    """α_l = Σ_x min(p(x) / l, q(x)) [N]: acceptance if q is multiplied by l in 0 … 1 before it is
+    compared with p (Appendix A.5). Lossy for l < 1: no token becomes likelier than p(x) / l, but
+    some may become rarer without bound. l = 1 gives β."""
     require(0 < lenience <= 1, f"lenience={lenience}: give more than 0 and at most 1")
     return overlap(p_NV / lenience, q_NV)
 
@@ -138,7 +138,7 @@ def beam_passes(width: int, draft_width: int, gamma: int) -> int:
     beam of w <= u: w + uγ (Appendix A.4)."""
     require(
         1 <= width <= draft_width,
-        f"beam widths {width} (target) and {draft_width} (draft): the draft's must be as wide",
+        f"beam widths {width} (target) and {draft_width} (draft): give 1 <= target <= draft",
     )
     return width + draft_width * gamma
 

@@ -239,7 +239,7 @@ def test_beam_passes() -> None:
     [
         (lambda: expected_tokens(1.5, 2), "alpha=1.5"),
         (lambda: expected_tokens([0.5, -0.1], 2), "at depth 1"),
-        (lambda: expected_tokens([0.5], 2), "needs 2 alpha by depth, not 1"),
+        (lambda: expected_tokens([0.5], 2), "needs 2 alphas by depth, not 1"),
         (lambda: expected_tokens(0.5, -1), "gamma=-1"),
         (lambda: walltime_factor(0.5, 2, -0.1), "c=-0.1"),
         (lambda: walltime_factor(0.5, 2, 0.1, v=0), "v=0"),
