@@ -151,6 +151,8 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # a shell has its background jobs ignore Ctrl-C, and their children with them
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             status: int | None = process.wait(seconds)
