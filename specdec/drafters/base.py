@@ -256,8 +256,7 @@ class Drafter(nn.Module, ABC):
 
     def hear(self, logits_BXV: Tensor, cache: Any) -> None:
         """Take the target's logits after each scout of the last proposal; `cache` is the one used
-        for that draft. Called only for families that send scouts."""
-        raise NotImplementedError
+        for that draft. Called only for families that send scouts, of which they learn here."""
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """The state of one round at its anchors. This default reads every node's path again from

@@ -60,7 +60,7 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
             torch.zeros(1, device=device).item()
         elif index >= torch.cuda.device_count():
             raise RuntimeError
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"target.device={device!r} is not available here, where torch finds "
             f"{torch.cuda.device_count()} GPUs: give auto, cpu or cuda"

@@ -31,7 +31,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
-from tests.drafters.test_contract import SHAPES, make_drafter, make_target, text
+from tests.drafters.families import SHAPES, make_drafter, make_target, text
 from tests.tiny import make_tokenizer, random_drafter
 
 

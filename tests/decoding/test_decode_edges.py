@@ -22,7 +22,7 @@ from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
-from tests.drafters.test_contract import CONFIGS, L, V, make_drafter, make_target, text
+from tests.drafters.families import CONFIGS, L, V, make_drafter, make_target, text
 from tests.tiny import architectures, random_drafter, random_target
 
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]

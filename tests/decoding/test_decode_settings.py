@@ -21,7 +21,7 @@ from specdec.measure.strategy import strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
-from tests.drafters.test_contract import make_drafter, make_target, text
+from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import compose
 
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]

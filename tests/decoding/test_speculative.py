@@ -28,7 +28,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
-from tests.drafters.test_contract import L, make_drafter, make_target, text
+from tests.drafters.families import L, make_drafter, make_target, text
 from tests.drafters.test_translated import byte_tokenizer, piece_tokenizer
 from tests.target import test_seq2seq as seq2seq
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target

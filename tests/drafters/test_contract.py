@@ -5,88 +5,41 @@ Run alone: python -m pytest tests/drafters/test_contract.py
 
 import gc
 import itertools
-import json
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, GraniteConfig, PreTrainedConfig
 
 from specdec.context import Context, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.copying.copy import CopyConfig
-from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
-from specdec.drafters.copying.lookahead import LookaheadConfig
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.copying.suffix import SuffixConfig
-from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.models.sparse import SparseConfig
-from specdec.drafters.parallel.medusa import MedusaConfig
-from specdec.drafters.recurrent.eagle import EagleConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
-from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, batch_of
-from specdec.formats import draft as checkpoint
-from specdec.formats import export
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
+from tests.drafters.families import (
+    CONFIGS,
+    SHAPES,
+    TARGETS,
+    L,
+    T,
+    V,
+    context,
+    logits,
+    make_drafter,
+    make_target,
+    text,
+)
 from tests.tiny import (
     DRAFTER_OVERRIDES,
     REPOSITORY,
-    architectures,
     learn,
-    random_drafter,
     random_target,
 )
-
-V, L, T = 61, 6, 14
-TARGETS = architectures(V, L)
-CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests of their own
-    "eagle3": Eagle3Config(depth=3, draft_vocab=40),
-    "eagle": EagleConfig(depth=3, start="random"),
-    "medusa": MedusaConfig(depth=3, draft_vocab=40, num_layers=2),
-    "lm": LMConfig(depth=3, layers=[0, 3]),
-    "lm with adapters": LMConfig(depth=3, layers=[0, 3], lora=LoraOptions(rank=2)),
-    "ngram": NgramConfig(depth=3),
-    "unigram": UnigramConfig(depth=3),
-    "bigram": BigramConfig(depth=3),
-    "suffix": SuffixConfig(depth=3),
-    "lookahead": LookaheadConfig(depth=3, window=5, ngram=3),
-    "copy": CopyConfig(depth=3, patience=0),
-    "early_exit": EarlyExitConfig(depth=3, layers=2),
-    "sparse": SparseConfig(depth=3, budget=3, window=2, refresh=3, sink=1, pool=3),
-}
-SHAPES: list[Shape] = [
-    Chain(3),
-    Static([[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0]]),
-    Dynamic(3, 10, 4),
-]
-VOCAB = torch.arange(0, V)[torch.arange(V) % 3 != 1][:40]
-
-
-def make_target(kind: str = "llama") -> Target:
-    return random_target(TARGETS[kind])
-
-
-def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
-    if (
-        name == "eagle"
-    ):  # no norm bounds its states: with more noise its logits are in the thousands
-        noise = min(noise, 0.1)
-    drafter = random_drafter(CONFIGS[name], target, noise, VOCAB)
-    learn(drafter, [text(seed)[0].tolist() for seed in range(4)])
-    return drafter
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +50,6 @@ def target() -> Target:
 @pytest.fixture(params=list(CONFIGS))
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     return make_drafter(request.param, target)
-
-
-def context(target: Target, drafter: Drafter, ids: torch.Tensor) -> Context:
-    return target.features(ids, drafter.needs)[0]
-
-
-def text(seed: int, length: int = T, vocab: int = V) -> torch.Tensor:
-    """Random ids in which n-grams repeat, so that prompt lookup has something to copy."""
-    half = torch.randint(2, vocab, (1, length // 2), generator=torch.Generator().manual_seed(seed))
-    return torch.cat([half, half], 1)
-
-
-def logits(drafter: Drafter, hidden: torch.Tensor) -> torch.Tensor:
-    """[B, A, K, S], with -inf (nothing drafted) as a number that compares equal."""
-    by_depth = [drafter.unembed(hidden[:, :, k], k) for k in range(hidden.shape[2])]
-    return torch.stack(by_depth, 2).nan_to_num(neginf=-1e9)
 
 
 def test_depth_k_does_not_read_later_drafted_tokens(target: Target, drafter: Drafter) -> None:
@@ -392,100 +329,6 @@ def test_committed_tokens_follow_p(
             counts[tuple(result.ids)] += 1  # a token that p forbids is a KeyError
     distance = sum(abs(counts[k] / n - expected[k]) for k in expected)
     assert distance < 2 * (2 * len(expected) / (3.1416 * n)) ** 0.5
-
-
-def test_saved_and_loaded_weights_give_the_same_logits(
-    target: Target, drafter: Drafter, tmp_path
-) -> None:
-    checkpoint.save(tmp_path / "draft", drafter, target)
-    loaded = checkpoint.load(tmp_path / "draft", target)
-    ctx, anchors = context(target, drafter, text(10)), torch.tensor([[3, 8]])
-    ours, theirs = (logits(d, d.hidden(ctx, anchors, None)) for d in (drafter, loaded))
-    if drafter.state_dict().keys() == loaded.state_dict().keys():
-        assert torch.equal(ours, theirs)
-    else:  # adapters were added to the weights
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("lm", lambda card, x: card["shape"]["model"].update(hidden_size="wide"), "no lm can be"),
-        ("lm", lambda card, x: card["shape"]["model"].update(num_attention_heads=0), "card"),
-        ("eagle3", lambda card, x: card["shape"].clear(), "'target_vocab' is missing"),
-        ("eagle3", lambda card, x: card["config"].update(depth=0), "drafter.json: "),
-        (
-            "eagle3",
-            lambda card, x: x.update({"fc.weight": x["fc.weight"].long()}),
-            "'fc.weight' is of type I64",
-        ),
-        ("eagle3", lambda card, x: x["fc.weight"].fill_(torch.nan), "'fc.weight' .* not finite"),
-        ("eagle3", lambda card, x: x["vocab_S"].add_(V - 1), "rise within 0 to 60"),
-        ("eagle3", lambda card, x: x["vocab_S"].sub_(1), "rise within 0 to 60"),
-        ("eagle3", lambda card, x: x.update(vocab_S=x["vocab_S"].flip(0)), "rise within 0 to 60"),
-    ],
-)
-def test_a_draft_that_does_not_fit_is_told_in_one_line(
-    target: Target, tmp_path: Path, name: str, change: Callable[[Any, Any], Any], words: str
-) -> None:
-    folder = tmp_path / "draft"
-    checkpoint.save(folder, make_drafter(name, target), target)
-    card = json.loads((folder / checkpoint.CARD).read_text())
-    tensors = load_file(folder / checkpoint.WEIGHTS)
-    change(card, tensors)
-    (folder / checkpoint.CARD).write_text(json.dumps(card))
-    save_file(tensors, folder / checkpoint.WEIGHTS)
-    with pytest.raises(UserError, match=words) as caught:
-        checkpoint.load(folder, target)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name,layout", list(export.LAYOUTS))
-def test_export_reads_back_and_names_what_is_wrong(
-    target: Target, tmp_path, name: str, layout: str
-) -> None:
-    target = CausalTarget(target.model, _Tokenizer(), "tiny")
-    drafter = make_drafter(name, target)
-    export.write(tmp_path / "out", drafter, target, layout)
-    again = export.read(tmp_path / "out", drafter, target)
-    assert torch.equal(export.logits(drafter, target), export.logits(again, target))
-    path = tmp_path / "out" / export.WEIGHTS
-    whole = load_file(path)
-    victim = sorted(n for n in whole if n.endswith("weight"))[0]
-    for change, word in (
-        (lambda t: t.pop(victim), "missing"),
-        (lambda t: t.update(extra=torch.zeros(1)), "does not belong"),
-        (lambda t: t.update({victim: t[victim][:1].clone()}), "shape"),
-    ):
-        tensors = dict(whole)
-        change(tensors)
-        save_file(tensors, path)
-        with pytest.raises(UserError, match=word):
-            export.read(tmp_path / "out", drafter, target)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="not a complete export"):
-        export.read(tmp_path / "out", drafter, target)
-
-
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
-def test_export_refuses_weights_that_are_not_finite(target: Target, tmp_path, name: str) -> None:
-    target = CausalTarget(target.model, _Tokenizer(), "tiny")
-    drafter = make_drafter(name, target)
-    weight = next(p for p in drafter.parameters() if p.requires_grad)
-    with torch.no_grad():
-        weight.view(-1)[0] = torch.nan
-    with pytest.raises(UserError, match="not finite"):
-        export.write(tmp_path / "out", drafter, target)
-    assert not (tmp_path / "out").exists()
-
-
-class _Tokenizer:
-    """Stands in where only saving is asked for."""
-
-    eos_token_id = None
-
-    def save_pretrained(self, folder) -> None:
-        (folder / "tokenizer.json").write_text("{}")
 
 
 def test_the_memory_of_a_generation_is_free_when_it_ends(

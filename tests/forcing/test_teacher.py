@@ -17,7 +17,7 @@ from specdec.forcing.teacher import Batch, TeacherForcing, batch_of
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
-from tests.drafters.test_contract import CONFIGS, make_drafter, make_target, text
+from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 
 TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trainable]
 pytestmark = pytest.mark.usefixtures("one_thread")

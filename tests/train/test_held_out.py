@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
-from tests.drafters.test_contract import make_drafter, make_target, text
+from tests.drafters.families import make_drafter, make_target, text
 from train.data.packing import pack
 from train.data.template import Document
 from train.features.source import Online

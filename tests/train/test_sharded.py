@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from specdec.forcing.teacher import TeacherForcing, batch_of
 from specdec.sampling.sampler import Sampler
-from tests.drafters.test_contract import make_drafter, make_target, text
+from tests.drafters.families import make_drafter, make_target, text
 from tests.runs import draft
 from tests.tiny import Tiny, losses, process
 from train import checkpoint

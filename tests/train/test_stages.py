@@ -16,7 +16,7 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.target.base import Target
-from tests.drafters.test_contract import CONFIGS, VOCAB, make_drafter, make_target
+from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
 from tests.runs import draft
 from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
 from train.data.template import Document
