@@ -1,5 +1,6 @@
-"""Training: peak memory of the loss, and tokens/s of a step."""
+"""Training: memory and time of the loss, and tokens/s of a step."""
 
+import math
 import resource
 import statistics
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ import torch
 from benches.turns import show
 from hydra import compose, initialize_config_dir
 
+from specdec.errors import require
 from specdec.measure.costs import timed
-from specdec.objectives.chunked import chunked
+from specdec.objectives.chunked import at_once, chunked
 from specdec.objectives.losses import nla
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.progress import console
 from specdec.target.loading import load_target, resolved
+from specdec.theory.alpha import acceptance
 from train.config import register, resolve
 from train.data.split import split_documents
 from train.plan import rehearsal
@@ -27,45 +30,62 @@ from train.processes import accelerator_of
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
-RUNS = 3
 
 
-def loss_memory(kind: str, positions: int) -> float:
-    """The memory (MB) that one loss and its gradients add at their peak, in a fresh process."""
+def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
+    """The memory (MB) that a loss, all α and the gradients add at their peak, and the seconds that
+    they take, in a fresh process."""
     torch.manual_seed(0)
     hidden = torch.randn(positions, 1, WIDTH, requires_grad=True)
-    final = torch.randn(positions, WIDTH)
-    head = torch.nn.Parameter(torch.randn(VOCAB, WIDTH) / 24)
-    nothing = torch.full((positions,), -1)
+    final, nothing = torch.randn(positions, WIDTH), torch.full((positions, 1), -1)
+    head = torch.nn.Parameter(torch.randn(vocab, WIDTH).div_(WIDTH**0.5))
+    log_z = math.log(vocab) + 0.5  # about that of logits drawn from a standard normal distribution
 
-    def part(piece: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        log_p = (final[rows] @ head.detach().T).log_softmax(-1)
-        log_q = (piece[:, 0] @ head.T).log_softmax(-1)
-        ids, valid = nothing[rows], nothing[rows] < 0
-        loss = nla(Piece(log_p, log_q, ids, ids, valid, piece[:, 0], final[rows])).sum()
-        return loss, loss.detach()[None]
+    def part(rows: slice, some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, of_target = (some[:, 0] @ head.T)[:, None], (final[rows] @ head.detach().T)[:, None]
+
+        def few(at: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ids = nothing[rows][at]
+            known = ids, ids, ids < 0, logits, logits
+            piece = Piece(of_target[at] - log_z, logits.log_softmax(-1), *known)
+            return nla(piece).sum(), torch.stack(acceptance(piece)).sum((1, 2))
+
+        if way != "fused":
+            return few(slice(None), logits)
+        return chunked(few, [logits], [], at_once(logits))
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if kind == "plain":
-        loss, _ = part(hidden, slice(0, positions))
-    else:
-        loss, _ = chunked(part, hidden, [head], ObjectiveConfig().chunk)
-    loss.backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    chunk = positions if way == "plain" else ObjectiveConfig().chunk
+    seconds, _ = timed(lambda: chunked(part, [hidden], [head], chunk)[0].backward())
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds
 
 
-def loss() -> None:
-    """Peak memory of the chunked loss and its plain twin."""
+def loss(
+    *,
+    positions: Annotated[Sequence[int], "in a step"] = (1024, 2048, 4096, 8192),
+    vocab: Annotated[int, "of target and draft"] = VOCAB,
+    ways: Annotated[Sequence[str], "of plain, chunks and fused"] = ("plain", "chunks", "fused"),
+    runs: Annotated[int, "of each way, in turn"] = 3,
+) -> None:
+    """Peak memory and time of a loss, all α and the gradients; medians of fresh processes.
+
+    plain computes everything at once, chunks one chunk of anchors after another, each at once, and
+    fused, as in training, also the loss of a chunk by few rows.
+    """
+    require(set(ways) <= {"plain", "chunks", "fused"}, f"--ways {' '.join(ways)}: one is unknown")
     rows = []
     fresh = get_context("spawn")
     with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as processes:
-        for positions in (1024, 2048, 4096, 8192):
-            medians = [
-                statistics.median(processes.map(loss_memory, [kind] * RUNS, [positions] * RUNS))
-                for kind in ("chunked", "plain")
-            ]
-            rows.append([f"{positions:,}", *(f"{mb:.0f}" for mb in medians)])
-    show(["positions", "chunked, MB", "plain twin, MB"], rows)
+        for count in positions:
+            calls = [*ways] * runs
+            sizes = [count] * len(calls), [vocab] * len(calls)
+            made = list(processes.map(loss_cost, calls, *sizes))
+            cells = []
+            for i in range(len(ways)):
+                mb, seconds = (statistics.median(x) for x in zip(*made[i :: len(ways)]))
+                cells += [f"{mb:,.0f}", f"{seconds:.2f}"]
+            rows.append([f"{count:,}", *cells])
+    show(["positions", *(f"{way}, {unit}" for way in ways for unit in ("MB", "s"))], rows)
 
 
 def throughput(

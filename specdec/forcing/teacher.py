@@ -22,7 +22,7 @@ from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, together
-from specdec.objectives.chunked import chunked
+from specdec.objectives.chunked import at_once, chunked, slices
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler, Summary
@@ -168,21 +168,30 @@ class TeacherForcing(nn.Module):
                 )
         decay_K = hidden_NKD.new_tensor([self.objective.depth_decay**k for k in range(depth)])
 
-        def part(some_NKD: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            piece = self._piece(batch, chosen, some_NKD, rows)
-            piece.progress = moment.progress
+        def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
+            piece, tensors = self._pieces(batch, chosen, some_NKD, rows)
+            other_NKS = None
             if reference is not None and compared_NKD is not None:
                 with torch.no_grad():
-                    logits_NKS = reference.unembed_all(compared_NKD[rows])
-                    piece.reference_log_q = self.sampler.log_probs(logits_NKS)
-            loss_NK = self.objective.loss(piece)
-            total = (loss_NK * chosen.weight_NK[rows] * decay_K).sum()
-            columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(piece)]
-            counted_CNK = torch.stack(columns) * piece.valid
-            return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
+                    other_NKS = reference.unembed_all(compared_NKD[rows])
+
+            def few(at: slice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+                of = piece(at, *tensors)
+                of.progress = moment.progress
+                if other_NKS is not None:
+                    of.reference_log_q = self.sampler.log_probs(other_NKS[at])
+                loss_NK = self.objective.loss(of)
+                total = (loss_NK * chosen.weight_NK[rows][at] * decay_K).sum()
+                columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
+                counted_CNK = torch.stack(columns) * of.valid
+                return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
+
+            size = at_once(tensors[0])
+            whole = size >= len(some_NKD)
+            return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
 
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
-        return chunked(part, hidden_NKD, parameters, self.objective.chunk)
+        return chunked(part, [hidden_NKD], parameters, self.objective.chunk)
 
     def _table(self, batch: Batch, more: Columns | None) -> Table:
         anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
@@ -190,34 +199,55 @@ class TeacherForcing(nn.Module):
         found = []
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
-            piece = self._piece(batch, anchors, hidden_NKD[rows], rows)
-            found.append((*acceptance(piece), *(more(piece) if more else ())))
+            piece, tensors = self._pieces(batch, anchors, hidden_NKD[rows], rows)
+            for at in slices(tensors[0], at_once(tensors[0])):
+                of = piece(at, *(x[at] for x in tensors))
+                found.append((*acceptance(of), *(more(of) if more else ())))
         columns = [torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True)]
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
 
-    def _piece(self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice) -> Piece:
-        """p, q and the other tensors that an objective may read, for one chunk of anchors."""
+    def _pieces(
+        self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
+    ) -> tuple[Callable[..., Piece], list[Tensor]]:
+        """p, q and the other tensors that an objective may read, for a few of a chunk's anchors.
+
+        Gives a function from their slice, and their rows of the tensors that it gives, too: those
+        through which a gradient can flow, the draft's logits first. All products with unembeddings
+        are made here, once for the chunk.
+        """
         T = batch.mask_BT.shape[1]
         depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
         row_N1 = anchors.row_N[rows, None]
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
-        # depth k at one anchor and k - 1 at the next share one p, which is computed once
+        # depth k at one anchor and k - 1 at the next share one p, whose logits are computed once
         where_U, index_NK = (row_N1 * T + at_NK).unique(return_inverse=True)
         summary = Summary(*(x.flatten()[where_U] for x in batch.summary))
         final_UD = batch.final_BTD.flatten(0, 1)[where_U]
         with torch.no_grad():
-            log_p_US = self.sampler.log_probs_of(self._head(final_UD), summary)
+            logits_US = self._head(final_UD)
         label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
-        return Piece(
-            log_p=log_p_US[index_NK],
-            log_q=self.sampler.log_probs(self.drafter.unembed_all(hidden_NKD)),
-            target_argmax=self._draft_ids(summary.argmax_N)[index_NK],
-            label=self._draft_ids(label_NK),
-            valid=anchors.valid_NK[rows],
-            hidden=hidden_NKD,
-            features=final_UD[index_NK],
-            confidence=self.drafter.confidence(hidden_NKD),
-        )
+        valid_NK = anchors.valid_NK[rows]
+
+        def piece(
+            at: slice, logits_NKS: Tensor, hidden_NKD: Tensor, confidence_NK: Tensor | None = None
+        ) -> Piece:
+            index_M = index_NK[at].flatten()
+            of = Summary(*(x[index_M] for x in summary))
+            with torch.no_grad():
+                log_p_MS = self.sampler.log_probs_of(logits_US[index_M], of)
+            return Piece(
+                log_p=log_p_MS.view_as(logits_NKS),
+                log_q=self.sampler.log_probs(logits_NKS),
+                target_argmax=self._draft_ids(of.argmax_N).view(logits_NKS.shape[:2]),
+                label=self._draft_ids(label_NK[at]),
+                valid=valid_NK[at],
+                hidden=hidden_NKD,
+                features=final_UD[index_NK[at]],
+                confidence=confidence_NK,
+            )
+
+        read = self.drafter.unembed_all(hidden_NKD), hidden_NKD, self.drafter.confidence(hidden_NKD)
+        return piece, [x for x in read if x is not None]
 
     def _draft_ids(self, target_ids: Tensor) -> Tensor:
         """Indices in the draft vocabulary, -1 where it lacks the token."""

@@ -1,5 +1,12 @@
 """A loss over many rows, computed chunk by chunk, so that a tensor over all tokens and the
-vocabulary never exists."""
+vocabulary never exists.
+
+Training uses it twice. The hidden states of a chunk of anchors are multiplied by the two
+unembeddings, which is fast for many rows at once. The objective then reads the chunk's logits a few
+rows at a time, and leaves their gradient in the place of its many intermediate tensors, which stay
+in a processor's cache. So no product is computed twice. In blocks of the vocabulary, p and q would
+have to be computed again for the gradient, as β is not known before the last block.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# A part takes some rows and their indices and returns (summed loss, summed statistics)
-Part = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+# A part takes the indices of some rows and these rows of each tensor, and returns (summed loss,
+# summed statistics)
+Part = Callable[..., tuple[Tensor, Tensor]]
+AT_ONCE, AT_ONCE_ON_GPU = 1 << 20, 1 << 26  # logits; see `at_once`
 
 
 class _Chunked(torch.autograd.Function):
@@ -20,58 +29,73 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Part, chunk: int, hidden: Tensor, *parameters: nn.Parameter
+        ctx: Any, part: Part, chunk: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        grad_hidden = torch.empty_like(hidden)
-        grads: list[Tensor | None] = [None] * len(parameters)
-        total, statistics = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros(())
-        for rows in _slices(hidden, chunk):
+        """The first `count` tensors are cut into rows; the others are parameters."""
+        cut, parameters = tensors[:count], tensors[count:]
+        grads: list[Tensor | None] = [None] * len(tensors)
+        total, statistics = cut[0].new_zeros((), dtype=torch.float32), cut[0].new_zeros(())
+        for rows in slices(cut[0], chunk):
             with torch.enable_grad():
-                piece = hidden[rows].detach().requires_grad_()
-                loss, seen = part(piece, rows)
+                pieces = [x[rows].detach().requires_grad_(x.requires_grad) for x in cut]
+                loss, seen = part(rows, *pieces)
                 if rows.start == 0:
-                    _require_among(loss, [piece, *parameters])
-                grad_hidden[rows], *new = torch.autograd.grad(
-                    loss, [piece, *parameters], allow_unused=True
-                )
-            for i, (held, grad) in enumerate(zip(grads, new, strict=True)):
-                if grad is not None:
+                    _require_among(loss, [*pieces, *parameters])
+                trained = {i: x for i, x in enumerate([*pieces, *parameters]) if x.requires_grad}
+                new = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+            for i, grad in zip(trained, new, strict=True):
+                held = grads[i]
+                if grad is None:
+                    continue
+                if i < count:
+                    grads[i] = held = torch.zeros_like(cut[i]) if held is None else held
+                    held[rows] = grad
+                else:
                     grads[i] = grad.clone() if held is None else held.add_(grad)
             total += loss.detach()
             statistics = statistics + seen
-        ctx.save_for_backward(grad_hidden, *grads)
+        ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(statistics)
         return total, statistics
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         scale = grad_outputs[0]
-        saved = [None if g is None else g * scale for g in ctx.saved_tensors]
-        return None, None, *saved
+        if scale == 1:  # of a chunk within a chunk: no copy of the largest tensor there is
+            return None, None, None, *ctx.saved_tensors
+        return None, None, None, *(None if g is None else g * scale for g in ctx.saved_tensors)
 
 
 def chunked(
-    part: Part, hidden: Tensor, parameters: Sequence[nn.Parameter], chunk: int
+    part: Part, cut: Sequence[Tensor], parameters: Sequence[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `part` over chunks of the rows of `hidden`.
+    """Sum of `part` over chunks of the rows of the tensors in `cut`, all as long.
 
-    `part(rows of hidden, slice)` returns a summed loss (scalar, float32) and detached summed
+    `part(slice, rows of each tensor…)` returns a summed loss (scalar, float32) and detached summed
     statistics. `parameters` lists all trained parameters: those that a chunk reads get their
     gradient, the others none. At most one chunk's intermediate tensors exist at a time. Without
     gradients, nothing is kept at all. Raises RuntimeError if a chunk reads a trained tensor that is
     not among `parameters`, because its gradient would be lost silently.
     """
-    if len(hidden) == 0:
+    if len(cut[0]) == 0:
         raise ValueError("chunked: no rows")
-    trained = hidden.requires_grad or any(p.requires_grad for p in parameters)
-    if torch.is_grad_enabled() and trained:
-        return _Chunked.apply(part, chunk, hidden, *parameters)
-    losses, seen = zip(*(part(hidden[rows], rows) for rows in _slices(hidden, chunk)), strict=True)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*cut, *parameters)):
+        return _Chunked.apply(part, chunk, len(cut), *cut, *parameters)
+    found = [part(rows, *(x[rows] for x in cut)) for rows in slices(cut[0], chunk)]
+    losses, seen = zip(*found, strict=True)
     return torch.stack(losses).sum(), torch.stack(seen).sum(0)
 
 
-def _slices(hidden: Tensor, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, len(hidden), chunk)]
+def slices(x: Tensor, chunk: int) -> list[slice]:
+    """The rows of a tensor, `chunk` at a time."""
+    return [slice(start, start + chunk) for start in range(0, len(x), chunk)]
+
+
+def at_once(logits: Tensor) -> int:
+    """How many rows of a chunk's logits an objective reads at a time: on a CPU what fits in its
+    cache, on a GPU what keeps it busy."""
+    most = AT_ONCE if logits.device.type == "cpu" else AT_ONCE_ON_GPU
+    return max(1, most // max(1, logits[0].numel()))
 
 
 def _require_among(loss: Tensor, listed: Sequence[Tensor]) -> None:

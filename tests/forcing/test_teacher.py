@@ -14,6 +14,7 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.base import AnchorsConfig, Drafter
 from specdec.forcing.anchors import Anchors, anchors_of, together
 from specdec.forcing.teacher import Batch, TeacherForcing, batch_of
+from specdec.objectives import chunked
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
@@ -149,8 +150,8 @@ def test_every_trained_parameter_has_its_gradient(target: Target, name: str) -> 
         found.append(gradient(forcing, batch))
         assert len(found[-1]) == len(trained)
         assert all(g.abs().max() > 0 for g in found[-1])
-    for whole, chunked in zip(*found, strict=True):
-        torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-3)
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-3)
 
 
 def test_a_family_may_train_in_a_way_of_its_own(
@@ -181,28 +182,32 @@ def test_a_family_may_train_in_a_way_of_its_own(
     assert torch.equal(forcing(batch, measure=True).alpha.sampled, measured)
 
 
+@pytest.mark.parametrize("few", [2, 1])
 def test_a_piece_holds_what_an_objective_may_read(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    target: Target, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """p of depth k at anchor a is the target's own at a + k, from the features that are there."""
+    """p of depth k at anchor a is the target's own at a + k, from the features that are there; in
+    chunks of 2 anchors, read together or one by one."""
     drafter = make_drafter("medusa", target)
     monkeypatch.setattr(type(drafter), "confidence", lambda self, hidden: hidden.mean(-1))
     reference = make_drafter("medusa", target, noise=0.1)
     cfg = ObjectiveConfig(chunk=2)
+    monkeypatch.setattr(chunked, "AT_ONCE", few * drafter.depth * 40)
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg, reference)
     batch = batch_with(target, drafter, 6)
     pieces = []
     loss = cfg.loss
     monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
     forcing(batch, moment=Moment(0.5, [0]))
-    assert [len(piece.log_p) for piece in pieces] == [2, 2, 2] and pieces[0].progress == 0.5
+    assert [len(piece.log_p) for piece in pieces] == [few] * (6 // few)
+    assert pieces[0].progress == 0.5
     log_p_TV = Sampler(1.0).log_probs(target.logits(batch.final_BTD[0]))
     assert drafter.vocab_S is not None
     first = 20 - 6 - 1  # the first anchor: the token before the first that counts
     for n, piece in enumerate(pieces):
-        for i in range(2):
+        for i in range(few):
             for k in range(drafter.depth):
-                at = first + 2 * n + i + k
+                at = first + few * n + i + k
                 if not piece.valid[i, k]:
                     assert at >= 19
                     continue
@@ -227,3 +232,51 @@ def test_terms_add_up(target: Target) -> None:
 
     whole = loss(nla=1.0, smooth_l1=0.1)
     assert whole == pytest.approx(loss(nla=1.0) + 0.1 * loss(smooth_l1=1.0), rel=1e-6)
+
+
+# Chunks within chunks
+
+
+def at_once(forcing: TeacherForcing, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of one text, and its -log β and three α, each summed by depth [K, 4], from tensors
+    over all positions and the vocabulary."""
+    drafter, sampler = forcing.drafter, forcing.sampler
+    anchors, K = batch.anchors(drafter.train_depth, "token"), drafter.train_depth
+    hidden_NKD = drafter.hidden(batch.ctx, anchors.position_N[None], None)[0]
+    q_NKS = torch.stack([sampler.probs(drafter.unembed(hidden_NKD[:, k], k)) for k in range(K)], 1)
+    p_TV = sampler.probs(target.logits(batch.final_BTD[0]))
+    p_NKV = p_TV[(anchors.position_N[:, None] + torch.arange(K)).clamp_max(len(p_TV) - 1)]
+    ids_S = torch.arange(target.vocab_size) if drafter.vocab_S is None else drafter.vocab_S
+    p_NKS, best_NK = p_NKV[..., ids_S], q_NKS.argmax(-1)
+    beta_NK = torch.minimum(p_NKS, q_NKS).sum(-1)
+    drafted_NK = p_NKS.gather(-1, best_NK[..., None])[..., 0]
+    greedy_NK = (ids_S[best_NK] == p_NKV.argmax(-1)).float()
+    columns = torch.stack([-beta_NK.log(), beta_NK, drafted_NK, greedy_NK], -1)
+    by_depth = (columns * anchors.valid_NK[..., None]).sum(0)
+    decay_K = torch.tensor([forcing.objective.depth_decay**k for k in range(K)])
+    return (by_depth[:, 0] * decay_K).sum(), by_depth.detach()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "lm"])
+@pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.7, top_k=30)], ids=["t1", "top-k"])
+def test_chunks_within_chunks_equal_everything_at_once(
+    target: Target, name: str, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 anchors, unembedded by 4 and read by 3: loss, all α and every gradient, in float32."""
+    drafter = make_drafter(name, target)
+    forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=4))
+    ids = text(0, 20)[0].tolist()
+    batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 10 + [True] * 10])
+    size = drafter.train_depth * (target.vocab_size if drafter.vocab_S is None else 40)
+    monkeypatch.setattr(chunked, "AT_ONCE", 3 * size)
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    wanted, columns = at_once(forcing, target, batch)
+    gradients = torch.autograd.grad(wanted, trained)
+    loss, statistics = forcing(batch)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    torch.testing.assert_close(statistics[:, 1:], columns, rtol=1e-5, atol=1e-5)
+    assert (statistics[:, 2:4] > 0).all()
+    assert (statistics[:, 4] > 0).any() or name in ("eagle", "lm")  # which never agree greedily
+    for got, gradient in zip(torch.autograd.grad(loss, trained), gradients, strict=True):
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-4 * scale)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.objectives.chunked import chunked
+from specdec.objectives.chunked import Part, chunked
 from tests.objectives.test_losses import CFG, S, piece_of, pruned, term, truncated
 
 WIDTH, DEPTH = 5, 2
@@ -29,8 +29,8 @@ class Head(nn.Module):
         self.heads = nn.Parameter(torch.randn(DEPTH, WIDTH, vocabulary, dtype=dtype))
         self.unused = nn.Parameter(torch.randn(3, dtype=dtype))
 
-    def part(self, name: str, p_NKS: Tensor) -> Callable[[Tensor, slice], tuple[Tensor, Tensor]]:
-        def part(piece_NKD: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def part(self, name: str, p_NKS: Tensor) -> Part:
+        def part(rows: slice, piece_NKD: Tensor) -> tuple[Tensor, Tensor]:
             losses = []
             for k in range(DEPTH):
                 logits = (piece_NKD[:, k] * self.scale) @ self.heads[k]
@@ -55,9 +55,9 @@ def test_chunks_equal_the_plain_sum(name: str, chunk: int) -> None:
     head, hidden, p = chunk_case(10)
     parameters = list(head.parameters())
     part = head.part(name, p)
-    plain, plain_seen = part(hidden, slice(0, 10))
+    plain, plain_seen = part(slice(0, 10), hidden)
     wanted = torch.autograd.grad(-3.5 * plain, [hidden, *parameters], allow_unused=True)
-    total, seen = chunked(part, hidden, parameters, chunk)
+    total, seen = chunked(part, [hidden], parameters, chunk)
     got = torch.autograd.grad(-3.5 * total, [hidden, *parameters], allow_unused=True)
     assert total.item() == pytest.approx(plain.item(), rel=1e-6)
     torch.testing.assert_close(seen, plain_seen, atol=1e-12, rtol=0)
@@ -81,8 +81,8 @@ def test_chunks_of_a_deeper_graph_accumulate() -> None:
         return [x.grad for x in trained]
 
     part = head.part("nla", p)
-    wanted = step(lambda h: part(h, slice(0, 10))[0])
-    got = step(lambda h: chunked(part, h, [*layer.parameters(), *head.parameters()], 3)[0])
+    wanted = step(lambda h: part(slice(0, 10), h)[0])
+    got = step(lambda h: chunked(part, [h], [*layer.parameters(), *head.parameters()], 3)[0])
     for x, y in zip(got, wanted):
         torch.testing.assert_close(x, y, atol=1e-10, rtol=0)
 
@@ -90,9 +90,9 @@ def test_chunks_of_a_deeper_graph_accumulate() -> None:
 def test_chunks_without_gradients() -> None:
     head, hidden, p = chunk_case(10)
     part = head.part("tv", p)
-    wanted, wanted_seen = part(hidden, slice(0, 10))
+    wanted, wanted_seen = part(slice(0, 10), hidden)
     with torch.no_grad():
-        total, seen = chunked(part, hidden, list(head.parameters()), 4)
+        total, seen = chunked(part, [hidden], list(head.parameters()), 4)
     assert not total.requires_grad
     torch.testing.assert_close(total, wanted.detach())
     torch.testing.assert_close(seen, wanted_seen)
@@ -102,8 +102,8 @@ def test_chunks_where_the_head_alone_is_trained() -> None:
     head, hidden, p = chunk_case(10)
     head.scale.requires_grad_(False)
     part = head.part("nla", p)
-    wanted = torch.autograd.grad(part(hidden, slice(0, 10))[0], head.heads)
-    got = torch.autograd.grad(chunked(part, hidden.detach(), [head.heads], 4)[0], head.heads)
+    wanted = torch.autograd.grad(part(slice(0, 10), hidden)[0], head.heads)
+    got = torch.autograd.grad(chunked(part, [hidden.detach()], [head.heads], 4)[0], head.heads)
     torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
 
 
@@ -111,15 +111,15 @@ def test_a_trained_parameter_that_is_not_listed_is_an_error() -> None:
     """Its gradient would be lost in silence; what is listed and never read is no error."""
     head, hidden, p = chunk_case(10)
     part = head.part("nla", p)
-    chunked(part, hidden, [head.scale, head.heads, head.unused], 4)
+    chunked(part, [hidden], [head.scale, head.heads, head.unused], 4)
     with pytest.raises(RuntimeError, match=r"shape \[5\]"):
-        chunked(part, hidden, [head.heads], 4)
+        chunked(part, [hidden], [head.heads], 4)
 
 
 def test_no_rows_is_an_error() -> None:
     head, hidden, p = chunk_case(2)
     with pytest.raises(ValueError, match="no rows"):
-        chunked(head.part("nla", p), hidden[:0], list(head.parameters()), 4)
+        chunked(head.part("nla", p), [hidden[:0]], list(head.parameters()), 4)
 
 
 def test_chunks_of_two_parameters_with_one_gradient() -> None:
@@ -129,11 +129,11 @@ def test_chunks_of_two_parameters_with_one_gradient() -> None:
     a, b = (nn.Parameter(torch.randn(WIDTH, S, dtype=torch.float64)) for _ in range(2))
     hidden = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
 
-    def part(piece: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def part(rows: slice, piece: Tensor) -> tuple[Tensor, Tensor]:
         return (piece @ (a + b)).square().sum(), torch.zeros(1)
 
-    wanted = torch.autograd.grad(part(hidden, slice(0, 6))[0], [a, b])
-    got = torch.autograd.grad(chunked(part, hidden, [a, b], 2)[0], [a, b])
+    wanted = torch.autograd.grad(part(slice(0, 6), hidden)[0], [a, b])
+    got = torch.autograd.grad(chunked(part, [hidden], [a, b], 2)[0], [a, b])
     torch.testing.assert_close(got, wanted)
 
 
@@ -142,10 +142,10 @@ def test_chunks_of_a_parameter_with_an_expanded_gradient() -> None:
     bias = nn.Parameter(torch.randn(WIDTH))
     hidden = torch.randn(6, WIDTH, requires_grad=True)
 
-    def part(piece: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def part(rows: slice, piece: Tensor) -> tuple[Tensor, Tensor]:
         return piece.sum() + len(piece) * bias.sum(), torch.zeros(1)
 
-    got = torch.autograd.grad(chunked(part, hidden, [bias], 2)[0], bias)[0]
+    got = torch.autograd.grad(chunked(part, [hidden], [bias], 2)[0], bias)[0]
     assert torch.equal(got, torch.full((WIDTH,), 6.0))
 
 
@@ -206,7 +206,7 @@ def memory(n: int, chunk: int, gradients: bool = True) -> tuple[int, int]:
     p = torch.rand(n, DEPTH, 2 * MANY_WORDS).softmax(-1)[..., :MANY_WORDS]
     part = head.part("nla", p)
     with torch.set_grad_enabled(gradients), kept_for_backward() as kept, Largest() as largest:
-        total, _ = chunked(part, hidden, list(head.parameters()), chunk)
+        total, _ = chunked(part, [hidden], list(head.parameters()), chunk)
         if gradients:
             total.backward()
     return largest.elements, kept["peak"]
@@ -240,3 +240,36 @@ def test_memory_without_gradients() -> None:
     largest, kept = memory(256, 8, gradients=False)
     assert kept == 0
     assert largest <= max(256 * DEPTH * WIDTH, 8 * DEPTH * MANY_WORDS)
+
+
+def within(n: int, few: int) -> tuple[int, int, int]:
+    """Elements of the chunk's logits, of the largest tensor made from them, and the peak of those
+    kept: one chunk of all N rows, of which the loss reads `few` at a time."""
+    torch.manual_seed(5)
+    head = nn.Parameter(torch.randn(WIDTH, MANY_WORDS))
+    hidden = torch.randn(n, WIDTH, requires_grad=True)
+    p = torch.rand(n, 2 * MANY_WORDS).softmax(-1)[..., :MANY_WORDS]
+    inner = Largest()
+
+    def read(at: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        with inner:
+            loss = term("nla", piece_of(p[at], logits.log_softmax(-1)), CFG).sum()
+        return loss, loss.detach()
+
+    def part(rows: slice, piece: Tensor) -> tuple[Tensor, Tensor]:
+        return chunked(read, [piece @ head], [], few)
+
+    with kept_for_backward() as kept:
+        chunked(part, [hidden], [head], n)[0].backward()
+    return n * MANY_WORDS, inner.elements, kept["peak"]
+
+
+def test_memory_of_chunks_within_a_chunk() -> None:
+    """What the loss keeps beside its logits (the graph of a softmax, a minimum and their
+    logarithms) is as large as the few rows that it reads; of the chunk only the gradient is kept,
+    beside the head and the hidden states that the product keeps."""
+    logits, largest, kept = within(64, 2)
+    assert largest == logits // 32
+    assert logits <= kept < 1.3 * logits
+    logits, largest, kept = within(64, 64)
+    assert largest == logits and kept > 4 * logits
