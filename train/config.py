@@ -58,6 +58,11 @@ class Config:
         return family(self.drafter.name)
 
     @property
+    def trains_at_visits(self) -> bool:
+        """Whether training is on a decoder's rounds, not at all positions of a text."""
+        return self.data.rounds is not None or self.rounds.data == "on_policy"
+
+    @property
     def stores_features(self) -> bool:
         """Whether the target's features are kept on disk: only trained drafters read them."""
         return self.family.trainable and self.features.cache == "disk"

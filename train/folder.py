@@ -105,6 +105,8 @@ def digest(documents: Sequence[Document]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for document in documents:
         digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
+        if document.rounds is not None:
+            digest.update(document.rounds.tobytes())
     return digest.hexdigest()
 
 

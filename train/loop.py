@@ -106,7 +106,7 @@ def train(
     tracker.rewind(state.step)
 
     task = progress.add_task("training", completed=state.step)
-    statistics = torch.zeros(forcing.drafter.train_depth, len(STATISTICS))
+    statistics = torch.zeros(forcing.depth, len(STATISTICS))
     stopped = cfg.patience is not None and state.waited >= cfg.patience
     step, steps = -1, 0
 
@@ -142,7 +142,7 @@ def train(
         seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
         of_rows = {i: source.rows[i] for i in chosen}
         anchors = {
-            i: forcing.anchors(row.mask, row.document, row.position, seeds[i])
+            i: forcing.anchors(row.mask, row.document, row.position, seeds[i], row.drafted)
             for i, row in of_rows.items()
         }
         count = sum(a.total for a in anchors.values())

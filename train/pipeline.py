@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from specdec.decoding.alone import require_alone
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter
@@ -31,7 +32,7 @@ from train.folder import alone, digest, require_same_run, require_same_texts, wi
 from train.job import Job
 from train.loop import Keep, train
 from train.processes import accelerator_of
-from train.rounds import written
+from train.rounds import RoundsConfig, written
 from train.stages import starting
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
@@ -53,8 +54,16 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     # everything that can be checked before the target is loaded
     require_same_run(folder, cfg)
     require(
-        cfg.rounds.count == 1 or cfg.rounds.data == "target" or cfg.data.answers == "target",
+        not cfg.rounds.answers_again or cfg.data.answers == "target",
         f"rounds.data={cfg.rounds.data} answers the prompts again: give data.answers=target",
+    )
+    require(
+        cfg.data.rounds is None or cfg.rounds == RoundsConfig(),
+        "data.rounds trains on the rounds of a log: leave out rounds.count and rounds.data",
+    )
+    require(
+        not cfg.trains_at_visits or cfg.budget.minutes is None,
+        "budget.minutes plans no training on a decoder's rounds: give loop.max_tokens instead",
     )
     require_readable(cfg.data)
     make_folder(folder)
@@ -108,6 +117,8 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
             f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
             f"give data.max_length={room}",
         )
+    if job.cfg.rounds.data.endswith("alone"):
+        require_alone(drafter)
     decode = job.cfg.decode
     require_fitting(decode, drafter)
     prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
@@ -125,10 +136,15 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     console.print(
         f"drafter {cfg.drafter.name}: {count:,} trained parameters\nobjective: {cfg.objective}"
     )
-    data, held_out = _sources(job, drafter, [texts.train, texts.held_out])
-    forcing = TeacherForcing(drafter, job.target.parts, cfg.sampler, cfg.objective)
+    on_policy = cfg.rounds.data == "on_policy"
+    first = [] if on_policy else texts.train
+    data, held_out = _sources(job, drafter, [first, texts.held_out])
+    forcing = TeacherForcing(
+        drafter, job.target.parts, cfg.sampler, cfg.objective, visited=cfg.trains_at_visits
+    )
     before = job.target.parts.checksum()
-    training = train(job, forcing, _by_round(job, drafter, texts, data), held_out)
+    known = {} if on_policy else {0: data}
+    training = train(job, forcing, _by_round(job, drafter, texts, known), held_out)
     if job.target.parts.checksum() != before:
         raise RuntimeError("training changed the target's weights: a bug, please report it")
     console.print(
@@ -140,10 +156,11 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
 
 
 def _by_round(
-    job: Job, drafter: Drafter, texts: Texts, data: Source
+    job: Job, drafter: Drafter, texts: Texts, latest: dict[int, Source]
 ) -> Callable[[int, Keep], Source]:
-    """A function that gives each epoch the rows of its round."""
-    latest, rounds = {0: data}, job.cfg.rounds
+    """A function that gives each epoch the rows of its round; `latest` has those of the first, if
+    they are known."""
+    rounds = job.cfg.rounds
 
     def source(epoch: int, keep: Keep) -> Source:
         number = epoch // job.cfg.loop.epochs

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from train.loop import Keep
     from train.texts import Texts
 
-DATA = ("target", "draft", "mixed")
+DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")
 
 
 @dataclass
@@ -28,6 +28,11 @@ class RoundsConfig:
     target write together. The draft, as it is when the round begins, proposes `gamma` tokens at a
     time (null: its depth); those that `rule` accepts are kept, and the target adds the next.
     "mixed": the target alone answers every second conversation, both together answer the others.
+    "draft_alone", "mixed_alone": the same, but the draft writes without the target, as in
+    DistillSpec (Zhou et al. 2024, arXiv 2310.08461); it must not read the target's features.
+    "on_policy": also in the first round, the prompts are decoded with the draft, losslessly, and
+    training is at the anchors that this visits, on the tokens that were drafted there: Draft-OPD
+    (arXiv 2605.29343), with `objective` on_policy or any other.
 
     `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
     distribution. By default a draft token is kept with probability min(1, p / (factor · q)), so
@@ -45,9 +50,14 @@ class RoundsConfig:
         require_known("rounds", self, data=DATA)
         fitting_rule(self.rule, Chain(1), Sampler(), False)
 
+    @property
+    def answers_again(self) -> bool:
+        """Whether prompts are answered in any of the rounds."""
+        return self.data == "on_policy" or (self.data != "target" and self.count > 1)
+
 
 def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
-    """The texts of round `number`, counted from 1; `texts` are those of round 0.
+    """The texts of round `number`; `texts` are those of round 0, unless that is on-policy too.
 
     The round's folder holds the draft that helps to write them (saved by `keep`) and the answers
     so far, so that an interrupted round continues where it stopped.
@@ -63,10 +73,17 @@ def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Docum
     job.accelerator.wait_for_everyone()  # all processes have seen the same
     if missing:
         keep(folder / "draft")
-    step = 2 if cfg.data == "mixed" else 1
+    step = 2 if cfg.data.startswith("mixed") else 1
     drafter = drafts.load(folder / "draft", job.target.whole())
     author = Author(drafter, cfg.gamma or drafter.depth, cfg.rule, folder / "answers")
-    documents[::step] = answered(
+    if cfg.data == "on_policy":
+        author = replace(author, rule="auto", rounds=drafter.depth)
+    elif cfg.data.endswith("alone"):
+        author = replace(author, rule=None)
+    made = answered(
         job.target, texts.asked[::step], answers, job.accelerator, job.progress, author=author
     )
+    if cfg.data == "on_policy":
+        return made
+    documents[::step] = made
     return documents

@@ -2,13 +2,14 @@
 as fit its budget."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec.errors import require
 from specdec.progress import console
-from train.data.answers import answered
+from train.data.answers import answered, logged
 from train.data.split import Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.features.store import Kind, Store
@@ -52,6 +53,7 @@ def texts_of(job: Job) -> Texts:
     )
     size, measured = planned(job, split.train, split.held_out)
     train, held_out = split.train[:size], split.held_out
+    logs = cfg.data.rounds and Path(cfg.data.rounds)
     if answering and cfg.stores_features:
         with torch.device("meta"):
             needs = cfg.family(cfg.drafter, cfg.family.plan(cfg.drafter, parts)).needs
@@ -61,8 +63,10 @@ def texts_of(job: Job) -> Texts:
         asked = train
         train, held_out = (
             answered(job.target, prompts, cfg.answers, job.accelerator, job.progress, keep)
-            for prompts in (train, held_out)
+            for prompts in ([] if logs else train, held_out)
         )
+    if logs:
+        train = logged(logs, cfg.drafter.depth, parts, split.prompts)
     for name, documents in (("train", train), ("held out", held_out)):
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "

@@ -22,6 +22,7 @@ class Round:
     nodes: int  # all drafted tokens: more than `drafted` in a tree
     tested: int  # `accepted`, plus one if the draft went on after the accepted tokens
     path: tuple[int, ...] = ()  # the nodes that were kept
+    tokens: tuple[int, ...] = ()  # what was drafted, if it was a chain
 
     @property
     def bonus(self) -> bool:
@@ -168,6 +169,7 @@ def outcome(
             went_on = went_on or (token >= 0 and place == end)
         nodes = sum(token >= 0 for token in ids)
         tested = len(path) + went_on
-        rounds.append(Round(len(texts[b]) - 1, max(depths), len(path), nodes, tested, path))
+        chain = () if proposal.parents_BN is not None else tuple(ids[:nodes])
+        rounds.append(Round(len(texts[b]) - 1, max(depths), len(path), nodes, tested, path, chain))
         new.append([*(ids[i] for i in path), following[b]])
     return rounds, new

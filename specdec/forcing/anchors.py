@@ -55,6 +55,7 @@ def anchors_of(
     depth: int,
     weigh: Callable[[Tensor], Tensor] | None = None,
     per: str = "token",
+    drafted_BTK: Tensor | None = None,
 ) -> Anchors:
     """Anchors of some rows: positions a >= 1 of a document whose token a + 1 counts.
 
@@ -63,6 +64,8 @@ def anchors_of(
     count and belong to the anchor's document. `weigh` maps the valid depths at the positions of a
     row to their weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per` "sequence"
     divides every weight by the number of valid positions in its document; "token" does not.
+    With `drafted_BTK`, the anchors are those of a decoder's rounds, and the valid depths are those
+    that were drafted: the tokens are there, and not -1.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))
@@ -71,6 +74,8 @@ def anchors_of(
         mask[:, k : k + T] & (document[:, k : k + T] == document_BT) for k in range(1, depth + 1)
     ]
     valid_BTK = torch.stack(counts, -1).cumprod(-1).bool() & (position_BT > 0)[..., None]
+    if drafted_BTK is not None:
+        valid_BTK = drafted_BTK >= 0
     share_BT = valid_BTK[..., 0].float()
     if per == "sequence":
         for share_T, document_T in zip(share_BT, document_BT, strict=True):

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Moment, Needs
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, entries
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.forcing.visited import Visited
 from specdec.objectives.chunked import at_once, chunked, slices
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
@@ -42,12 +43,15 @@ class Batch:
     final_BTD: Tensor  # the target's final hidden state, from which p is computed
     summary: Summary  # each [B, T]
     mask_BT: Tensor  # the tokens that count for loss and α
+    visited: Visited | None = None  # a decoder's rounds, whose anchors and drafts are then read
 
     def anchors(self, depth: int, per: str) -> Anchors:
-        """All valid positions; see `anchors_of`."""
+        """All valid positions, or all visited ones; see `anchors_of`."""
         document_BT, position_BT = self.ctx.document_BT, self.ctx.position_BT
         assert document_BT is not None and position_BT is not None
-        return anchors_of(self.mask_BT, document_BT, position_BT, depth, per=per)
+        drafted = None if self.visited is None else self.visited.drafted_BTK(self.mask_BT)
+        text = self.mask_BT, document_BT, position_BT
+        return anchors_of(*text, depth, per=per, drafted_BTK=drafted)
 
 
 class Table(NamedTuple):
@@ -86,6 +90,8 @@ class TeacherForcing(nn.Module):
     """A drafter read at all anchors of a batch: its loss, or its acceptance.
 
     `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
+    With `visited` it is trained on batches with a decoder's rounds: at their anchors, on the
+    tokens that were drafted there, and as the family drafts (`hidden`) at all of its depths.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class TeacherForcing(nn.Module):
         sampler: Sampler,
         objective: ObjectiveConfig | None = None,
         reference: Drafter | None = None,
+        visited: bool = False,
     ) -> None:
         super().__init__()
         require(
@@ -109,6 +116,7 @@ class TeacherForcing(nn.Module):
         )
         self.objective = objective or ObjectiveConfig()
         self.drafter = drafter
+        self.depth = drafter.depth if visited else drafter.train_depth
         self.sampler = sampler
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
         self._head = target.unembedding(drafter.vocab_S)
@@ -123,17 +131,20 @@ class TeacherForcing(nn.Module):
         document_T: NDArray[np.int32],
         position_T: NDArray[np.int32],
         seed: int,
+        drafted_TK: NDArray[np.int32] | None = None,
     ) -> Anchors:
         """The anchors of one training row, chosen by the drafter, and the total that a loss over
-        them is divided by. The same seed gives the same anchors."""
+        them is divided by. The same seed gives the same anchors. `drafted_TK` has the tokens that a
+        decoder drafted at the anchors it visited, -1 elsewhere."""
         generator = torch.Generator().manual_seed(seed)
         mask, document, position = (
             torch.as_tensor(x)[None] for x in (mask_T, document_T, position_T)
         )
         return anchors_of(
-            *(mask, document, position, self.drafter.train_depth),
+            *(mask, document, position, self.depth),
             lambda valid_TK: self.drafter.anchors(valid_TK, generator),
             self.objective.per,
+            None if drafted_TK is None else torch.from_numpy(drafted_TK)[None],
         )
 
     def forward(
@@ -154,17 +165,17 @@ class TeacherForcing(nn.Module):
         if measure:
             return self._table(batch, more)
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))
-        depth, per = self.drafter.train_depth, self.objective.per
-        chosen = batch.anchors(depth, per) if anchors is None else together(anchors)
+        depth = self.depth
+        chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen, reference = chosen.to(batch.mask_BT.device), self._reference[0]
         hidden_NKD = _at(
-            chosen, batch, lambda at_BA: self.drafter.training_hidden(batch.ctx, at_BA, moment)
+            chosen, batch, lambda at_BA: self._hidden(self.drafter, batch, at_BA, moment)
         )
         compared_NKD = None
         if reference is not None:
             with torch.no_grad():
                 compared_NKD = _at(
-                    chosen, batch, lambda at_BA: reference.hidden(batch.ctx, at_BA, None)
+                    chosen, batch, lambda at_BA: self._hidden(reference, batch, at_BA)
                 )
         decay_K = hidden_NKD.new_tensor([self.objective.depth_decay**k for k in range(depth)])
 
@@ -195,7 +206,7 @@ class TeacherForcing(nn.Module):
 
     def _table(self, batch: Batch, more: Columns | None) -> Table:
         anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
-        hidden_NKD = _at(anchors, batch, lambda at_BA: self.drafter.hidden(batch.ctx, at_BA, None))
+        hidden_NKD = _at(anchors, batch, lambda at_BA: self._hidden(self.drafter, batch, at_BA))
         found = []
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
@@ -205,6 +216,18 @@ class TeacherForcing(nn.Module):
                 found.append((*acceptance(of), *(more(of) if more else ())))
         columns = [torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True)]
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
+
+    def _hidden(
+        self, drafter: Drafter, batch: Batch, at_BA: Tensor, moment: Moment | None = None
+    ) -> Tensor:
+        """Hidden states [B, A, K, D] given the text's own tokens, by the pass of training if there
+        is a `moment`; or, at visited anchors, given the tokens that were drafted there."""
+        if batch.visited is not None:
+            drafted_BTK = batch.visited.drafted_BTK(batch.mask_BT)[..., :-1].clamp_min(0)
+            return drafter.hidden(batch.ctx, at_BA, entries(drafted_BTK, at_BA))
+        if moment is not None:
+            return drafter.training_hidden(batch.ctx, at_BA, moment)
+        return drafter.hidden(batch.ctx, at_BA, None)
 
     def _pieces(
         self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
@@ -219,13 +242,23 @@ class TeacherForcing(nn.Module):
         depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
         row_N1 = anchors.row_N[rows, None]
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
+        states, accepted_NK = (batch.final_BTD, batch.summary), None
+        if (visited := batch.visited) is not None:
+            round_N = torch.searchsorted(visited.place_R, row_N1[:, 0] * T + at_NK[:, 0])
+            accepted_NK = depths < visited.accepted_R[round_N, None]
+            states = visited.final_RKD, visited.summary
+            where_NK = round_N[:, None] * len(depths) + depths
+        else:
+            where_NK = row_N1 * T + at_NK
         # depth k at one anchor and k - 1 at the next share one p, whose logits are computed once
-        where_U, index_NK = (row_N1 * T + at_NK).unique(return_inverse=True)
-        summary = Summary(*(x.flatten()[where_U] for x in batch.summary))
-        final_UD = batch.final_BTD.flatten(0, 1)[where_U]
+        where_U, index_NK = where_NK.unique(return_inverse=True)
+        summary = Summary(*(x.flatten()[where_U] for x in states[1]))
+        final_UD = states[0].flatten(0, 1)[where_U]
         with torch.no_grad():
             logits_US = self._head(final_UD)
         label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
+        if visited is not None:  # the text does not continue what was drafted
+            label_NK = summary.argmax_N[index_NK]
         valid_NK = anchors.valid_NK[rows]
 
         def piece(
@@ -244,6 +277,7 @@ class TeacherForcing(nn.Module):
                 hidden=hidden_NKD,
                 features=final_UD[index_NK[at]],
                 confidence=confidence_NK,
+                accepted=None if accepted_NK is None else accepted_NK[at],
             )
 
         read = self.drafter.unembed_all(hidden_NKD), hidden_NKD, self.drafter.confidence(hidden_NKD)

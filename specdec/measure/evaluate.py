@@ -9,11 +9,13 @@ those of seconds over batches.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import fitting_rule
 from specdec.decoding.length import Oracle, oracle
+from specdec.decoding.logs import log_rounds
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
@@ -52,13 +54,14 @@ def evaluate(
     cfg: DecodeConfig,
     on_prompt: OnPrompt = lambda line: None,
     words: Sequence[str] = (),
+    log: Path | None = None,
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts. If a tree or a length must be chosen
     first, it is chosen on the prompts after those.
 
     `words` are what the user says in each prompt, for the samples (default: the decoded prompt).
-    `on_prompt` is called with a line of progress after each prompt at each temperature. Raises
-    UserError if there is no prompt.
+    `on_prompt` is called with a line of progress after each prompt at each temperature. The rounds
+    are appended to the file `log`. Raises UserError if there is no prompt.
     """
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
@@ -72,6 +75,8 @@ def evaluate(
         setup = Setup(target, drafter, cfg, Sampler(temperature, cfg.top_k, cfg.top_p))
         how = strategy(setup, learning)
         made = _answered(setup, how, chosen, on_prompt)
+        if log is not None:
+            log_rounds(log, made.drafted)
         cost = next((c for shape, c in known if shape == how.shape), None)
         cost = cost or costs(setup, chosen[0], how.shape)
         known.append((how.shape, cost))

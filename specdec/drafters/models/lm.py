@@ -2,7 +2,8 @@
 
 It reads only the target's tokens. It is loaded from a hub or a folder, starts from random weights,
 or is cut from the target (its embedding, some of its layers, its head).
-Letters: B batch, T time, V vocabulary.
+Letters: B batch, T time, A anchors, X drafted tokens of all anchors, M = T + X, D width,
+V vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specdec.context import Context
 from specdec.drafters.base import entries
 from specdec.drafters.models.pretrained import (
     DraftLMConfig,
@@ -23,7 +25,7 @@ from specdec.drafters.models.pretrained import (
 )
 from specdec.drafters.models.views import decoder_layers
 from specdec.errors import UserError, first_line
-from specdec.runtime.cache import SlotCache, model_inputs, new_cache
+from specdec.runtime.cache import Place, SlotCache, model_inputs, new_cache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.target.parts import Parts, config_of_layers
 
@@ -86,6 +88,19 @@ class LM(Pretrained):
                 "drafter.source=random, a hub name or a folder"
             ) from error
 
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """Drafted tokens are branches of the text: one pass reads all of them behind it."""
+        if drafted_BAk is None:
+            return super().hidden(ctx, anchors_BA, None)
+        ids_BM, place = with_branches(ctx, anchors_BA, drafted_BAk)
+        inputs = model_inputs(self.model.config, place, self.model.dtype)
+        out = self.model.base_model(input_ids=ids_BM, use_cache=False, **inputs)
+        of_text, of_drafts = out.last_hidden_state.split(
+            [ctx.ids_BT.shape[1], ids_BM.shape[1] - ctx.ids_BT.shape[1]], 1
+        )
+        first_BA1D = entries(of_text, anchors_BA)[:, :, None]
+        return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAk.shape[1:])], 2)
+
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         model = self.model.base_model
         return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
@@ -107,6 +122,29 @@ class LM(Pretrained):
         out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
         hidden = out.last_hidden_state
         return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
+
+
+def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tuple[Tensor, Place]:
+    """A text and behind it the tokens drafted at each anchor, as ids [B, M], and their place: each
+    drafted token sees its document up to its anchor, and those drafted there before it."""
+    (B, T), k, device = ctx.ids_BT.shape, drafted_BAk.shape[2], anchors_BA.device
+    step_T = torch.arange(T, device=device)
+    position_BT = step_T.expand(B, T) if ctx.position_BT is None else ctx.position_BT
+    document_BT = torch.zeros_like(position_BT) if ctx.document_BT is None else ctx.document_BT
+    anchor_BX = anchors_BA.repeat_interleave(k, 1)
+    step_X = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
+    round_X = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
+    position_BX = position_BT.gather(1, anchor_BX) + 1 + step_X
+    position_BM = torch.cat([position_BT, position_BX], 1)
+    document_BM = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
+    last_BM = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # of the text, that each token sees
+    alike_BMT = document_BM[:, :, None] == document_BT[:, None]
+    of_text_BMT = alike_BMT & (last_BM[:, :, None] >= step_T)
+    own_XX = (round_X[:, None] == round_X) & (step_X[:, None] >= step_X)
+    own_MX = torch.cat([own_XX.new_zeros(T, len(step_X)), own_XX])
+    mask_BMM = torch.cat([of_text_BMT, own_MX.expand(B, -1, -1)], 2)
+    ids_BM = torch.cat([ctx.ids_BT, drafted_BAk.flatten(1)], 1)
+    return ids_BM, Place(position_BM, mask_BMM, position_BM)
 
 
 def _cut(config: LMConfig, target: Parts) -> list[int]:

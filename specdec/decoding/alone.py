@@ -1,0 +1,62 @@
+"""Text that a draft model writes without the target.
+
+Letters: B batch, T time.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import Drafter
+from specdec.errors import require
+from specdec.sampling.choose import Choose
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
+
+AT_ONCE = 8  # tokens drafted before ends are looked for: their q over the vocabulary is kept
+
+
+def require_alone(drafter: Drafter) -> None:
+    """Raise UserError unless a draft can write any number of tokens without the target."""
+    require(
+        drafter.needs == Needs() and drafter.max_depth is None and not drafter.reads_body,
+        f"rounds.data: {drafter.config.name} reads the target's features, so it cannot write by "
+        "itself: give drafter=lm, or rounds.data=draft, mixed or on_policy",
+    )
+
+
+@torch.inference_mode()
+def write_alone(
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    seeds: Sequence[int],
+    max_new_tokens: int,
+    eos: Sequence[int],
+) -> list[list[int]]:
+    """The draft's own answers, sampled from q; each ends with an eos or after `max_new_tokens`."""
+    device = next(drafter.parameters()).device
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    choose = Choose(sampler, "with", generators, drafter.vocab_S, drafter.target_vocab)
+    answers: list[list[int]] = [[] for _ in prompts]
+    cache, going = drafter.new_cache(), list(range(len(prompts)))
+    while going:
+        texts = [[*prompts[i], *answers[i]] for i in going]
+        ids_BT = pad_sequence([torch.tensor(x, device=device) for x in texts], batch_first=True)
+        ctx = Context(ids_BT, lengths=[len(x) for x in texts])
+        new = drafter.draft(ctx, Chain(AT_ONCE), choose, cache).tokens_BN.tolist()
+        left = []
+        for b, i in enumerate(going):
+            more = [*answers[i], *new[b]][:max_new_tokens]
+            end = next((n for n, token in enumerate(more) if token in eos), len(more) - 1)
+            answers[i] = more[: end + 1]
+            if end + 1 == len(more) < max_new_tokens and more[end] not in eos:
+                left.append(b)
+        if len(left) < len(going):
+            going = [going[b] for b in left]
+            choose.select(left)
+            if left:
+                cache.select(left)
+    return answers

@@ -1,0 +1,33 @@
+"""A decoder's rounds in a file, for training at the anchors that it visited.
+
+One line of JSON for each answer: the ids of its `prompt`, the `ids` of the answer, and its
+`rounds`, each [position of the anchor in the text of both, number of accepted tokens, [drafted
+tokens]].
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.decoding.answers import Generation
+from specdec.errors import require
+
+Rounds = list[tuple[int, int, tuple[int, ...]]]
+
+
+def rounds_of(made: Generation) -> Rounds:
+    """The rounds of an answer as they are written. Raises UserError if trees were drafted."""
+    require(
+        all(r.tokens or not r.nodes for r in made.rounds),
+        "a log of rounds has chains only: leave out --tree",
+    )
+    return [(r.anchor, r.accepted, r.tokens) for r in made.rounds]
+
+
+def log_rounds(path: Path, answers: Sequence[Generation]) -> None:
+    """Append the rounds of some answers to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for made in answers:
+            record = {"prompt": made.prompt, "ids": made.ids, "rounds": rounds_of(made)}
+            file.write(json.dumps(record) + "\n")

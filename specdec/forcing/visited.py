@@ -1,0 +1,82 @@
+"""The rounds of a decoder as something to learn from: the draft's own tokens, and what the target
+makes of them, also after the first one that it rejected.
+
+Letters: B batch, T time, N anchors, R rounds, K depths, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context, Needs
+from specdec.sampling.sampler import Summary
+from specdec.target.base import Target
+
+
+@dataclass
+class Visited:
+    """The rounds that a decoder made along the rows of a batch, in the order of their anchors.
+
+    Depth k is conditioned on the text up to the anchor and the first k tokens that were drafted
+    there; `final_RKD` is the target's final hidden state after them, from which p is computed.
+    """
+
+    place_R: Tensor  # of the anchor at position t of row b: b · T + t
+    accepted_R: Tensor
+    drafted_RK: Tensor  # -1 where nothing was drafted
+    final_RKD: Tensor
+    summary: Summary  # each [R, K]
+
+    def drafted_BTK(self, like_BT: Tensor) -> Tensor:
+        """The drafted tokens at each position of the batch; -1 where no round began."""
+        table = self.drafted_RK.new_full((like_BT.numel(), self.drafted_RK.shape[1]), -1)
+        return table.index_copy(0, self.place_R, self.drafted_RK).unflatten(0, like_BT.shape)
+
+
+class Read(NamedTuple):
+    """What the target computes as it reads a text and the drafts in it."""
+
+    ctx: Context  # of the text
+    final_1TD: Tensor
+    after_RKD: Tensor  # its final hidden state after the first k tokens of each draft
+
+
+@torch.no_grad()
+def read_drafts(
+    target: Target,
+    needs: Needs,
+    ids: Sequence[int],
+    anchors: Sequence[int],
+    accepted: Sequence[int],
+    drafted_RK: Sequence[Sequence[int]],
+) -> Read:
+    """Run the target over one text and, as branches of it, over the rest of each draft: its tokens
+    from the first rejected one to the last but one. States at depths that were not drafted are
+    arbitrary."""
+    text_1T = torch.tensor([ids], device=target.device)
+    cache = target.new_cache()
+    ctx, final_1TD = target.features(text_1T, needs, cache=cache)
+    shift = len(ids) - target.placed(ids)  # an encoder's tokens take no slot
+    tokens: list[int] = []
+    parents: list[int] = []
+    places = []  # of each round and depth, in the text and then in the branches
+    for anchor, count, draft in zip(anchors, accepted, drafted_RK, strict=True):
+        place = anchor
+        places.append([place])
+        for k, token in enumerate(draft[:-1]):
+            if k < count and place + 1 < len(ids):
+                place += 1
+            elif token >= 0:
+                parents.append(place - shift)
+                tokens.append(token)
+                place = len(ids) + len(tokens) - 1
+            places[-1].append(place)
+    states_MD = final_1TD[0]
+    if tokens:
+        branches = (torch.tensor([x], device=target.device) for x in (tokens, parents))
+        _, more = target.features(next(branches), Needs(), cache=cache, parents_BT=next(branches))
+        states_MD = torch.cat([states_MD, more[0]])
+    return Read(ctx, final_1TD, states_MD[torch.tensor(places, device=target.device)])

@@ -1,0 +1,283 @@
+"""A decoder's rounds as training data: anchors, drafts and p are those that the decoder had.
+
+Run alone: python -m pytest tests/forcing/test_visited.py
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from specdec.decoding.answers import Generation
+from specdec.decoding.decode import decode
+from specdec.decoding.logs import log_rounds, rounds_of
+from specdec.drafters import Drafter
+from specdec.errors import UserError
+from specdec.forcing.teacher import Batch, Table, TeacherForcing, batch_of
+from specdec.objectives.losses import kl, on_policy, reverse_kl
+from specdec.objectives.objective import ObjectiveConfig
+from specdec.objectives.piece import Piece
+from specdec.progress import bars
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Static
+from specdec.target.base import Target
+from tests.drafters.families import make_drafter, make_target, text
+from train.data.answers import logged, of_answer
+from train.data.packing import Row, pack
+from train.data.template import Prompt
+from train.features.source import Online
+from train.features.store import Disk, FeaturesConfig, Kind, Store
+
+FAMILIES = ["eagle3", "eagle", "medusa", "lm", "lm with adapters"]
+PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 8), (1, 6), (2, 10), (3, 8))]
+NEW, LENGTH = 14, 56  # two documents a row
+STEPS = 15
+
+
+class Made(NamedTuple):
+    """A draft, what it decoded with the target, and the batch of its rounds."""
+
+    target: Target
+    drafter: Drafter
+    answers: list[Generation]
+    source: Online
+    batch: Batch
+
+
+def made(name: str, temperature: float = 0.0) -> Made:
+    target = make_target()
+    drafter = make_drafter(name, target, noise=0.05)
+    learn_greedy_text(drafter, target)
+    answers = decode(
+        target,
+        PROMPTS,
+        max_new_tokens=NEW,
+        drafter=drafter,
+        sampler=Sampler(temperature),
+        eos=(),
+    )
+    texts = [of_answer("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
+    rows = pack([d for d in texts if d is not None], LENGTH)
+    source = Online(target, drafter.needs, Sampler(1.0), rows)
+    return Made(target, drafter, answers, source, source.batch(range(len(rows))))
+
+
+def learn_greedy_text(drafter: Drafter, target: Target) -> None:
+    """Some steps on the target's own answers, so that some drafts are accepted."""
+    plain = decode(target, PROMPTS, max_new_tokens=NEW, eos=())
+    masks = [[False] * len(g.prompt) + [True] * NEW for g in plain]
+    texts = [g.prompt + g.ids for g in plain]
+    batch = batch_of(target, drafter.needs, Sampler(1.0), texts, masks)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig({"kl": 1.0}))
+    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], 3e-3)
+    for _ in range(STEPS):
+        loss, _ = forcing(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter.zero_grad()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest) -> Made:
+    return made(request.param)
+
+
+def by_prompt(case: Made, x_R: torch.Tensor) -> dict[int, list[list[float]]]:
+    """What is known of each round, in order, by the number of its prompt."""
+    found: dict[int, list[list[float]]] = {}
+    for place, x in zip(case.batch.visited.place_R.tolist(), x_R.tolist(), strict=True):
+        row, at = divmod(place, case.batch.mask_BT.shape[1])
+        found.setdefault(int(case.batch.ctx.document_BT[row, at]), []).append(x)
+    return found
+
+
+def test_at_zero_the_table_is_the_decoder_s_own_acceptance(case: Made) -> None:
+    """Round by round: the draft that training sees proposes what was drafted, and argmax p
+    accepts of it what the decoder accepted."""
+    forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), visited=True)
+    table = forcing(case.batch, measure=True, more=lambda piece: (piece.log_q.argmax(-1),))
+    assert isinstance(table, Table)
+    accepted = by_prompt(case, table.alpha.greedy.cumprod(-1).sum(-1))
+    vocab_S = case.drafter.vocab_S
+    proposed_NK = table.more[0] if vocab_S is None else vocab_S[table.more[0]]
+    proposed = by_prompt(case, proposed_NK)
+    rounds = [r for g in case.answers for r in g.rounds]
+    assert sum(len(x) for x in accepted.values()) == len(rounds) > 8
+    for i, answer in enumerate(case.answers):
+        assert accepted[i] == [r.accepted for r in answer.rounds]
+        for ours, theirs in zip(proposed[i], answer.rounds, strict=True):
+            assert tuple(ours[: theirs.drafted]) == theirs.tokens
+    counts = {r.accepted for r in rounds}
+    assert 0 in counts and len(counts) > 1  # both kinds, or the test would show little
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_p_after_a_draft_is_that_of_a_plain_pass_over_it(temperature: float) -> None:
+    case = made("lm", temperature)
+    visited, ids_BT = case.batch.visited, case.batch.ctx.ids_BT
+    after = 0
+    for r, place in enumerate(visited.place_R.tolist()):
+        row, at = divmod(place, ids_BT.shape[1])
+        first = at - int(case.batch.ctx.position_BT[row, at])
+        drafted = [token for token in visited.drafted_RK[r].tolist() if token >= 0]
+        for k in range(len(drafted)):
+            ids = torch.cat([ids_BT[row, first : at + 1], torch.tensor(drafted[:k]).long()])
+            _, final = case.target.features(ids[None], case.drafter.needs)
+            torch.testing.assert_close(visited.final_RKD[r, k], final[0, -1], atol=1e-4, rtol=1e-4)
+            z = case.target.logits(final[0, -1])
+            torch.testing.assert_close(visited.summary.log_z_N[r, k], z.logsumexp(-1))
+            after += k > visited.accepted_R[r]
+    assert after > 5
+
+
+def test_the_loss_of_a_batch_is_that_of_its_rounds_one_by_one(case: Made) -> None:
+    """From the drafter's `hidden` for one context each, and p of plain passes."""
+    objective = ObjectiveConfig(terms={"on_policy": 1.0}, depth_decay=1.0)
+    forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), objective, visited=True)
+    loss, counted = forcing(case.batch)
+    drafted = [r.drafted for g in case.answers for r in g.rounds]
+    assert counted[:, 0].tolist() == [sum(n > k for n in drafted) for k in range(3)]
+    vocab_S = case.drafter.vocab_S
+    total = 0.0
+    for answer in case.answers:
+        whole = torch.tensor([answer.prompt + answer.ids + answer.overrun])
+        for r in answer.rounds:
+            ctx, _ = case.target.features(whole[:, : r.anchor + 1], case.drafter.needs)
+            chain = torch.tensor([[r.tokens]])
+            anchor = torch.tensor([[r.anchor]])
+            hidden = case.drafter.hidden(ctx, anchor, chain[..., :-1])[0, 0]
+            for k, h in enumerate(hidden):
+                path = torch.cat([whole[:, : r.anchor + 1], chain[0, :, :k]], 1)
+                log_p = case.target.model(path).logits[0, -1].log_softmax(-1)
+                log_p = log_p if vocab_S is None else log_p[vocab_S]
+                log_q = case.drafter.unembed(h, k).log_softmax(-1)
+                if k < r.accepted:
+                    total += float((log_p.exp() * (log_p - log_q)).sum().detach())
+                else:
+                    total += 0.8**k * float((log_q.exp() * (log_q - log_p)).sum().detach())
+    assert float(loss) == pytest.approx(total, rel=1e-4)
+    loss.backward()
+    grads = [p.grad for p in case.drafter.parameters() if p.requires_grad]
+    assert any(g is not None and bool(g.abs().sum() > 0) for g in grads)
+    case.drafter.zero_grad()
+
+
+def test_draft_opd_switches_divergence_at_the_first_rejection() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p, z = torch.randn(2, 2, 3, 5, generator=generator, dtype=torch.float64)
+    log_p, z = log_p.log_softmax(-1), z.requires_grad_()
+    nothing = torch.zeros(2, 3)
+    accepted = torch.tensor([[True, False, False], [True, True, True]])
+
+    def piece(accepted: torch.Tensor | None) -> Piece:
+        log_q = z.log_softmax(-1)
+        return Piece(log_p, log_q, nothing, nothing, accepted, nothing, nothing, accepted=accepted)
+
+    found = on_policy(piece(accepted), decay=0.5)
+    forward, reverse = kl(piece(None)), reverse_kl(piece(None))
+    weight = torch.tensor([1, 0.5, 0.25])
+    torch.testing.assert_close(found, torch.where(accepted, forward, reverse * weight))
+    torch.testing.assert_close(on_policy(piece(None)), forward)
+    (grad,) = torch.autograd.grad(found.sum(), z)
+    p, q = log_p.exp(), z.detach().softmax(-1)
+    ratio = q.log() - log_p
+    of_reverse = q * (ratio - (q * ratio).sum(-1, keepdim=True)) * weight[:, None]
+    torch.testing.assert_close(grad, torch.where(accepted[..., None], q - p, of_reverse))
+
+
+def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
+    """Anchors drawn from the rounds read the same rounds' drafts and states."""
+    forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), visited=True)
+    row = case.source.rows[0]
+    batch = case.source.batch([0])
+    anchors = forcing.anchors(row.mask, row.document, row.position, 0, row.drafted)
+    assert anchors.total == float((row.drafted[:, 0] >= 0).sum())
+    last = replace(
+        anchors,
+        row_N=anchors.row_N[1:],
+        position_N=anchors.position_N[1:],
+        weight_NK=anchors.weight_NK[1:],
+    )
+    first = replace(
+        anchors,
+        row_N=anchors.row_N[:1],
+        position_N=anchors.position_N[:1],
+        weight_NK=anchors.weight_NK[:1],
+    )
+    whole, *parts = (float(forcing(batch, [some])[0]) for some in (anchors, first, last))
+    assert whole == pytest.approx(sum(parts), rel=1e-5)
+
+
+def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> None:
+    """And an answer's features are shared with the same text without rounds."""
+    kind = Kind.of(case.target, case.drafter.needs, Sampler(1.0))
+    store = Store(FeaturesConfig(root=str(tmp_path)), kind)
+    rows = case.source.rows
+    plain = [replace(row, rounds=None) for row in rows]
+    with bars(Console(quiet=True), False) as progress:
+        store.fill(replace_rows(case.source, plain), progress)
+        assert store.missing(plain) == [] and len(store.missing(rows)) == len(rows)
+        store.fill(replace_rows(case.source, store.missing(rows)), progress)
+    assert store.missing(rows) == []
+    stored = Disk(store, case.drafter.needs, rows, case.target.device).batch(range(len(rows)))
+    ours, theirs = stored.visited, case.batch.visited
+    assert torch.equal(ours.place_R, theirs.place_R)
+    assert torch.equal(ours.drafted_RK, theirs.drafted_RK)
+    there = theirs.drafted_RK >= 0
+    torch.testing.assert_close(ours.final_RKD[there], theirs.final_RKD[there])
+    assert torch.equal(ours.summary.argmax_N[there], theirs.summary.argmax_N[there])
+    torch.testing.assert_close(stored.final_BTD, case.batch.final_BTD, atol=1e-4, rtol=1e-4)
+
+
+def replace_rows(source: Online, rows: list[Row]) -> Online:
+    return Online(source.target, source.needs, source.sampler, rows)
+
+
+def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:
+    case = made("medusa")
+    log_rounds(tmp_path / "logs" / "a.jsonl", case.answers[:2])
+    log_rounds(tmp_path / "logs" / "a.jsonl", case.answers[2:])
+    held_out = Prompt("x", np.array(PROMPTS[1], np.int32))
+    found = logged(tmp_path / "logs", 2, case.target, [held_out])
+    kept = [g for i, g in enumerate(case.answers) if i != 1]
+    assert [d.ids.tolist() for d in found] == [g.prompt + g.ids for g in kept]
+    for document, answer in zip(found, kept, strict=True):
+        assert document.mask.sum() == len(answer.ids)
+        (anchors,) = (document.rounds[:, 0] >= 0).nonzero()
+        drafted = [r for r in answer.rounds if r.drafted]
+        assert anchors.tolist() == [r.anchor for r in drafted]
+        for row, r in zip(document.rounds[anchors].tolist(), drafted, strict=True):
+            tokens = [*r.tokens[:2], -1, -1][:2]
+            assert row == [min(r.accepted, 2), *tokens]
+
+
+@pytest.mark.parametrize("broken", [{"ids": [999]}, {"rounds": [[90, 0, [1]]]}, {"prompt": [-1]}])
+def test_a_log_of_another_target_is_refused(tmp_path: Path, broken: dict[str, object]) -> None:
+    record = {"prompt": [1, 2], "ids": [3, 4, 5], "rounds": [[2, 0, [7, 8]]]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record | broken) + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl, record 1: .* of this target"):
+        logged(tmp_path / "a.jsonl", 2, make_target(), [])
+
+
+def test_a_log_must_exist_and_have_rounds(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        logged(tmp_path / "a.jsonl", 2, make_target(), [])
+    (tmp_path / "a.jsonl").write_text('{"prompt": [1], "ids": [2], "rounds": []}\n')
+    with pytest.raises(UserError, match="no round in it"):
+        logged(tmp_path / "a.jsonl", 2, make_target(), [])
+
+
+def test_trees_are_not_logged(tmp_path: Path) -> None:
+    target = make_target()
+    shape = Static([[0], [1], [0, 0]])
+    answers = decode(
+        target, PROMPTS[:1], max_new_tokens=4, drafter=make_drafter("lm", target), shape=shape
+    )
+    with pytest.raises(UserError, match="chains only"):
+        log_rounds(tmp_path / "a.jsonl", answers)
