@@ -152,7 +152,7 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
     assert 24 * 12 / (depth + 1) <= anchors <= 24 * 12
 
     steps = len(losses(whole))
-    for stop in (2, steps // 2 + 2):
+    for stop in (2, steps // 2 + 2) if drafter == "eagle3" else (steps // 2 + 2,):
         calls = iter(range(1, stop + 1))
 
         def interrupted(*given: Any, calls: Iterator[int] = calls, stop: int = stop) -> float:
@@ -167,6 +167,8 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
         monkeypatch.setattr(optim, "learning_rate", rate)
         tiny.job(run, drafter, *more)
         require_same_run(run, whole)
+    if drafter != "eagle3":
+        return
     tiny.job(tmp_path / "online", drafter, *more, "features.cache=online")
     for ours, theirs in zip(losses(tmp_path / "online"), losses(whole), strict=True):
         assert ours[1]["loss"] == pytest.approx(theirs[1]["loss"], rel=1e-3)
