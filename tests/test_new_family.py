@@ -1,0 +1,100 @@
+"""A drafter family of one's own: 40 lines are enough for the whole job.
+
+Run alone: python -m pytest tests/test_new_family.py (under 15 s)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from torch import Tensor, nn
+
+from specdec.context import Context
+from specdec.decoding.decode import decode
+from specdec.drafters import DRAFTERS
+from specdec.drafters.base import Drafter, Sizes, text_after
+from specdec.formats.draft import load
+from specdec.measure.results import Results
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Dynamic
+from specdec.target.loading import load_target
+from tests.test_house import ROOT
+from tests.tiny import Tiny, losses
+
+# --- the family ----------------------------------------------------------------------------------
+
+
+@dataclass
+class LastTokenConfig:
+    """`rank`: the width between the token that is read and the one that is drafted."""
+
+    name: str = "last_token"
+    depth: int = 2
+    rank: int = 16
+
+
+class LastToken(Drafter):
+    """A bigram of low rank, W e(x): each token drafts the one after it."""
+
+    Config = LastTokenConfig
+
+    def __init__(self, config: LastTokenConfig, sizes: Sizes) -> None:
+        super().__init__(config, sizes)
+        self.embedding = nn.Embedding(sizes.target_vocab, config.rank)
+        self.head = nn.Linear(config.rank, sizes.target_vocab, bias=False)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
+        return self.embedding(torch.cat([anchor_BA1, drafted_BAk], -1))
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.head(hidden)
+
+
+# --- what it gets for that -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setitem(DRAFTERS, "last_token", LastToken)
+    yield "last_token"
+    del ConfigStore.instance().repo["drafter"]["last_token.yaml"]
+
+
+def test_a_family_is_forty_lines() -> None:
+    lines = (ROOT / "tests" / "test_new_family.py").read_text().splitlines()
+    marks = [i for i, line in enumerate(lines) if line.startswith("# ---")]
+    assert marks[1] - marks[0] <= 40
+
+
+def test_it_is_trained_measured_decoded_and_reported(
+    tiny: Tiny, tmp_path: Path, family: str
+) -> None:
+    tau = tiny.job(tmp_path, family, "loop.epochs=20", "decode.temperatures=[0,1]", "export=null")
+
+    trained = [record for _, record in losses(tmp_path)]
+    assert trained[-1]["loss"][0] < 0.9 * trained[0]["loss"][0]  # it learns how answers look
+    results = Results.read(tmp_path / "report")
+    assert results.training is not None
+    assert results.training.objective == tau
+    for at in results.temperatures:
+        assert len(at.alpha.all.of(at.temperature)) == 2
+        assert at.tau.value > 1
+    assert "last_token" in (tmp_path / "report" / "report.md").read_text()
+
+    target = load_target(tiny.config().target)
+    drafter, prompts = load(tmp_path / "best", target), [[5, 9, 30], [7, 8]]
+    plain = decode(target, prompts, max_new_tokens=24, eos=())
+    for shape in (Chain(2), Dynamic(2, 8, 4)):
+        drafted = decode(target, prompts, max_new_tokens=24, eos=(), drafter=drafter, shape=shape)
+        assert [a.ids for a in drafted] == [a.ids for a in plain]
+        assert sum(r.accepted for a in drafted for r in a.rounds) > 0
+    sampled = decode(
+        target, prompts, max_new_tokens=8, drafter=drafter, sampler=Sampler(temperature=1.0)
+    )
+    assert all(answer.ids for answer in sampled)
