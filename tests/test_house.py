@@ -35,7 +35,17 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     ("train",),
     ("scripts",),
 ]
-OF_THE_FIELD = {"copy", "eagle", "lm", "lookahead", "ngram", "sparse", "suffix", "translated"}
+OF_THE_FIELD = {
+    "copy",
+    "eagle",
+    "lm",
+    "lookahead",
+    "mlp",
+    "ngram",
+    "sparse",
+    "suffix",
+    "translated",
+}
 PLACES = ("specdec/drafters/__init__.py", "specdec/formats/", "train/config.py")
 
 CIRCLES: set[frozenset[str]] = set()

@@ -134,6 +134,8 @@ DRAFTER_OVERRIDES = {
     "eagle3": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
     "eagle": ["drafter.depth=2"],
     "medusa": ["drafter.draft_vocab=48", "drafter.depth=2"],
+    "hydra": ["drafter.draft_vocab=48", "drafter.depth=2", "drafter.prefix=true"],
+    "mlp": ["drafter.draft_vocab=48", "drafter.depth=2"],
     "lm": ["drafter.layers=[0,3]", "drafter.depth=2"],
     "ngram": ["drafter.depth=3"],
     "unigram": ["drafter.depth=2"],

@@ -21,12 +21,16 @@ from specdec.drafters.models.translated import Translated
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.eagle3 import Eagle3
+from specdec.drafters.recurrent.hydra import Hydra
+from specdec.drafters.recurrent.mlp import Mlp
 from specdec.errors import UserError, nearest
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
     "eagle": Eagle,
     "medusa": Medusa,
+    "hydra": Hydra,
+    "mlp": Mlp,
     "lm": LM,
     "ngram": Ngram,
     "seq2seq_lm": Seq2SeqLM,

@@ -1,17 +1,14 @@
 """Medusa as vLLM loads it, always with the whole vocabulary.
 
-vLLM 0.32 refuses its own `token_map`, so the tokens outside a pruned vocabulary get rows of
-zeros: their logit is 0, and the engine, which drafts greedily, never takes one while the best
-logit is above 0. That is checked on a short text; any trained head passes.
+vLLM's loader drops tensors that it does not know and leaves those that are missing uninitialised,
+both in silence. Whether layers have a bias it reads from `medusa_fc_bias`, which is false unless
+given.
 """
 
-from torch import Tensor
-
 from specdec.drafters.parallel.medusa import Medusa
-from specdec.formats.layout import Description, Layout, Tensors
+from specdec.formats import heads
+from specdec.formats.layout import Description, Layout
 from specdec.target.base import Target
-
-HEAD = "lm_heads."  # followed by the number of the head
 
 
 def config(drafter: Medusa, target: Target) -> Description:
@@ -23,38 +20,9 @@ def config(drafter: Medusa, target: Target) -> Description:
         "vocab_size": target.vocab_size,
         "num_heads": drafter.config.depth,
         "num_hidden_layers": drafter.config.num_layers,
-        "medusa_fc_bias": False,
+        "medusa_fc_bias": drafter.config.bias,
         "original_lm_head": drafter.config.shared_head,
     }
 
 
-def write(drafter: Medusa, tensors: Tensors) -> Tensors:
-    """Heads over the target's whole vocabulary."""
-    if (vocab_S := tensors.pop("vocab_S", None)) is not None:
-        for name in [n for n in tensors if n.startswith(HEAD)]:
-            pruned_SD = tensors[name]
-            tensors[name] = pruned_SD.new_zeros(drafter.target_vocab, pruned_SD.shape[1])
-            tensors[name][vocab_S] = pruned_SD
-    return tensors
-
-
-def read(drafter: Medusa, tensors: Tensors) -> Tensors:
-    """Heads over the draft vocabulary: the rows that are not zero."""
-    if drafter.vocab_S is None or f"{HEAD}0.weight" not in tensors:
-        return tensors
-    vocab_S = tensors[f"{HEAD}0.weight"].any(-1).nonzero()[:, 0]
-    heads = {n: x[vocab_S] for n, x in tensors.items() if n.startswith(HEAD)}
-    return tensors | heads | {"vocab_S": vocab_S}
-
-
-def objection(drafter: Medusa, logits_NS: Tensor) -> str | None:
-    best = float(logits_NS.amax(-1).min())
-    if drafter.vocab_S is None or best > 0:
-        return None
-    return (
-        f"its best logit at one place is {best:.2g}, and vLLM gives tokens outside the draft "
-        "vocabulary a logit of 0: train it further, or train with drafter.draft_vocab=null"
-    )
-
-
-LAYOUTS = {"hf": Layout("medusa", config, write, read, objection)}
+LAYOUTS = {"hf": Layout("medusa", config, heads.write, heads.read, heads.objection)}

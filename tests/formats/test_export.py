@@ -5,13 +5,18 @@ Run alone: pytest tests/formats/test_export.py
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import gelu
 from transformers import AutoModelForCausalLM
 
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
+from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.errors import UserError
 from specdec.formats import export
 from specdec.target.base import Target
@@ -61,3 +66,100 @@ def test_a_target_is_written_whole_and_again_but_over_nothing_else(
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="not an earlier export"):
         export.write_target(tmp_path / "mine", target)
+
+
+# What vLLM's loaders look for, by the description alone
+
+
+def medusa_of(c: dict[str, Any]) -> dict[str, list[int]]:
+    """The parameters of vLLM 0.32's medusa.py, `Medusa` and `ResidualBlock`."""
+    D, parts = c["hidden_size"], ["weight"] + ["bias"] * c.get("medusa_fc_bias", False)
+    layers = [(h, i) for h in range(c["num_heads"]) for i in range(c["num_hidden_layers"])]
+    wanted = {
+        f"blocks.{h}.layers.{i}.{part}": [D, D][: 2 if part == "weight" else 1]
+        for h, i in layers
+        for part in parts
+    }
+    one = c.get("original_lm_head", False)
+    heads = ["lm_head"] if one else [f"lm_heads.{h}" for h in range(c["num_heads"])]
+    return wanted | {f"{head}.weight": [c["vocab_size"], D] for head in heads}
+
+
+def mlp_of(c: dict[str, Any]) -> dict[str, list[int]]:
+    """The parameters of vLLM 0.32's mlp_speculator.py, whose tied modules have one name."""
+    assert len(c["top_k_tokens_per_head"]) == c["n_predict"]  # of its config's own
+    V, E, D, n = c["vocab_size"], c["emb_dim"], c["inner_dim"] or c["emb_dim"], c["n_predict"]
+    assert n > 1 or not c["tie_weights"]
+    count, projections = (1, 2) if c["tie_weights"] else (n, n)
+    wanted = {f"proj.{i}.weight": [D, E if i == 0 else D] for i in range(projections)}
+    for i in range(count):
+        wanted |= {f"emb.{i}.weight": [V, D], f"head.{i}.weight": [V, D]}
+        wanted |= {f"ln.{i}.weight": [D], f"ln.{i}.bias": [D]}
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MedusaConfig(depth=2, draft_vocab=48),
+        MedusaConfig(depth=3, draft_vocab=None, bias=True, shared_head=False, num_layers=2),
+        MlpConfig(depth=3, draft_vocab=48, inner_dim=20),
+        MlpConfig(depth=3, draft_vocab=None, tie_weights=True, scale_input=True),
+    ],
+    ids=str,
+)
+def test_an_engine_finds_what_it_looks_for_and_nothing_else(
+    target: Target, tmp_path: Path, config: Any
+) -> None:
+    """These loaders drop a tensor of another name and leave a missing one uninitialised, both in
+    silence."""
+    drafter = random_drafter(config, target, 0.1, torch.arange(2, 50))
+    export.write(tmp_path / "out", drafter, target)
+    described = json.loads((tmp_path / "out" / export.CONFIG).read_text())
+    found = {n: list(x.shape) for n, x in load_file(tmp_path / "out" / export.WEIGHTS).items()}
+    if config.name == "mlp":
+        assert all(name.startswith("speculator.") for name in found)
+        assert described["architectures"] == ["MLPSpeculatorPreTrainedModel"]
+        found = {name.replace("speculator.", ""): shape for name, shape in found.items()}
+        assert found == mlp_of(described)
+    else:
+        if described["original_lm_head"]:
+            found["lm_head.weight"] = found.pop("lm_heads.0.weight")
+        assert found == medusa_of(described)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_exported_mlp_drafts_as_vllms_formula(
+    target: Target, tmp_path: Path, tied: bool
+) -> None:
+    """`generate_proposals` of mlp_speculator.py over the file's own tensors: its logits are the
+    drafter's on the draft vocabulary, and 0 on the rest."""
+    kept = torch.arange(2, 50)
+    config = MlpConfig(depth=3, draft_vocab=48, tie_weights=tied, scale_input=tied)
+    drafter = random_drafter(config, target, 0.1, kept)
+    export.write(tmp_path / "out", drafter, target)
+    c = json.loads((tmp_path / "out" / export.CONFIG).read_text())
+    file = load_file(tmp_path / "out" / export.WEIGHTS)
+
+    def tensor(name: str, i: int, part: str = "weight") -> Tensor:
+        return file[f"speculator.{name}.{min(i, 1 if name == 'proj' else 0) if tied else i}.{part}"]
+
+    def normed(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    ids = torch.arange(3, 35)[None]
+    ctx, _ = target.features(ids, drafter.needs)
+    assert ctx.final_BTD is not None
+    a, drafted = 17, torch.tensor([[[5, 9]]])
+    ours = drafter.hidden(ctx, torch.tensor([[a]]), drafted)[0, 0]
+    state = ctx.final_BTD[0, a - 1]
+    state = normed(state) / 2**0.5 if c["scale_input"] else state
+    state_weight = 0.5 ** (0.5 / c["n_predict"])
+    emb_weight = ((1 - state_weight**2) * (c["inner_dim"] / 2)) ** 0.5
+    for i, token in enumerate([int(ids[0, a]), 5, 9]):
+        mixed = tensor("proj", i) @ state + emb_weight / state_weight * tensor("emb", i)[token]
+        state = gelu(tensor("ln", i) * normed(mixed) + tensor("ln", i, "bias"))
+        theirs = tensor("head", i) @ state
+        torch.testing.assert_close(theirs[kept], drafter.unembed(ours[i], i), atol=1e-4, rtol=1e-4)
+        theirs[kept] = 0
+        assert not theirs.any()

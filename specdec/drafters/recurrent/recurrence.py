@@ -86,7 +86,6 @@ class Recurrent(Drafter):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
-    @abstractmethod
     def copy_from(self, target: Parts) -> None:
         """Copy the parts of the target's last layer that fit."""
 
@@ -113,7 +112,7 @@ class Recurrent(Drafter):
 
     def rope(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos and sin [..., E] at positions below `end`, from a table that grows as needed."""
-        device, table = self.fc.weight.device, self._rope
+        device, table = self.layer.self_attn.o_proj.weight.device, self._rope
         if table is None or len(table[0]) < end or table[0].device != device:
             with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
                 steps = torch.arange(max(2 * end, 1024), device=device)[None]

@@ -1,0 +1,112 @@
+"""A head for each depth on the target's final hidden state: what Medusa, Hydra and the MLP
+speculator have in common.
+
+The state before the anchor is the target's at a - 1. Each token from the anchor on turns the state
+of the place above it into that of its own place, and head k reads the state after k + 1 tokens:
+x_a, …, x_{a+k}. So the nodes of a tree share the work of their ancestors.
+
+Letters: B batch, A anchors, W new nodes, N nodes, K depths, D width, F numbers of a state, S draft
+vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import Drafter, Sizes, entries, text_after
+from specdec.sampling.trees import Growth
+from specdec.target.parts import Parts
+
+MOST_LAYERS = 64  # of one head
+
+
+@dataclass(kw_only=True)
+class HeadsSizes(Sizes):
+    """`width`: that of the target's hidden state."""
+
+    width: int
+
+
+class Heads(Drafter):
+    """A family gives `step`, and `output` if a head has layers of its own. There is one LM head for
+    each depth, or one for all; each reads `width` numbers."""
+
+    Sizes: ClassVar[type[Sizes]] = HeadsSizes
+    needs = Needs(final_hidden=True)
+
+    def __init__(self, config: Any, sizes: HeadsSizes, width: int, one_head: bool, bias: bool):
+        super().__init__(config, sizes)
+        self.max_depth = config.depth
+        size = sizes.draft_vocab or sizes.target_vocab
+        count = 1 if one_head else config.depth
+        self.lm_heads = nn.ModuleList(nn.Linear(width, size, bias=bias) for _ in range(count))
+
+    @classmethod
+    def plan(cls, config: Any, target: Parts) -> Any:
+        pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
+        return cls.Sizes(target_vocab=target.vocab_size, draft_vocab=pruned, width=target.width)
+
+    def copy_head(self, target: Parts) -> None:
+        """Start all LM heads as the target's."""
+        rows = slice(None) if self.vocab_S is None else self.vocab_S
+        for head in self.lm_heads:
+            head.weight.copy_(target.head.weight[rows])  # type: ignore[operator]
+
+    def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
+        """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""
+        assert ctx.final_BTD is not None
+        last_BAD = entries(ctx.final_BTD, (anchors_BA - 1).clamp_min(0))
+        return last_BAD.to(self.lm_heads[0].weight.dtype)  # type: ignore[arg-type]
+
+    @abstractmethod
+    def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
+        """The state [B, A, F] after the tokens [B, A] that head k is the first to read."""
+
+    def output(self, state: Tensor, k: int) -> Tensor:
+        """The hidden state [B, A, D] of depth k, which `unembed` reads."""
+        return state
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        return self.unrolled(ctx, anchors_BA, drafted_BAk, self.output)
+
+    def unrolled(
+        self,
+        ctx: Context,
+        anchors_BA: Tensor,
+        drafted_BAk: Tensor | None,
+        output: Callable[[Tensor, int], Tensor],
+    ) -> Tensor:
+        """`hidden`, with an `output` that may differ in training."""
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        tokens_BAK = torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)
+        state, found = self.first(ctx, anchors_BA), []
+        for k in range(tokens_BAK.shape[-1]):
+            state = self.step(state, tokens_BAK[..., k], k)
+            found.append(output(state, k))
+        return torch.stack(found, 2)
+
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+        before = self.first(ctx, anchor_B1, cache)
+        nodes_BNF = self.step(before, ctx.ids_BT.gather(1, anchor_B1), 0)  # the anchor is the first
+        depths = [0]
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            nonlocal nodes_BNF
+            k = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
+            above = nodes_BNF[:, -1:] if parents_BW is None else entries(nodes_BNF, parents_BW + 1)
+            state = self.step(above, tokens_BW, k)
+            nodes_BNF = torch.cat([nodes_BNF, state], 1)
+            depths.extend([k] * tokens_BW.shape[1])
+            return self.unembed(self.output(state, k), k)
+
+        return Growth(self.unembed(self.output(nodes_BNF, 0), 0)[:, 0], grow)

@@ -1,0 +1,174 @@
+"""Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read the tokens so far.
+
+Head k reads c = cat[h, e(x_a), …, e(x_{a+k})], where e is the target's frozen embedding and h its
+final hidden state at a - 1. The first layer is S c + SiLU(W c), with W starting at zero and S as
+torch starts linear layers; the others are x + SiLU(W x); the LM head starts as the target's. All
+have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py).
+
+Hydra++ replaces h by the output of one decoder layer over the target's states and a norm. It reads
+committed positions only, and so does its cache. In the reference, which repeats one module, the
+layers of a head after the first share their weights; here each has its own, as in the paper.
+
+Letters: B batch, T time, A anchors, D width, F numbers read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.context import Context, Moment
+from specdec.drafters.base import entries
+from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
+from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes, llama_of
+from specdec.errors import require
+from specdec.runtime.cache import SlotCache
+from specdec.target.parts import Parts
+
+
+@dataclass
+class HydraConfig:
+    """`depth` heads, each of `num_layers` layers and an LM head, or with `shared_head` one LM head
+    for all. `prefix` adds Hydra++'s layer over the target's states. `dropout` is the share of a
+    layer's inputs, and of the LM head's, that training sets to zero (the paper's Hydra++: 0.2).
+    `draft_vocab` null keeps the whole vocabulary."""
+
+    name: str = "hydra"
+    depth: int = 3
+    num_layers: int = 1
+    prefix: bool = False
+    dropout: float = 0.0
+    draft_vocab: int | None = 8192
+    shared_head: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.dropout < 1,
+            f"drafter.dropout={self.dropout}: give a share of at least 0 and below 1",
+        )
+
+
+@dataclass(kw_only=True)
+class HydraSizes(HeadsSizes):
+    """`llama`: the keys of a LlamaConfig for the prefix layer, if there is one."""
+
+    llama: dict[str, Any] | None = None
+
+
+@dataclass
+class PrefixConfig:
+    depth: int = 1
+    start: str = "random"
+
+
+class Prefix(Recurrent):
+    """Hydra++'s layer: a recurrent draft that reads features alone, is used at depth 0 only, and
+    has a norm in place of an LM head."""
+
+    Config = PrefixConfig
+
+    def __init__(self, llama: dict[str, Any], vocab: int) -> None:
+        super().__init__(PrefixConfig(), RecurrentSizes(target_vocab=vocab, llama=llama))
+        D = self.llama.hidden_size
+        self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
+        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
+
+    @property
+    def layer(self) -> Layer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    def features_of(self, ctx: Context) -> Tensor:
+        assert ctx.final_BTD is not None
+        return ctx.final_BTD
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.norm.weight.dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return ids  # which `enter` does not read
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.input_layernorm(feature), feature  # type: ignore[operator]
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.norm(hidden)
+
+
+class Hydra(Heads):
+    Config = HydraConfig
+    Sizes = HydraSizes
+    bounds = {"num_layers": (1, MOST_LAYERS)}
+
+    def __init__(self, config: HydraConfig, sizes: HydraSizes) -> None:
+        D = sizes.width
+        super().__init__(config, sizes, D, config.shared_head, bias=True)
+        self.prefix = None if sizes.llama is None else Prefix(sizes.llama, sizes.target_vocab)
+        read = [(k + 2) * D for k in range(config.depth)]
+        self.skips = nn.ModuleList(nn.Linear(F, D) for F in read)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(F if i == 0 else D, D) for i in range(config.num_layers))
+            for F in read
+        )
+
+    @classmethod
+    def plan(cls, config: HydraConfig, target: Parts) -> HydraSizes:
+        sizes = super().plan(config, target)
+        sizes.llama = llama_of(target) if config.prefix else None
+        return sizes
+
+    def start(self, target: Parts) -> None:
+        for layer in self.blocks.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.zero_()
+        self.copy_head(target)
+        if self.prefix is not None:
+            self.prefix.start(target)
+
+    def attach(self, target: Parts) -> None:
+        self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved
+
+    def new_cache(self, capacity: int | None = None) -> SlotCache | None:
+        return None if self.prefix is None else self.prefix.new_cache(capacity)
+
+    def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
+        """cat[h, 0, …, 0], with room for the embeddings of all depths."""
+        if self.prefix is None:
+            state = super().first(ctx, anchors_BA)
+        elif cache is None:
+            none_BA0 = anchors_BA[..., None][..., :0]
+            state = self.prefix.norm(self.prefix.hidden(ctx, anchors_BA, none_BA0)[:, :, 0])
+        else:
+            state = self.prefix.begin(ctx, cache).logits_BS[:, None]
+        return pad(state, (0, self.depth * self.sizes.width))
+
+    def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
+        embedding, D = self._embedding[0](tokens).to(state.dtype), self.sizes.width
+        return torch.cat([state[..., : (k + 1) * D], embedding, state[..., (k + 2) * D :]], -1)
+
+    def output(
+        self, state: Tensor, k: int, drop: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Tensor:
+        first, *others = self.blocks[k]  # type: ignore[misc]
+        read = drop(state[..., : (k + 2) * self.sizes.width])
+        x = self.skips[k](read) + silu(first(read))
+        for layer in others:
+            x = drop(x)
+            x = x + silu(layer(x))
+        return drop(x)
+
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """The heads with dropout, drawn for every position of a text."""
+        generators, kept = moment.generators(anchors_BA.device), 1 - self.config.dropout
+
+        def drop(x_BAF: Tensor) -> Tensor:
+            drawn = x_BAF.new_empty(ctx.ids_BT.shape[1], x_BAF.shape[-1])
+            masks = [drawn.clone().bernoulli_(kept, generator=g) for g in generators]
+            return x_BAF * entries(torch.stack(masks), anchors_BA) / kept
+
+        if kept == 1:
+            return self.hidden(ctx, anchors_BA, None)
+        return self.unrolled(ctx, anchors_BA, None, lambda state, k: self.output(state, k, drop))

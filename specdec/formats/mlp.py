@@ -1,0 +1,43 @@
+"""The MLP speculator as its authors publish it and vLLM's `mlp_speculator.py` loads it.
+
+vLLM 0.32 still has that file but no longer registers its class, so no engine runs here to compare
+with. Its rules are: names without `speculator.`; a tensor of another name is dropped in silence; of
+tied weights only the first name counts; `top_k_tokens_per_head` must have an entry for each head,
+though nothing reads it. The vocabulary is always whole.
+"""
+
+from specdec.drafters.recurrent.mlp import Mlp
+from specdec.formats import heads
+from specdec.formats.layout import Description, Layout, Tensors, renamed
+from specdec.target.base import Target
+
+THEIRS = "head."  # followed by the number of the head
+
+
+def config(drafter: Mlp, target: Target) -> Description:
+    """`architectures: [MLPSpeculatorPreTrainedModel]`. The tree is the authors' for three heads."""
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": target.vocab_size,
+        "emb_dim": target.width,
+        "inner_dim": drafter.inner_dim,
+        "n_predict": drafter.config.depth,
+        "tie_weights": drafter.config.tie_weights,
+        "scale_input": drafter.config.scale_input,
+        "top_k_tokens_per_head": [max(5 - k, 1) for k in range(drafter.config.depth)],
+        "n_candidates": 5,
+    }
+
+
+def write(drafter: Mlp, tensors: Tensors) -> Tensors:
+    return renamed(heads.write(drafter, tensors), heads.HEAD, THEIRS)
+
+
+def read(drafter: Mlp, tensors: Tensors) -> Tensors:
+    return heads.read(drafter, renamed(tensors, THEIRS, heads.HEAD))
+
+
+LAYOUTS = {
+    "hf": Layout("mlp_speculator", config, write, read, heads.objection, theirs="speculator.")
+}
