@@ -36,7 +36,7 @@ class Heads(Drafter):
     """A family gives `step`, and `output` if a head has layers of its own. There is one LM head for
     each depth, or one for all; each reads `width` numbers."""
 
-    Sizes: ClassVar[type[Sizes]] = HeadsSizes
+    Sizes: ClassVar[type[HeadsSizes]] = HeadsSizes
     needs = Needs(final_hidden=True)
 
     def __init__(self, config: Any, sizes: HeadsSizes, width: int, one_head: bool, bias: bool):

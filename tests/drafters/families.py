@@ -16,7 +16,7 @@ from specdec.drafters.models.sparse import SparseConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
-from specdec.drafters.recurrent.hydra import HydraConfig
+from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
@@ -33,8 +33,10 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "eagle3": Eagle3Config(depth=3, draft_vocab=40),
     "eagle": EagleConfig(depth=3, start="random"),
     "medusa": MedusaConfig(depth=3, draft_vocab=40, num_layers=2),
-    "hydra": HydraConfig(depth=3, draft_vocab=40, num_layers=2),
-    "hydra with a prefix": HydraConfig(depth=3, draft_vocab=40, prefix=True, shared_head=False),
+    "hydra": HydraHeadsConfig(depth=3, draft_vocab=40, num_layers=2),
+    "hydra with a prefix": HydraHeadsConfig(
+        depth=3, draft_vocab=40, prefix=True, shared_head=False
+    ),
     "mlp": MlpConfig(depth=3, draft_vocab=40, inner_dim=24),
     "lm": LMConfig(depth=3, layers=[0, 3]),
     "lm with adapters": LMConfig(depth=3, layers=[0, 3], lora=LoraOptions(rank=2)),

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from specdec.context import Context, Moment
 from specdec.drafters import Drafter
 from specdec.drafters.parallel.medusa import MedusaConfig
-from specdec.drafters.recurrent.hydra import Hydra, HydraConfig
+from specdec.drafters.recurrent.hydra import Hydra, HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.errors import UserError
 from specdec.target.base import Target
@@ -28,8 +28,8 @@ KEPT = torch.arange(0, V, 2)  # the draft vocabulary
 CONFIGS: dict[str, Any] = {
     "medusa": MedusaConfig(depth=3, draft_vocab=len(KEPT), num_layers=2, shared_head=False),
     "medusa, bias": MedusaConfig(depth=3, draft_vocab=None, bias=True),
-    "hydra": HydraConfig(depth=3, draft_vocab=None, num_layers=3, shared_head=False),
-    "hydra++": HydraConfig(depth=3, draft_vocab=len(KEPT), num_layers=2, prefix=True),
+    "hydra": HydraHeadsConfig(depth=3, draft_vocab=None, num_layers=3, shared_head=False),
+    "hydra++": HydraHeadsConfig(depth=3, draft_vocab=len(KEPT), num_layers=2, prefix=True),
     "mlp": MlpConfig(depth=3, draft_vocab=None, inner_dim=20),
     "mlp, tied": MlpConfig(depth=3, draft_vocab=len(KEPT), tie_weights=True, scale_input=True),
 }
@@ -228,7 +228,7 @@ def test_dropout_is_on_every_layers_input_and_on_the_heads(target: Target) -> No
     """With S = [1 0 …] and W = b = 0, two layers and a head pass h on, so each number is 0 or
     h/0.8³, and is kept with probability 0.8³ = .512: of 2 · 23 · 32 numbers at depth 0, within .05
     (almost four standard errors)."""
-    config = HydraConfig(depth=2, num_layers=2, draft_vocab=None, dropout=0.2)
+    config = HydraHeadsConfig(depth=2, num_layers=2, draft_vocab=None, dropout=0.2)
     drafter = drafter_of(config, target, noise=0.0)
     assert isinstance(drafter, Hydra)
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_dropout_is_on_every_layers_input_and_on_the_heads(target: Target) -> No
 
 def test_dropout_follows_from_each_rows_seed(target: Target) -> None:
     """However rows are spread over batches; another seed drops other numbers."""
-    config = HydraConfig(depth=2, prefix=True, draft_vocab=None, dropout=0.5)
+    config = HydraHeadsConfig(depth=2, prefix=True, draft_vocab=None, dropout=0.5)
     drafter = drafter_of(config, target)
     ctx, anchors = texts(target, drafter), torch.tensor([[3, 9], [5, 20]])
     assert ctx.final_BTD is not None
@@ -281,6 +281,6 @@ def test_settings_that_no_head_can_have(given: list[str], words: str) -> None:
     [("mlp", {"inner_dim": 0}), ("hydra", {"num_layers": 0}), ("medusa", {"num_layers": 65})],
 )
 def test_sizes_that_no_head_can_have(target: Target, name: str, settings: dict[str, int]) -> None:
-    kinds = {"mlp": MlpConfig, "hydra": HydraConfig, "medusa": MedusaConfig}
+    kinds = {"mlp": MlpConfig, "hydra": HydraHeadsConfig, "medusa": MedusaConfig}
     with pytest.raises(UserError, match=rf"drafter\.{next(iter(settings))}="):
         drafter_of(kinds[name](**settings), target)  # type: ignore[operator]

@@ -31,7 +31,7 @@ from specdec.target.parts import Parts
 
 
 @dataclass
-class HydraConfig:
+class HydraHeadsConfig:
     """`depth` heads, each of `num_layers` layers and an LM head, or with `shared_head` one LM head
     for all. `prefix` adds Hydra++'s layer over the target's states. `dropout` is the share of a
     layer's inputs, and of the LM head's, that training sets to zero (the paper's Hydra++: 0.2).
@@ -99,11 +99,11 @@ class Prefix(Recurrent):
 
 
 class Hydra(Heads):
-    Config = HydraConfig
+    Config = HydraHeadsConfig
     Sizes = HydraSizes
     bounds = {"num_layers": (1, MOST_LAYERS)}
 
-    def __init__(self, config: HydraConfig, sizes: HydraSizes) -> None:
+    def __init__(self, config: HydraHeadsConfig, sizes: HydraSizes) -> None:
         D = sizes.width
         super().__init__(config, sizes, D, config.shared_head, bias=True)
         self.prefix = None if sizes.llama is None else Prefix(sizes.llama, sizes.target_vocab)
@@ -115,7 +115,7 @@ class Hydra(Heads):
         )
 
     @classmethod
-    def plan(cls, config: HydraConfig, target: Parts) -> HydraSizes:
+    def plan(cls, config: HydraHeadsConfig, target: Parts) -> HydraSizes:
         sizes = super().plan(config, target)
         sizes.llama = llama_of(target) if config.prefix else None
         return sizes
@@ -152,10 +152,10 @@ class Hydra(Heads):
     def output(
         self, state: Tensor, k: int, drop: Callable[[Tensor], Tensor] = lambda x: x
     ) -> Tensor:
-        first, *others = self.blocks[k]  # type: ignore[misc]
+        layers = list(self.blocks[k].children())
         read = drop(state[..., : (k + 2) * self.sizes.width])
-        x = self.skips[k](read) + silu(first(read))
-        for layer in others:
+        x = self.skips[k](read) + silu(layers[0](read))
+        for layer in layers[1:]:
             x = drop(x)
             x = x + silu(layer(x))
         return drop(x)
