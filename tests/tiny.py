@@ -136,6 +136,7 @@ DRAFTER_OVERRIDES = {
     "medusa": ["drafter.draft_vocab=48", "drafter.depth=2"],
     "hydra": ["drafter.draft_vocab=48", "drafter.depth=2", "drafter.prefix=true"],
     "mlp": ["drafter.draft_vocab=48", "drafter.depth=2"],
+    "peagle": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
     "lm": ["drafter.layers=[0,3]", "drafter.depth=2"],
     "ngram": ["drafter.depth=3"],
     "unigram": ["drafter.depth=2"],

@@ -22,6 +22,7 @@ from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
+from specdec.formats.layout import Layout
 from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, fastest_shape
 from specdec.progress import console
@@ -36,13 +37,17 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 class Engine:
     """vLLM in its own process (scripts/engine.py), which answers one prompt at a time.
 
-    `root` holds the folders target and draft; method "none" decodes plainly. Raises UserError
-    if the engine fails.
+    `root` holds the folders target and draft, in this layout; None decodes plainly. Raises
+    UserError if the engine fails.
     """
 
-    def __init__(self, root: Path, method: str, gamma: int, dtype: str, compiled: bool = False):
+    def __init__(
+        self, root: Path, layout: Layout | None, gamma: int, dtype: str, compiled: bool = False
+    ):
         command = [VENV / "bin" / "python", HERE / "engine.py", "--target", root / "target"]
-        command += ["--draft", root / "draft", "--method", method, "--gamma", gamma]
+        if layout is not None:
+            command += ["--draft", root / "draft", "--method", layout.method, "--gamma", gamma]
+            command += ["--parallel"] * layout.parallel
         command += ["--dtype", dtype] + ["--compiled"] * compiled
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         pipe = subprocess.PIPE
@@ -92,7 +97,7 @@ def engine(draft: Path, timing: Serving) -> None:
     τ, accepted counts and tokens/s of both, which take turns on each prompt. If our decoder finds
     a static tree fastest, that is timed too; the engine's CPU backend has no trees.
     """
-    method = export.layout_of(checkpoint.read_card(draft).family, "hf").method
+    layout = export.layout_of(checkpoint.read_card(draft).family, "hf")
     there = (VENV / "bin" / "python").exists()
     require(there, f"{VENV} holds no serving environment: run scripts/serving-env first")
     at_hand = setting([draft], timing, LEARNING)
@@ -108,7 +113,7 @@ def engine(draft: Path, timing: Serving) -> None:
         engines: list[Engine] = []
         for mode, compiled in timing.modes.items():
             mine = partial(ours, target, timing.new, compiled=compiled)
-            for name, served_as, options in (("plain", "none", {}), ("speculative", method, chain)):
+            for name, served_as, options in (("plain", None, {}), ("speculative", layout, chain)):
                 engines.append(stack.enter_context(Engine(root, served_as, gamma, dtype, compiled)))
                 answer = partial(engines[-1].answer, limit=timing.new)
                 drafted, theirs = str(gamma) if options else "", f"vLLM, {name}{mode}"

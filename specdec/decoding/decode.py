@@ -287,8 +287,8 @@ def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> Non
     name, most = drafter.config.name, drafter.max_depth
     require(
         most is None or depth <= most,
-        f"decode.gamma={depth} (or a tree of that depth) is too deep: {name} has {most} heads and "
-        "drafts at most one token with each",
+        f"decode.gamma={depth} (or a tree of that depth) is too deep: this {name} drafts at most "
+        f"{most} tokens in a row",
     )
     require(
         not length.reads_q or not drafter.copies,

@@ -19,6 +19,7 @@ from specdec.drafters.models.seq2seq_lm import Seq2SeqLM
 from specdec.drafters.models.sparse import Sparse
 from specdec.drafters.models.translated import Translated
 from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.parallel.peagle import PEagle
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.drafters.recurrent.hydra import Hydra
@@ -31,6 +32,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp": Mlp,
+    "peagle": PEagle,
     "lm": LM,
     "ngram": Ngram,
     "seq2seq_lm": Seq2SeqLM,

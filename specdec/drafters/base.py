@@ -284,6 +284,19 @@ class Drafter(nn.Module, ABC):
         return Growth(logits(paths)[:, 0], grow)
 
 
+def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
+    """The growth of a drafter that reads no drafted tokens, so that the logits [B, S] after a node
+    depend only on its depth."""
+    depths = [0]  # the depth of the anchor, then of every node
+
+    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
+        depths.extend([depth] * tokens_BW.shape[1])
+        return logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1)
+
+    return Growth(logits(0), grow, lambda depth: torch.stack([*map(logits, range(depth))], 1))
+
+
 def states(
     over_text: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
     ctx: Context,

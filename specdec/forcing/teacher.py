@@ -9,7 +9,7 @@ vocabulary, U positions.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -168,6 +168,10 @@ class TeacherForcing(nn.Module):
         depth = self.depth
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen, reference = chosen.to(batch.mask_BT.device), self._reference[0]
+        at_BA, column_N = chosen.grid(len(batch.mask_BT))
+        counted_BAK = torch.zeros((*at_BA.shape, depth), dtype=torch.bool, device=at_BA.device)
+        counted_BAK[chosen.row_N, column_N] = chosen.valid_NK
+        moment = replace(moment, counted_BAK=counted_BAK)
         hidden_NKD = _at(
             chosen, batch, lambda at_BA: self._hidden(self.drafter, batch, at_BA, moment)
         )

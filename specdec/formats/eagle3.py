@@ -12,11 +12,9 @@ def hf(drafter: Eagle3, target: Target) -> Description:
     """`architectures: [LlamaForCausalLMEagle3]`, for vLLM and SGLang."""
     ids = list(drafter.needs.layers)
     return {
-        **one_layer(drafter),
+        **layers(drafter),
         **described(drafter, target),
         "architectures": ["LlamaForCausalLMEagle3"],
-        "fc_norm": False,
-        "norm_output": False,
         "num_aux_hidden_states": len(ids),
         # SGLang reads only this one, and adds 1 to each
         "eagle_config": {
@@ -36,7 +34,7 @@ def speculators(drafter: Eagle3, target: Target) -> Description:
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
-        "transformer_layer_config": one_layer(drafter),
+        "transformer_layer_config": layers(drafter),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -46,6 +44,11 @@ def speculators(drafter: Eagle3, target: Target) -> Description:
     }
 
 
+def layers(drafter: Eagle3) -> Description:
+    """The layers as a Llama, whose first layer engines widen. SGLang takes one layer only."""
+    return {**one_layer(drafter), "num_hidden_layers": drafter.config.num_layers}
+
+
 def described(drafter: Eagle3, target: Target) -> Description:
     """The description of the network that both layouts share."""
     return {
@@ -53,7 +56,9 @@ def described(drafter: Eagle3, target: Target) -> Description:
         "target_hidden_size": target.width,
         "eagle_aux_hidden_state_layer_ids": list(drafter.needs.layers),
         "norm_before_residual": drafter.config.norm_before_residual,
-        "norm_before_fc": False,
+        "norm_before_fc": drafter.config.norm_before_fc,
+        "fc_norm": drafter.config.fc_norm,
+        "norm_output": drafter.config.norm_output,
         "tie_word_embeddings": False,
     }
 

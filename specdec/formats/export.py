@@ -19,7 +19,7 @@ from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, read_record, replaced
-from specdec.formats import eagle, eagle3, lm, medusa, mlp
+from specdec.formats import eagle, eagle3, lm, medusa, mlp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout, renamed
 from specdec.runtime.packed import is_packed, pack
@@ -28,7 +28,14 @@ from specdec.target.base import Target
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MARK = "draftsmith.json"  # marks our own exports, which a new one may replace
 
-FAMILIES = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp": mlp, "lm": lm}
+FAMILIES = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "mlp": mlp,
+    "peagle": peagle,
+    "lm": lm,
+}
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (family, name): layout
     for family, module in FAMILIES.items()

@@ -20,7 +20,8 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
 class Layout:
     """A family's weights as an engine names, shapes and describes them.
 
-    `method` is vLLM's name for drafting with them, and `config` makes their config.json. Names of
+    `method` is vLLM's name for drafting with them, `parallel` its option `parallel_drafting`, and
+    `config` makes their config.json. Names of
     tensors that begin with `ours` in the drafter begin with `theirs` in the file. `write` converts
     the drafter's tensors to the engine's before they are renamed; `read` converts them back after
     they are renamed back. `objection` takes the drafter's logits on a short text and says why an
@@ -36,6 +37,7 @@ class Layout:
     ours: str = ""
     theirs: str = ""
     whole_model: bool = False
+    parallel: bool = False
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:

@@ -14,6 +14,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.drafters.recurrent.hydra import HydraHeadsConfig
@@ -31,6 +32,9 @@ V, L, T = 61, 6, 14
 TARGETS = architectures(V, L)
 CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests of their own
     "eagle3": Eagle3Config(depth=3, draft_vocab=40),
+    "eagle3 of two layers": Eagle3Config(
+        depth=3, draft_vocab=40, num_layers=2, fc_norm=True, norm_output=True
+    ),
     "eagle": EagleConfig(depth=3, start="random"),
     "medusa": MedusaConfig(depth=3, draft_vocab=40, num_layers=2),
     "hydra": HydraHeadsConfig(depth=3, draft_vocab=40, num_layers=2),
@@ -38,6 +42,7 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
         depth=3, draft_vocab=40, prefix=True, shared_head=False
     ),
     "mlp": MlpConfig(depth=3, draft_vocab=40, inner_dim=24),
+    "peagle": PEagleConfig(depth=3, draft_vocab=40),
     "lm": LMConfig(depth=3, layers=[0, 3]),
     "lm with adapters": LMConfig(depth=3, layers=[0, 3], lora=LoraOptions(rank=2)),
     "ngram": NgramConfig(depth=3),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
+from specdec.drafters.base import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
@@ -77,16 +78,4 @@ class Medusa(Heads):
         """The logits after a node depend only on its depth, so they are computed once a depth."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]
-        depths = [0]  # the depth of the anchor, then of every node
-
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
-            depths.extend([depth] * tokens_BW.shape[1])
-            logits_BS = self.unembed(hidden_BKD[:, depth], depth)
-            return logits_BS[:, None].expand(-1, tokens_BW.shape[1], -1)
-
-        return Growth(
-            self.unembed(hidden_BKD[:, 0], 0),
-            grow,
-            lambda depth: self.unembed_all(hidden_BKD[:, :depth]),
-        )
+        return reading_no_draft(lambda k: self.unembed(hidden_BKD[:, k], k))

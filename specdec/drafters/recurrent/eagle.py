@@ -29,7 +29,8 @@ class EagleConfig:
     """EAGLE-1. `unroll` is the number of trained depths, null for all `depth`; 1 is the paper's
     recipe, which reads only the target's features. `noise` is the width of the uniform noise that
     training adds to the features of a text of 512 tokens (the paper uses 0.2; longer texts get
-    narrower noise); 0 adds none.
+    narrower noise); 0 adds none. `detach` trains each depth on the output of the depth before it as
+    data, without a gradient through it, as HASS does.
 
     `start=target` copies the target's last layer around a pass-through of the feature; `random`
     is the paper's start.
@@ -39,6 +40,7 @@ class EagleConfig:
     depth: int = 3
     unroll: int | None = None
     noise: float = 0.0
+    detach: bool = False
     start: str = "target"
     intermediate_size: int | None = None  # None: the target's
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
@@ -121,6 +123,22 @@ class Eagle(Recurrent):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         pair = self.fc(torch.cat([embedding, feature], -1))
         return pair, pair
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        """With `detach`, the aligned forwards of HASS (Zhang et al. 2025, arXiv 2408.15766;
+        HArmonizedSS/HASS, model/cnets_hass.py).
+
+        There, pass j reads every position t of the text. Its query and residual come from the
+        output of pass j - 1 at t - 1; its keys are those of true features up to t - (j - 1) and
+        one of each pass i < j, from the output of pass i at t - j + i. So position t of pass j is
+        depth j - 1 of the anchor with pair t - (j - 1), and it reads what our unrolled layer reads;
+        but every output is detached before it is read. The reference takes one backward pass for
+        each loss, so gradients sum: `objective.depth_decay=1`. Two things of it are left out: its
+        masked scores are 0, not -inf, so that masked positions count in the denominator of its
+        softmax, and in no engine's; and its pass j also trains on the first j - 1 positions of an
+        answer, whose anchors lie before it.
+        """
+        return hidden.detach() if self.config.detach else hidden
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
         """The unrolled layer at `train_depth` depths, over features with noise."""

@@ -1,12 +1,14 @@
-"""EAGLE-3 (Li et al. 2025): one decoder layer over fused target features, with a head of its own.
+"""EAGLE-3 (Li et al. 2025): decoder layers over fused target features, with a head of their own.
 
 A pair is the concatenation of the normed embedding and the normed feature, 2D wide. The feature is
 a linear map of the residual stream after several of the target's layers or, at later depths, the
-layer's own output. The tensors have the names and shapes that vLLM and SGLang load.
+output of the last layer. Layers above the first are Llama's own and read the stream alone. The
+tensors have the names and shapes that vLLM and SGLang load.
 
 Letters: D width, F features, S draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,17 +19,29 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig
-from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes, llama_of
+from specdec.drafters.recurrent.recurrence import (
+    Layer,
+    Recurrent,
+    RecurrentSizes,
+    UpperLayer,
+    llama_of,
+)
 from specdec.errors import require
 from specdec.target.parts import Parts
+
+MOST_LAYERS = 64
 
 
 @dataclass
 class Eagle3Config:
     """EAGLE-3. `layers` None reads the residual after 2, L/2 and L - 3 layers, as engines do.
 
-    `start=target` copies the target's last layer and LM head and passes the highest feature
-    through; `random` is the paper's start. `draft_vocab` null keeps the whole vocabulary.
+    `start=target` copies the target's last `num_layers` layers and LM head and passes the highest
+    feature through; `random` is the paper's start. `draft_vocab` null keeps the whole vocabulary.
+
+    EAGLE-3.1 norms what the layers add up to (vLLM 0.32, llama_eagle3.py): `norm_before_fc` the
+    concatenated features together, or `fc_norm` each of them, and `norm_output` the output that
+    the next depth reads.
     """
 
     name: str = "eagle3"
@@ -35,8 +49,12 @@ class Eagle3Config:
     layers: list[int] | None = None
     draft_vocab: int | None = 8192
     start: str = "target"
+    num_layers: int = 1
     intermediate_size: int | None = None  # None: the target's
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
@@ -45,6 +63,10 @@ class Eagle3Config:
             layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
             f"drafter.layers={layers}: give distinct layers in rising order, as engines "
             "read them, or null for the default",
+        )
+        require(
+            not (self.norm_before_fc and self.fc_norm),
+            "drafter.norm_before_fc and drafter.fc_norm cannot be combined: give one of them",
         )
 
 
@@ -68,14 +90,20 @@ class PairLayer(Layer):
 class Eagle3(Recurrent):
     Config = Eagle3Config
     Sizes = Eagle3Sizes
+    bounds = {"num_layers": (1, MOST_LAYERS)}
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
         self.needs = Needs(layers=tuple(sizes.layers))
-        D = self.llama.hidden_size
-        self.fc = nn.Linear(len(self.needs.layers) * D, D, bias=False)
+        D, eps, count = self.llama.hidden_size, self.llama.rms_norm_eps, len(self.needs.layers)
+        self.input_norm = LlamaRMSNorm(count * D, eps) if config.norm_before_fc else None
+        norms = (LlamaRMSNorm(D, eps) for _ in range(count))
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.fc = nn.Linear(count * D, D, bias=False)
         self.midlayer = PairLayer(self.llama)
-        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
+        above = {str(i): UpperLayer(self.llama) for i in range(1, config.num_layers)}
+        self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
+        self.norm = LlamaRMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
 
     @classmethod
@@ -87,6 +115,11 @@ class Eagle3(Recurrent):
             all(0 < k <= L for k in layers),
             f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
         )
+        require(
+            config.start != "target" or config.num_layers <= L,
+            f"drafter.num_layers={config.num_layers}: this target has only {L} layers to start "
+            "from; give drafter.start=random",
+        )
         pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
         return Eagle3Sizes(
             target_vocab=target.vocab_size,
@@ -96,21 +129,22 @@ class Eagle3(Recurrent):
         )
 
     def copy_from(self, target: Parts) -> None:
-        """Also copy the head and the final norm. If the target's last layer does not have the
-        parts of a Llama layer, copy only those that fit."""
+        """Also copy the head and the final norm. If the target's layers do not have the parts of
+        a Llama layer, copy only those that fit."""
         D = self.llama.hidden_size
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         self.lm_head.weight.copy_(target.head.weight[rows])
-        theirs = target.layer(-1)
-        ours = dict(self.midlayer.named_parameters())
-        ours.pop("input_layernorm.weight")  # the target's norms the stream: it goes to the feature
-        theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
-        for name, weight in ours.items():
-            source = theirs.get(name, torch.empty(0))
-            if source.shape == weight.shape:
-                weight.copy_(source)
-            elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
-                weight[:, D:] = source
+        for i, layer in enumerate([self.layer, *self.upper]):
+            theirs, ours = target.layer(i - 1 - len(self.upper)), dict(layer.named_parameters())
+            if layer is self.layer:
+                ours.pop("input_layernorm.weight")  # the target's norms the stream: the feature
+                theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
+            for name, weight in ours.items():
+                source = theirs.get(name, torch.empty(0))
+                if source.shape == weight.shape:
+                    weight.copy_(source)
+                elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
+                    weight[:, D:] = source
         final = getattr(target.norm, "weight", None)
         if final is not None and final.shape == self.norm.weight.shape:
             self.norm.weight.copy_(final)
@@ -123,8 +157,21 @@ class Eagle3(Recurrent):
         assert ctx.layers_BTF is not None
         return ctx.layers_BTF
 
+    @property
+    def upper(self) -> Sequence[UpperLayer]:
+        return [*self.layers.values()]  # type: ignore[list-item]
+
     def fuse(self, features: Tensor) -> Tensor:
-        return self.fc(features.to(self.fc.weight.dtype))
+        features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            chunks = zip(self.fc_norm, features.chunk(len(self.fc_norm), -1), strict=True)
+            features = torch.cat([norm(chunk) for norm, chunk in chunks], -1)
+        return self.fc(features)
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer

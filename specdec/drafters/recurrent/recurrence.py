@@ -1,16 +1,18 @@
-"""A decoder layer unrolled on its own output: the common part of EAGLE's heads.
+"""Decoder layers unrolled on their own output: the common part of EAGLE's heads.
 
-The layer reads pairs of a token and the target's feature at the position before it. At depth 0
-the pair is (x_a, feature of a - 1), with the pairs of all earlier positions as context; at later
-depths the layer's own output replaces the feature, which the target has not computed yet. Training
-unrolls the layer in the same way (training-time test, EAGLE-3), so it trains on the inputs that it
-will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in engines.
+The first layer reads pairs of a token and the target's feature at the position before it. At depth
+0 the pair is (x_a, feature of a - 1), with the pairs of all earlier positions as context; at later
+depths the output of the last layer replaces the feature, which the target has not computed yet.
+Training unrolls the layers in the same way (training-time test, EAGLE-3), so they train on the
+inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in
+engines.
 
-Letters: B batch, T time, P pairs (T - 1), A anchors, W new pairs, K depth, D width, F features,
-E head width, S draft vocabulary.
+Letters: B batch, T time, P pairs (T - 1), A anchors, W new pairs, L pairs whose logits are wanted,
+K depth, D width, F features, E head width, S draft vocabulary.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,11 +53,36 @@ class Layer(nn.Module):
         stream = residual + attended
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
+    def at(
+        self,
+        pairs: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
+        shared: KeyValue,
+        sight: Sight,
+        own: tuple[KeyValue, ...] = (),
+    ) -> Tensor:
+        """The output [B, A, D] at anchors, given what attention reads there and the residual."""
+        attention, (read, residual) = self.self_attn, pairs
+        attended = attention.over_anchors(attention.query(read, rope), shared, sight, own)
+        return self.finish(residual, attended)
+
+
+class UpperLayer(Layer):
+    """A Llama layer above the first: it reads the stream alone, and no embedding."""
+
+    input_layernorm: LlamaRMSNorm
+
+    def __init__(self, llama: LlamaConfig) -> None:
+        super().__init__(llama, llama.hidden_size, ("input_layernorm",))
+
+    def enter(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return self.input_layernorm(stream), stream
+
 
 class Recurrent(Drafter):
-    """A family gives its `layer`, the features that it reads, and how a pair enters the layer. All
-    pairs of a text are keys, but queries and later steps are computed only at anchors, so training
-    on a sample of anchors saves most of the work."""
+    """A family gives its first `layer`, the features that it reads, and how a pair enters the
+    layer. All pairs of a text are keys, but queries of the last layer and later steps are computed
+    only at anchors, so training on a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     one_head = True
@@ -74,6 +101,11 @@ class Recurrent(Drafter):
     @abstractmethod
     def layer(self) -> Layer: ...
 
+    @property
+    def upper(self) -> Sequence[UpperLayer]:
+        """The layers above the first."""
+        return ()
+
     @abstractmethod
     def features_of(self, ctx: Context) -> Tensor:
         """The target's features that the family reads [B, T, F]."""
@@ -85,6 +117,10 @@ class Recurrent(Drafter):
     @abstractmethod
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        """What the next depth reads of the output [..., D] in the place of a feature."""
+        return hidden
 
     def copy_from(self, target: Parts) -> None:
         """Copy the parts of the target's last layer that fit."""
@@ -123,40 +159,70 @@ class Recurrent(Drafter):
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        layer, attention = self.layer, self.layer.self_attn
+        return torch.stack(self.unrolled(ctx, anchors_BA, drafted_BAk), 2)
+
+    def unrolled(
+        self,
+        ctx: Context,
+        anchors_BA: Tensor,
+        drafted_BAk: Tensor,
+        widths: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """The output [B, A, D] of each depth, or with `widths` [B, widths[k], D] of depth k at the
+        first anchors of each row; widths must not rise with the depth."""
         ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]
         B, P = ids_BP.shape
         pair_BA = (anchors_BA - 1).clamp_min(0)
-        position_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
-        sight = Sight(pair_BA, torch.zeros_like(pair_BA))
+        every_BP = position_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
+        document_BP = own_BP = None
         if ctx.position_BT is not None and ctx.document_BT is not None:
             position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
             document_BP = ctx.document_BT[:, 1:]
-            first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
             of_two = ctx.position_BT[:, 1:] == 0  # the feature is from the previous document
-            own_BP, own_BA = document_BP.masked_fill(of_two, -2), document_BP.gather(1, pair_BA)
-            sight = Sight(pair_BA, first_BA, own_BP, own_BA)
+            own_BP = document_BP.masked_fill(of_two, -2)
 
+        def sight(pair_BA: Tensor) -> Sight:
+            if document_BP is None:
+                return Sight(pair_BA, torch.zeros_like(pair_BA))
+            first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
+            return Sight(pair_BA, first_BA, own_BP, document_BP.gather(1, pair_BA))
+
+        layers: list[Layer] = [self.layer, *self.upper]
         feature_BPD = self.fuse(self.features_of(ctx)[:, :P])
-        read_BPD, residual_BPD = self.enter(self.embed(ids_BP), feature_BPD)
-        shared = attention.keys_values(read_BPD, self.rope(position_BP, P + k))
+        pairs = self.enter(self.embed(ids_BP), feature_BPD)
+        rope = self.rope(position_BP, P + k)
+        shared = [self.layer.self_attn.keys_values(pairs[0], rope)]
+        for below, above in zip(layers, self.upper, strict=False):  # all pairs, but for the last
+            pairs = above.enter(below.at(pairs, rope, shared[-1], sight(every_BP)))
+            shared.append(above.self_attn.keys_values(pairs[0], rope))
         position_BA = position_BP.gather(1, pair_BA)
-        read_BAD, residual_BAD = entries(read_BPD, pair_BA), entries(residual_BPD, pair_BA)
-        own: tuple[KeyValue, ...] = ()
-        steps: list[Tensor] = []
-        for depth in range(k + 1):
+        pairs = entries(pairs[0], pair_BA), entries(pairs[1], pair_BA)
+        rope = self.rope(position_BA, P + k)
+        seen = sight(pair_BA)
+        steps = [layers[-1].at(pairs, rope, shared[-1], seen)]
+        own: list[tuple[KeyValue, ...]] = [() for _ in layers]
+        for depth in range(1, k + 1):
+            stream = steps[-1]
+            if widths is not None:  # the anchors that are left
+                stream, position_BA, pair_BA = (
+                    x[:, : widths[depth]] for x in (stream, position_BA, pair_BA)
+                )
+                left = slice(None), slice(None), slice(widths[depth])
+                own = [tuple((key[left], value[left]) for key, value in of) for of in own]
+                seen = sight(pair_BA)
             rope = self.rope(position_BA + depth, P + k)
-            if depth > 0:
-                token_BA = drafted_BAk[..., depth - 1]
-                read_BAD, residual_BAD = self.enter(self.embed(token_BA), steps[-1])
-                own = *own, attention.keys_values(read_BAD, rope)
-            query = attention.query(read_BAD, rope)
-            attended = attention.over_anchors(query, shared, sight, own)
-            steps.append(layer.finish(residual_BAD, attended))
-        return torch.stack(steps, 2)
+            token_BA = drafted_BAk[:, : stream.shape[1], depth - 1]
+            pairs = self.enter(self.embed(token_BA), self.onward(stream))
+            for i, layer in enumerate(layers):
+                if i > 0:
+                    pairs = self.upper[i - 1].enter(stream)
+                own[i] = *own[i], layer.self_attn.keys_values(pairs[0], rope)
+                stream = layer.at(pairs, rope, shared[i], seen, own[i])
+            steps.append(stream)
+        return steps
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
-        return SlotCache(1, capacity)
+        return SlotCache(1 + len(self.upper), capacity)
 
     def run(
         self,
@@ -169,30 +235,39 @@ class Recurrent(Drafter):
         mask: Tensor | None,
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer over new pairs: its output [B, W, D] and the logits [B, W, S], or with
-        `last` [B, 1] only those of that pair in each row. The pairs have the target's `features`
-        [B, W, F] or the layer's `own` earlier output [B, W, D]."""
-        layer, attention = self.layer, self.layer.self_attn
-        feature = own if features is None else self.fuse(features)
-        assert feature is not None
+        """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S], or with
+        `last` [B, L] only those of these pairs of each row. The pairs have the target's `features`
+        [B, W, F] or the layers' `own` earlier output [B, W, D]."""
+        if features is None:
+            assert own is not None
+            feature = self.onward(own)
+        else:
+            feature = self.fuse(features)
         read, residual = self.enter(embedding, feature)
-        keys, values = cache.update(*attention.keys_values(read, (cos, sin)), 0)
-        if last is not None:
-            read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
-            mask = None if mask is None else entries(mask, last)
-        attended = attention.joined(fused(attention.query(read, (cos, sin)), keys, values, mask))
-        hidden = layer.finish(residual, attended)
+        layers: list[Layer] = [self.layer, *self.upper]
+        for i, layer in enumerate(layers):
+            attention = layer.self_attn
+            keys, values = cache.update(*attention.keys_values(read, (cos, sin)), i)
+            if last is not None and i == len(self.upper):
+                read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
+                mask = None if mask is None else entries(mask, last)
+            attended = attention.joined(
+                fused(attention.query(read, (cos, sin)), keys, values, mask)
+            )
+            hidden = layer.finish(residual, attended)
+            if i < len(self.upper):
+                read, residual = self.upper[i].enter(hidden)
         return hidden, self.unembed(hidden, 0)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """With a cache, pairs with the target's features are committed to it, and pairs with the
-        layer's own output are scratch."""
+        layers' own output are scratch."""
         if cache is None:
             return super().begin(ctx)
         new = unread(cache, [n - 1 for n in ctx.counts()])
         features = pieces(self.features_of(ctx), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
-        # the layer's output at the anchor, then at every node
+        # the output at the anchor, then at every node
         nodes_BWD, logits = self._cached(cache, features, None, tokens, None, new)
         cache.keep(new)
 
@@ -213,15 +288,19 @@ class Recurrent(Drafter):
         tokens: Tensor,
         parents: Tensor | None,
         counts: list[int] | None,
+        more: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """`run` on new pairs; with `counts`, only for the last pair of each row."""
+        """`run` on new pairs; with `counts`, only for the last pair of each row and `more` pairs
+        after it."""
         place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
         if counts is not None:
             last = torch.tensor(counts, device=tokens.device)[:, None] - 1
-            if mask is None and len(set(counts)) > 1:  # a prefill: each row sees its own pairs
+            last = last + torch.arange(1 + more, device=tokens.device)
+            alone = not (more or self.upper or len(set(counts)) > 1)  # sees all slots
+            if mask is None and tokens.shape[1] > 1 and not alone:  # a prefill
                 slots = torch.arange(cache.shown, device=tokens.device)
-                mask = (slots <= last)[:, None].expand(-1, tokens.shape[1], -1)
+                mask = (slots <= slots[:, None]).expand(len(tokens), -1, -1)
         cos, sin = self.rope(place.position_BT, cache.shown + 1)
         hidden, logits = self.compiled(
             cache,

@@ -1,0 +1,119 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 that drafts all depths in one pass.
+
+Depth 0 reads the pair (x_a, feature of a - 1), as in EAGLE-3. Depth k > 0 reads the same masked
+pair at every k, only at the rotary position a - 1 + k: the embedding of a mask token, and a learned
+`mask_hidden` in the place of the target's features, which takes the same way through norms and fc.
+It sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but no drafted
+token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle); the
+masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). There the embedding is
+trained, too; here it stays the target's, so that no engine needs a second one.
+
+Letters: B batch, T new pairs, A anchors, K depth, D width, S draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from specdec.context import Context, Moment
+from specdec.drafters.base import entries, pieces, reading_no_draft, unread
+from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config, Eagle3Sizes
+from specdec.errors import require, require_within
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.trees import Growth
+
+
+@dataclass
+class PEagleConfig(Eagle3Config):
+    """P-EAGLE. `mask_token` is the token whose embedding stands for tokens not yet known; null: the
+    last of the vocabulary.
+
+    `keep` and `keep_least` thin out the depths that are trained on (COD sampling): of n anchors in
+    a row, depth k counts at (n - k) · max(keep^k, keep_least), drawn anew at every step from those
+    where depth k - 1 counts. The reference has 0.7 and 0.2; with 1 every depth counts.
+    """
+
+    name: str = "peagle"
+    mask_token: int | None = None
+    keep: float = 0.7
+    keep_least: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_within("drafter", self, keep=(0, 1), keep_least=(0, 1))
+        require(not self.norm_output, "drafter.norm_output: here no depth reads another's output")
+
+
+class PEagle(Eagle3):
+    Config = PEagleConfig
+    parallel = True
+
+    def __init__(self, config: PEagleConfig, sizes: Eagle3Sizes) -> None:
+        super().__init__(config, sizes)
+        require_within("drafter", config, mask_token=(0, sizes.target_vocab - 1))
+        self.max_depth = config.depth
+        self.scratch = config.depth
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    @property
+    def mask_token(self) -> int:
+        given = self.config.mask_token
+        return self.target_vocab - 1 if given is None else given
+
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """COD sampling: the kept depths of an anchor are its first ones. Each weighs 1 over the
+        product of the shares drawn, so that the expected loss is that of all depths."""
+        weight_TK = super().anchors(valid_TK, generator)
+        n = int((weight_TK[:, 0] > 0).sum())
+        for k in range(1, valid_TK.shape[1]):
+            weight_TK[:, k] = weight_TK[:, k - 1] * valid_TK[:, k]
+            able = weight_TK[:, k].nonzero()[:, 0]
+            share = max(self.config.keep**k, self.config.keep_least)
+            count = n if share == 1 else max(1, int((n - k) * share))
+            if count < len(able):
+                drawn = able[torch.randperm(len(able), generator=generator)]
+                weight_TK[drawn[:count], k] *= len(able) / count
+                weight_TK[drawn[count:], k] = 0
+        return weight_TK
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        return self.fuse(self.mask_hidden).expand_as(hidden)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        k = self.depth - 1 if drafted_BAk is None else drafted_BAk.shape[-1]
+        return super().hidden(ctx, anchors_BA, self.masks(anchors_BA, k))
+
+    def masks(self, anchors_BA: Tensor, k: int) -> Tensor:
+        return torch.full_like(anchors_BA, self.mask_token)[..., None].expand(-1, -1, k)
+
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """Only the depths that count are computed; the others are 0."""
+        if (counted_BAK := moment.counted_BAK) is None:
+            return self.hidden(ctx, anchors_BA, None)
+        A, K = counted_BAK.shape[1:]
+        order_BA = counted_BAK.sum(-1).argsort(dim=1, descending=True, stable=True)
+        widths = counted_BAK.sum(1).amax(0).clamp_min(1).tolist()  # depth k: a row's first so many
+        anchors_BA = anchors_BA.gather(1, order_BA)
+        steps = self.unrolled(ctx, anchors_BA, self.masks(anchors_BA, K - 1), widths)
+        found_BAKD = torch.stack([pad(x, (0, 0, 0, A - x.shape[1])) for x in steps], 2)
+        return entries(found_BAKD.flatten(2), order_BA.argsort(1)).view_as(found_BAKD)
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        """All depths at once. A cache keeps the real pairs; masked ones are scratch."""
+        if cache is None:
+            anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+            logits_BKS = self.unembed(self.hidden(ctx, anchor_B1, None)[:, 0], 0)
+        else:
+            new, masked = unread(cache, [n - 1 for n in ctx.counts()]), self.depth - 1
+            read = self.features_of(ctx), ctx.ids_BT[:, 1:]
+            features, tokens = (pieces(x, cache.lengths, max(new) + masked) for x in read)
+            place_T = torch.arange(tokens.shape[1], device=tokens.device)
+            unknown_BT = place_T >= torch.tensor(new, device=tokens.device)[:, None]
+            features = features.to(self.mask_hidden.dtype)
+            features = torch.where(unknown_BT[..., None], self.mask_hidden, features)
+            tokens = tokens.masked_fill(unknown_BT, self.mask_token)
+            _, logits_BKS = self._cached(cache, features, None, tokens, None, new, masked)
+            cache.keep(new)
+        return reading_no_draft(lambda k: logits_BKS[:, k])

@@ -1,0 +1,36 @@
+"""P-EAGLE as vLLM 0.32 loads it: EAGLE-3 with `mask_hidden` and the id of the mask token, served
+with `"parallel_drafting": true`. SGLang does not have it."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from specdec.drafters.parallel.peagle import PEagle
+from specdec.formats import eagle3
+from specdec.formats.layout import Description
+from specdec.target.base import Target
+
+
+def hf(drafter: PEagle, target: Target) -> Description:
+    return {**eagle3.hf(drafter, target), "mask_token_id": drafter.mask_token}
+
+
+def speculators(drafter: PEagle, target: Target) -> Description:
+    """The format by which `vllm serve DIR` turns parallel drafting on by itself."""
+    found = eagle3.speculators(drafter, target)
+    found |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
+    found["speculators_config"]["algorithm"] = "peagle"
+    return {**found, "mask_token_id": drafter.mask_token}
+
+
+def objection(drafter: PEagle, logits_NS: Tensor) -> str | None:
+    unread = "vLLM reads drafter.fc_norm of this family in the layout hf only: export that one"
+    return unread if drafter.config.fc_norm else None
+
+
+LAYOUTS = {
+    "hf": replace(eagle3.LAYOUTS["hf"], config=hf, parallel=True),
+    "speculators": replace(
+        eagle3.LAYOUTS["speculators"], config=speculators, objection=objection, parallel=True
+    ),
+}
