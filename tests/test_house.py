@@ -137,8 +137,11 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 def families_named(module: str) -> set[str]:
     """The families that a module names: in a string, as a class, or by importing their module. A
-    name that is also a word of the language counts where it is the whole string."""
-    others = {n: k for n, k in DRAFTERS.items() if path_of(k.__module__) != path_of(module)}
+    name that is also a word of the language counts where it is the whole string. A family may name
+    the one that it extends."""
+    own = {k for k in DRAFTERS.values() if path_of(k.__module__) == path_of(module)}
+    known = own | {base for kind in own for base in kind.__mro__}
+    others = {n: k for n, k in DRAFTERS.items() if k not in known}
     classes = {c: n for n, k in others.items() for c in (k.__name__, k.Config.__name__)}
     files = {kind.__module__: name for name, kind in others.items()}
     inside = re.compile(rf"\b({'|'.join(sorted(set(others) - OF_THE_FIELD))})\b")
