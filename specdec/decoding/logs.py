@@ -7,12 +7,32 @@ tokens]].
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specdec.decoding.answers import Generation
 from specdec.errors import require
 
 Rounds = list[tuple[int, int, tuple[int, ...]]]
+
+
+@dataclass
+class Logged:
+    """One line of a log."""
+
+    prompt: list[int]
+    ids: list[int]
+    rounds: Rounds
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether an answer of a target with this vocabulary can have left it."""
+        texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.rounds)]
+        end = len(self.prompt) + len(self.ids)
+        return (
+            bool(self.prompt and self.ids)
+            and all(0 <= token < vocab_size for ids in texts for token in ids)
+            and all(0 < at < end and 0 <= n <= len(ids) for at, n, ids in self.rounds)
+        )
 
 
 def rounds_of(made: Generation) -> Rounds:
@@ -29,5 +49,4 @@ def log_rounds(path: Path, answers: Sequence[Generation]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for made in answers:
-            record = {"prompt": made.prompt, "ids": made.ids, "rounds": rounds_of(made)}
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(asdict(Logged(made.prompt, made.ids, rounds_of(made)))) + "\n")

@@ -257,11 +257,25 @@ def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:
             assert row == [min(r.accepted, 2), *tokens]
 
 
-@pytest.mark.parametrize("broken", [{"ids": [999]}, {"rounds": [[90, 0, [1]]]}, {"prompt": [-1]}])
-def test_a_log_of_another_target_is_refused(tmp_path: Path, broken: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"ids": [999]}, "its ids or anchors"),
+        ({"ids": []}, "its ids or anchors"),
+        ({"prompt": [-1]}, "its ids or anchors"),
+        ({"rounds": [[90, 0, [1]]]}, "its ids or anchors"),
+        ({"rounds": [[2, 3, [1]]]}, "its ids or anchors"),
+        ({"prompt": "words"}, "prompt: expected"),
+        ({"rounds": [[2, 0]]}, r"rounds\[0\]: expected 3 values"),
+        ({"rounds": {"2": 0}}, "rounds: expected"),
+    ],
+)
+def test_a_log_of_another_target_or_shape_is_refused(
+    tmp_path: Path, broken: dict[str, object], said: str
+) -> None:
     record = {"prompt": [1, 2], "ids": [3, 4, 5], "rounds": [[2, 0, [7, 8]]]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record | broken) + "\n")
-    with pytest.raises(UserError, match=r"a\.jsonl, record 1: .* of this target"):
+    with pytest.raises(UserError, match=rf"a\.jsonl, record 1: {said}"):
         logged(tmp_path / "a.jsonl", 2, make_target(), [])
 
 

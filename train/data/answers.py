@@ -16,10 +16,10 @@ from rich.progress import Progress
 
 from specdec.decoding.alone import write_alone
 from specdec.decoding.decode import decode
-from specdec.decoding.logs import Rounds, rounds_of
+from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.drafters import Drafter
 from specdec.errors import require, require_within
-from specdec.files import make_folder, read_lines
+from specdec.files import make_folder, read_lines, record
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.loading import TargetOnDemand
@@ -112,20 +112,20 @@ def answered(
             )
             found = [{"ids": answer.ids} for answer in answers]
             if author and author.rounds:
-                for record, answer in zip(found, answers, strict=True):
-                    record["rounds"] = rounds_of(answer)
+                for entry, answer in zip(found, answers, strict=True):
+                    entry["rounds"] = rounds_of(answer)
         if keep:
             keep.write()
         with path.open("a") as file:
-            for name, record in zip(batch, found, strict=True):
-                file.write(json.dumps({"prompt": name} | record) + "\n")
+            for name, entry in zip(batch, found, strict=True):
+                file.write(json.dumps({"prompt": name} | entry) + "\n")
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     known, documents = _read(folder), []
     depth = author.rounds if author else None
     for prompt in prompts:
-        record = known[_name(prompt)]
-        document = of_answer(prompt.id, prompt.ids, record["ids"], record.get("rounds"), depth)
+        entry = known[_name(prompt)]
+        document = of_answer(prompt.id, prompt.ids, entry["ids"], entry.get("rounds"), depth)
         if document is not None:
             documents.append(document)
     return documents
@@ -197,18 +197,16 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
     )
     others, documents = {prompt.ids.tobytes() for prompt in leave_out}, []
     for file in files:
-        for n, r in enumerate(read_lines(file, ("prompt", "ids", "rounds")), 1):
-            drafted = (token for _, _, tokens in r["rounds"] for token in tokens)
-            anchors = [anchor for anchor, _, _ in r["rounds"]] or [1]
-            said = [*r["prompt"], *r["ids"], *drafted]
-            fits = min(said) >= 0 and max(said) < target.vocab_size
+        for n, line in enumerate(read_lines(file, ("prompt", "ids", "rounds")), 1):
+            where = f"{file}, record {n}"
+            r = record(Logged, line, where)
             require(
-                fits and min(anchors) > 0 and max(anchors) < len(r["prompt"]) + len(r["ids"]),
-                f"{file}, record {n}: its ids or anchors are not those of an answer of this "
-                "target: give a log that was written with it",
+                r.fits(target.vocab_size),
+                f"{where}: its ids or anchors are not those of an answer of this target: give a "
+                "log that was written with it",
             )
-            made = of_answer(f"{file.name}#{n}", r["prompt"], r["ids"], r["rounds"], depth)
-            if made is not None and np.array(r["prompt"], np.int32).tobytes() not in others:
+            made = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
+            if made is not None and np.array(r.prompt, np.int32).tobytes() not in others:
                 documents.append(made)
     require(
         bool(documents),
