@@ -64,6 +64,11 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--seed", type=int, default=0)
 
 
+def add_copying(parser: argparse.ArgumentParser) -> None:
+    """Add the option to combine the draft with another."""
+    parser.add_argument("--with", dest="copying", help="a family that copies repeated text")
+
+
 def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
     """The given options, checked; `more` are fields without an option of the same name.
 

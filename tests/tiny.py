@@ -146,6 +146,7 @@ DRAFTER_OVERRIDES = {
     "copy": ["drafter.depth=3"],
     "early_exit": ["drafter.depth=2", "drafter.layers=2"],
     "sparse": ["drafter.depth=2"],
+    "hybrid": ["drafter.head=bigram", "drafter.depth=3"],
 }
 
 
@@ -187,13 +188,19 @@ def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
 
 
 def random_drafter(
-    config: Any, target: Target, noise: float, vocab_S: torch.Tensor | None = None, seed: int = 1
+    config: Any,
+    target: Target,
+    noise: float,
+    vocab_S: torch.Tensor | None = None,
+    seed: int = 1,
+    earlier: Drafter | None = None,
 ) -> Drafter:
     """A drafter with noise on all its weights, so that no part is silent. `vocab_S` is the draft
     vocabulary of a family that prunes it."""
     torch.manual_seed(seed)
     pruned = vocab_S if getattr(config, "draft_vocab", None) else None
-    drafter = DRAFTERS[config.name].build(config, target, pruned).float().eval().to(DEVICE)
+    kind = DRAFTERS[config.name]
+    drafter = kind.build(config, target, pruned, earlier).float().eval().to(DEVICE)
     with torch.no_grad():
         for weight in drafter.parameters():
             weight += noise * torch.randn_like(weight)

@@ -12,6 +12,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, Drafter, family
+from specdec.drafters.hybrid import Hybrid
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import COUPLED, TERMS
@@ -33,7 +34,8 @@ from train.tracking import TrackConfig
 @dataclass
 class Config:
     """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
-    the same command continues it."""
+    the same command continues it. `also` is a family that copies: at its end the run measures it
+    together with the draft, as a hybrid, and saves that as with-NAME."""
 
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -50,6 +52,7 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    also: str | None = None
     export: str | None = "hf"  # layout written at the end of a run; null: none
 
     @property
@@ -116,6 +119,12 @@ def resolve(cfg: DictConfig) -> Config:
         f"drafter={drafter.name}",
     )
     require_within("drafter", drafter, depth=(1, DEEPEST))
+    if config.also is not None:
+        Hybrid.copying_family(config.also)
+        require(
+            not config.family.copies,
+            f"also={config.also}: {drafter.name} copies too: give also=null, or another drafter",
+        )
     if isinstance(layers := getattr(drafter, "layers", None), list):
         require(
             0 < len(layers) == len(set(layers)) and min(layers) >= 0,

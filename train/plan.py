@@ -87,7 +87,7 @@ class Work:
     new: int  # tokens per answer that the target writes; 0: the data has the answers
     kept: bool  # whether features are stored while the target answers, without another pass
     prompts: int  # of the final evaluation
-    decoded: int  # tokens written for each of them, plainly and speculatively together
+    decoded: int  # tokens written for each of them, plainly and with each draft together
     learned: int  # tokens written for other prompts, however many are measured
     watched: float  # held-out evaluations per training token
 
@@ -150,7 +150,7 @@ def planned(
         new=cfg.answers.max_new_tokens if answering else 0,
         kept=answering and cfg.stores_features,
         prompts=min(cfg.decode.prompts, len(held_out)),
-        decoded=2 * drafted * cfg.decode.repeats,
+        decoded=(2 + (cfg.also is not None)) * drafted * cfg.decode.repeats,
         learned=LEARNING * drafted,  # for the oracle
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
     )

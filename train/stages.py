@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils.generic import flatten_dict
 
-from specdec.drafters import Drafter, family, frequent_tokens
+from specdec.drafters import DRAFTERS, Drafter, family, frequent_tokens
 from specdec.errors import UserError, require, require_within
 from specdec.formats import draft as drafts
 from specdec.progress import console
@@ -43,15 +43,18 @@ def starting(
     stage: StageConfig, config: Any, target: Parts, documents: Sequence[Document], seed: int
 ) -> Drafter:
     """The drafter that a stage trains, in float32. A pruned draft vocabulary holds the assistant's
-    most frequent tokens. Raises UserError if an earlier draft does not fit."""
+    most frequent tokens. If the config names a draft's folder as the `head`, that draft becomes a
+    part of the drafter. Raises UserError if an earlier draft does not fit."""
     torch.manual_seed(seed)
     said = [d.ids[d.mask] for d in documents]
     if stage.draft is not None:
         return _continued(Path(stage.draft), stage.new_tokens, config, target, said)
-    kind, vocab_S = family(config.name), None
-    if size := kind.plan(config, target).draft_vocab:
+    kind, vocab_S, head = family(config.name), None, None
+    if (named := getattr(config, "head", None)) is not None and named not in DRAFTERS:
+        head = drafts.read(named, target)
+    elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)
-    drafter = kind.build(config, target, vocab_S).float()
+    drafter = kind.build(config, target, vocab_S, head).float()
     if kind.fit is not Drafter.fit:  # lists take many times the memory of arrays
         drafter.fit([d.ids.tolist() for d in documents], [d.mask.tolist() for d in documents])
     return drafter

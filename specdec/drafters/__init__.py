@@ -13,6 +13,7 @@ from specdec.drafters.copying.counts import Bigram, Unigram
 from specdec.drafters.copying.lookahead import Lookahead
 from specdec.drafters.copying.ngram import Ngram
 from specdec.drafters.copying.suffix import Suffix
+from specdec.drafters.hybrid import Hybrid, HybridConfig
 from specdec.drafters.models.early_exit import EarlyExit
 from specdec.drafters.models.lm import LM
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM
@@ -25,6 +26,7 @@ from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.drafters.recurrent.hydra import Hydra
 from specdec.drafters.recurrent.mlp import Mlp
 from specdec.errors import UserError, nearest
+from specdec.target.parts import Parts
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
@@ -44,7 +46,9 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "copy": Copy,
     "early_exit": EarlyExit,
     "sparse": Sparse,
+    "hybrid": Hybrid,
 }
+Hybrid.families = DRAFTERS
 
 
 def family(name: str) -> type[Drafter]:
@@ -52,6 +56,13 @@ def family(name: str) -> type[Drafter]:
     if name not in DRAFTERS:
         raise UserError(f"drafter {name!r} is unknown{nearest(name, DRAFTERS)}")
     return DRAFTERS[name]
+
+
+def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
+    """The hybrid of a draft, which drafts γ tokens at most, and the family `copying`."""
+    return Hybrid.build(
+        HybridConfig(copying=copying, gamma=gamma or head.depth), target, earlier=head
+    )
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:

@@ -81,6 +81,7 @@ class Drafter(nn.Module, ABC):
     copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
     scratch: int = 0  # slots of the target's cache that drafting needs besides those of its nodes
+    notes: Mapping[str, Any] = {}  # of the card that it was read from
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
     def __init__(self, config: Any, sizes: Any) -> None:
@@ -231,6 +232,11 @@ class Drafter(nn.Module, ABC):
     def confidence(self, hidden_NKD: Tensor) -> Tensor | None:
         """The family's own estimate of α [N, K] at each depth, if it makes one."""
         return None
+
+    def weigh(self, cost: Callable[["Drafter", int], tuple[float, float]]) -> None:
+        """Measure what a choice between members rests on. `cost(member, γ)` gives the time of one
+        draft step of a member that drafts γ tokens, and that of a pass over γ + 1 tokens, both over
+        that of a plain step. Called before decoding; most families choose nothing."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`

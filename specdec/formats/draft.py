@@ -136,6 +136,7 @@ def read(folder: Path | str, target: Parts) -> Drafter:
     tensors = _read_weights(folder / WEIGHTS, untied(planned.state_dict()))
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
+    drafter.notes = card.notes
     with located(folder / WEIGHTS):
         drafter.require_sound()
     return drafter

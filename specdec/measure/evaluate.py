@@ -40,12 +40,14 @@ OnPrompt = Callable[[str], None]
 
 @dataclass
 class Subject:
-    """What is measured: a run's draft, for its target, on some data."""
+    """What is measured: a run's draft, for its target, on some data, and in turns with it another
+    draft, if there is one in `also`."""
 
     name: str  # of the run
     target: Target
     drafter: Drafter
     data: str
+    also: Drafter | None = None
 
 
 def evaluate(
@@ -70,36 +72,49 @@ def evaluate(
     cfg = replace(cfg, batch=min(cfg.batch, len(chosen)))
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     learning = others or chosen
-    temperatures, known = [], list[tuple[Shape, Costs]]()
+    cfgs = {drafter: cfg}
+    if subject.also is not None:  # it drafts chains as long as it is made for
+        cfgs[subject.also] = replace(cfg, gamma=cfg.gamma if cfg.tree else None)
+    found = {each: list[AtTemperature]() for each in cfgs}
+    known: dict[tuple[Drafter, str], Costs] = {}
     for temperature in cfg.temperatures:
-        setup = Setup(target, drafter, cfg, Sampler(temperature, cfg.top_k, cfg.top_p))
-        how = strategy(setup, learning)
-        made = _answered(setup, how, chosen, on_prompt)
-        if log is not None:
-            log_rounds(log, made.drafted)
-        cost = next((c for shape, c in known if shape == how.shape), None)
-        cost = cost or costs(setup, chosen[0], how.shape)
-        known.append((how.shape, cost))
-        at = _figures(setup, how, made, cost, words)
-        at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
-        temperatures.append(at)
-    return Results(
-        name=subject.name,
-        drafter=drafter.config.name,
-        target=target.name,
-        data=subject.data,
-        prompts=len(chosen),
-        batch=cfg.batch,
-        max_new_tokens=cfg.max_new_tokens,
-        tree=cfg.tree,
-        length=cfg.length,
-        compiled=cfg.compile,
-        machine=machine_of(target),
-        temperatures=temperatures,
-        learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
-        operations=operations_ratio(setup, chosen[0], temperatures[0].gamma),
-        weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
-    )
+        sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
+        setups = [Setup(target, each, cfgs[each], sampler) for each in cfgs]
+        hows = [strategy(setup, learning) for setup in setups]
+        answers = _answered(setups, hows, chosen, on_prompt)
+        for setup, how, made in zip(setups, hows, answers, strict=True):
+            key = setup.drafter, repr(how.shape)
+            cost = known[key] = known.get(key) or costs(setup, chosen[0], how.shape)
+            at = _figures(setup, how, made, cost, words)
+            if setup.drafter is drafter:
+                if log is not None:
+                    log_rounds(log, made.drafted)
+                at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
+            found[setup.drafter].append(at)
+
+    def results(each: Drafter, also: Results | None) -> Results:
+        setup = Setup(target, each, cfgs[each], sampler)
+        return Results(
+            name=subject.name,
+            drafter=each.config.name,
+            target=target.name,
+            data=subject.data,
+            prompts=len(chosen),
+            batch=cfg.batch,
+            max_new_tokens=cfg.max_new_tokens,
+            tree=cfg.tree,
+            length=cfg.length,
+            compiled=cfg.compile,
+            machine=machine_of(target),
+            temperatures=found[each],
+            learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
+            operations=operations_ratio(setup, chosen[0], found[each][0].gamma),
+            weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
+            also=also,
+        )
+
+    other = subject.also
+    return results(drafter, None if other is None else results(other, None))
 
 
 @dataclass
@@ -120,38 +135,42 @@ class Answered:
 
 
 def _answered(
-    setup: Setup, how: Strategy, prompts: list[list[int]], on_prompt: OnPrompt
-) -> Answered:
-    """Answer every batch `cfg.repeats` times both ways, in turn; counts are from the first time,
-    seconds are medians."""
-    cfg, made = setup.cfg, Answered()
-    policy, untimed = (how.length and how.length() for _ in range(2))
+    setups: Sequence[Setup], hows: Sequence[Strategy], prompts: list[list[int]], on_prompt: OnPrompt
+) -> list[Answered]:
+    """Answer every batch `cfg.repeats` times plainly and with each draft, in turn; counts are from
+    the first time, seconds are medians."""
+    cfg, many = setups[0].cfg, [Answered() for _ in setups]
+    policies, untimed = ([how.length and how.length() for how in hows] for _ in range(2))
 
-    def both(first: int, length: Length | None, repeat: int) -> list[list[Generation]]:
-        """The batch that starts with prompt `first`, plainly and speculatively."""
+    def turns(first: int, lengths: Sequence[Length | None], repeat: int) -> list[list[Generation]]:
+        """The batch that starts with prompt `first`, plainly and with each draft."""
         batch = prompts[first : first + cfg.batch]
         seeds = [cfg.seed + i * 1009 + repeat for i in range(first, first + len(batch))]
-        plain = setup.answers(batch, None, seeds=seeds)
-        return [plain, setup.answers(batch, how.shape, seeds=seeds, length=length)]
+        made = [setups[0].answers(batch, None, seeds=seeds)]
+        for setup, how, length in zip(setups, hows, lengths, strict=True):
+            made.append(setup.answers(batch, how.shape, seeds=seeds, length=length))
+        return made
 
     for first in range(0, len(prompts), cfg.batch):
         if cfg.compile or not first:  # each number of rows and tokens compiles to its own graph
-            both(first, untimed, 0)
-        pairs = [both(first, policy, repeat) for repeat in range(cfg.repeats)]
-        plain, drafted = pairs[0]
-        made.plain += plain
-        made.drafted += drafted
+            turns(first, untimed, 0)
+        repeats = [turns(first, policies, repeat) for repeat in range(cfg.repeats)]
+        plain, *drafts = repeats[0]
         tokens = _after_the_first(plain)
-        made.tokens.append(tokens)
-        made.plain_seconds.append(tokens * statistics.median(_a_token(p) for p, _ in pairs))
-        made.seconds.append(tokens * statistics.median(_a_token(s) for _, s in pairs))
-        slowest = max(drafted, key=lambda g: g.seconds)
-        other = slowest.seconds - sum(slowest.spent.values())
-        made.spent.append(slowest.spent | {"other": other})
-        tau = sum(g.emitted for g in made.drafted) / max(1, len(made.rounds))
-        for _ in drafted:
-            on_prompt(f"T={setup.sampler.temperature:g}  τ {tau:.2f}")
-    return made
+        for way, (made, drafted) in enumerate(zip(many, drafts, strict=True), 1):
+            made.plain += plain
+            made.drafted += drafted
+            made.tokens.append(tokens)
+            for seconds, of in ((made.plain_seconds, 0), (made.seconds, way)):
+                seconds.append(tokens * statistics.median(_a_token(r[of]) for r in repeats))
+            slowest = max(drafted, key=lambda g: g.seconds)
+            other = slowest.seconds - sum(slowest.spent.values())
+            made.spent.append(slowest.spent | {"other": other})
+        taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
+        said = " and ".join(f"{tau:.2f}" for tau in taus)
+        for _ in plain:
+            on_prompt(f"T={setups[0].sampler.temperature:g}  τ {said}")
+    return many
 
 
 def _after_the_first(batch: Sequence[Generation]) -> int:

@@ -182,10 +182,13 @@ class Results:
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
     weight_bytes: int = 0  # of the target, which a pass reads
     training: Training | None = None
+    also: "Results | None" = None  # another draft, measured in turns with this one
 
     def headline(self) -> dict[str, float]:
         """The figures for comparing runs, each under one flat name."""
         out: dict[str, float] = {}
+        if self.also is not None:
+            out = {f"{self.also.drafter}/{name}": x for name, x in self.also.headline().items()}
         for at in self.temperatures:
             figures = {name: getattr(at, name) for name in HEADLINE}
             figures |= {"c": at.costs.c, "v": at.costs.v}

@@ -8,7 +8,7 @@ Letters: D depths, R ranks among siblings.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from torch import Tensor
@@ -23,7 +23,8 @@ from specdec.decoding.static_tree import (
     expected_static,
     fastest_static,
 )
-from specdec.measure.costs import cost_table, costs, rounds_in_turn
+from specdec.drafters.base import Drafter
+from specdec.measure.costs import OF_A_TABLE, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.theory.intervals import Interval
@@ -65,6 +66,12 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+
+    def cost(member: Drafter, gamma: int) -> tuple[float, float]:
+        found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_TABLE)
+        return found.c.value, found.v.value
+
+    drafter.weigh(cost)
     if cfg.tree == "dynamic":
         return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
     if cfg.tree == "best_first":

@@ -23,6 +23,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         f"Machine: {results.machine}.",
         by_temperature(results.temperatures, lambda at: _headline(at, results)),
         *_costs(results),
+        *_also(results.also),
         *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
         *_acceptance(results),
         "\n".join(f"![{name}]({path.name})" for name, path in pictures.items()),
@@ -59,13 +60,25 @@ def _setting(results: Results) -> str:
 
 
 def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
+    rows = _counted(at, results)
+    rows["speedup predicted by τ / (γc + v)"] = theory.foreseen_speedup(at).text(2)
+    if (known := at.oracle) is not None:
+        rows["speedup of an oracle length, with the same c and v"] = (
+            f"{known.speedup:.2f}, the best fixed γ ({known.fixed_gamma}) "
+            f"{known.fixed_speedup:.2f}; {known.rounds:,} rounds of {known.drafted}, "
+            f"{known.censored:.0%} accepted in full"
+        )
+    return rows
+
+
+def _counted(at: AtTemperature, results: Results) -> dict[str, str]:
     if at.identical is None:
         same = "the same distribution" if at.lossless else f"another distribution ({at.rule})"
     else:
         why = "" if results.machine.dtype == "float32" else " (near-ties flip outside float32)"
         why = why if at.lossless else f" ({at.rule} is lossy)"
         same = f"{at.identical} of {results.prompts}{why}"
-    rows = {
+    return {
         "**speedup over plain decoding**": f"**{at.speedup.text(2)}**",
         "τ (tokens a target pass, pooled)": at.tau.text(),
         "tokens/s, speculative": at.tokens_per_second.text(1),
@@ -74,15 +87,7 @@ def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
         "verification": f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
         "same tokens as plain decoding": same,
         "repeated 4-grams in the answers": at.repetition.text(2),
-        "speedup predicted by τ / (γc + v)": theory.foreseen_speedup(at).text(2),
     }
-    if (known := at.oracle) is not None:
-        rows["speedup of an oracle length, with the same c and v"] = (
-            f"{known.speedup:.2f}, the best fixed γ ({known.fixed_gamma}) "
-            f"{known.fixed_speedup:.2f}; {known.rounds:,} rounds of {known.drafted}, "
-            f"{known.censored:.0%} accepted in full"
-        )
-    return rows
 
 
 def _costs(results: Results) -> list[str]:
@@ -104,6 +109,19 @@ def _costs(results: Results) -> list[str]:
     slowest = " and the wait for a batch's slowest row" * (results.batch > 1)
     own = f"The measured speedup falls short of τ / (γc + v) by the decoder's own time{slowest}."
     return [*lines, own]
+
+
+def _also(results: Results | None) -> list[str]:
+    """Another draft that took turns with this one on the same prompts."""
+    if results is None:
+        return []
+    shape = drafted(results, results.temperatures[0])
+    return [
+        f"## {results.drafter.capitalize()}",
+        f"The same prompts, in turns with the draft above, drafting {shape} at most. Its costs "
+        "change from round to round, so none are predicted.",
+        by_temperature(results.temperatures, lambda at: _counted(at, results)),
+    ]
 
 
 def _learned(at: AtTemperature, learned_on: str) -> list[str]:

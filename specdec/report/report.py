@@ -40,4 +40,11 @@ def summary(results: Results) -> str:
             f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s "
             f"against {at.plain_tokens_per_second.value:.0f} plain"
         )
+    if (also := results.also) is not None:
+        for at in also.temperatures:
+            lines.append(
+                f"T={at.temperature:g}, {also.drafter}: τ {at.tau}   "
+                f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s; "
+                f"repeated 4-grams {at.repetition.text(2)}"
+            )
     return "\n".join(lines)

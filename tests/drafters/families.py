@@ -9,6 +9,7 @@ from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
 from specdec.drafters.copying.lookahead import LookaheadConfig
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.copying.suffix import SuffixConfig
+from specdec.drafters.hybrid import HybridConfig
 from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
@@ -53,6 +54,8 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "copy": CopyConfig(depth=3, patience=0),
     "early_exit": EarlyExitConfig(depth=3, layers=2),
     "sparse": SparseConfig(depth=3, budget=3, window=2, refresh=3, sink=1, pool=3),
+    "hybrid": HybridConfig(depth=3, head="bigram", copying="ngram"),
+    "hybrid with a head": HybridConfig(depth=3, head="eagle3", copying="suffix"),
 }
 SHAPES: list[Shape] = [
     Chain(3),
@@ -69,7 +72,10 @@ def make_target(kind: str = "llama") -> Target:
 def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
     if name == "eagle":  # no norm bounds its states: more noise gives logits in the thousands
         noise = min(noise, 0.1)
-    drafter = random_drafter(CONFIGS[name], target, noise, VOCAB)
+    config, head = CONFIGS[name], None
+    if isinstance(config, HybridConfig) and config.head in ("eagle3",):
+        head = make_drafter(config.head, target, noise)
+    drafter = random_drafter(config, target, noise, VOCAB, earlier=head)
     learn(drafter, [text(seed)[0].tolist() for seed in range(4)])
     return drafter
 

@@ -33,7 +33,7 @@ class Aligned(Memory):
     def __init__(self, config: CopyConfig) -> None:
         super().__init__(config)
         self.pointer = -1
-        self._missed = 0
+        self._missed, self._agreed = 0, 1
         self._after: dict[tuple[int, ...], tuple[int, int]] = {}  # n-gram: (times, what follows)
 
     def push(self, token: int) -> None:
@@ -42,6 +42,7 @@ class Aligned(Memory):
         tails = self.last(1, self.config.max_match)
         if agrees:
             self.pointer, self._missed = self.pointer + 1, 0
+            self._agreed += 1
         else:
             self._align(tails)
         for tail in tails:
@@ -50,9 +51,12 @@ class Aligned(Memory):
     def chain(self, count: int) -> list[int]:
         return [] if self.pointer < 0 else self.ids[self.pointer : self.pointer + count]
 
+    def evidence(self) -> tuple[int, float]:
+        return self._agreed, 1.0
+
     def _align(self, tails: list[tuple[int, ...]]) -> None:
         """Reset the pointer after a mismatch."""
-        times, after = 0, -1
+        times, after, self._agreed = 0, -1, 1
         for tail in tails:
             times, after = self._after.get(tail, (0, -1))
             if times < 2:

@@ -8,7 +8,7 @@ Letters: B batch, A anchors, K depth, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,11 @@ class Memory(ABC):
     def chain(self, count: int) -> list[int]:
         """Up to `count` tokens that may follow the text."""
 
+    def evidence(self) -> tuple[int, float]:
+        """What speaks for the chain looked up last: the length of the match that it continues, in
+        tokens, and the share of the match's occurrences that its first token follows."""
+        return 1, 1.0
+
     def last(self, least: int, most: int) -> list[tuple[int, ...]]:
         """The last n tokens of the text, for n from `least` to `most`."""
         return [tuple(self.ids[-n:]) for n in range(least, 1 + min(most, len(self.ids)))]
@@ -63,6 +68,14 @@ class Memories:
     def __init__(self) -> None:
         self.rows: list[Any] = []
 
+    def read(self, texts: Sequence[list[int]], empty: Callable[[], Any]) -> list[Any]:
+        """The memories of the rows, once they have read what is new in these texts."""
+        self.rows = self.rows or [empty() for _ in texts]
+        for memory, ids in zip(self.rows, texts, strict=True):
+            for token in ids[len(memory.ids) :]:
+                memory.push(token)
+        return self.rows
+
     def select(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[b] for b in rows if self.rows]
 
@@ -82,6 +95,13 @@ class Copying(Drafter):
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The copied ids themselves [B, A, K, 1], -1 where nothing is copied."""
         depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        return self.walked(ctx, anchors_BA, depth, lambda memory: memory.chain(depth))
+
+    def walked(
+        self, ctx: Context, anchors_BA: Tensor, depth: int, found: Callable[[Any], list[int]]
+    ) -> Tensor:
+        """The first `depth` numbers [B, A, K, 1] that `found` gives for the memory at each anchor,
+        -1 after them."""
         copied = []
         for b, (ids, anchors) in enumerate(zip(ctx.ids_BT.tolist(), anchors_BA.tolist())):
             position = None if ctx.position_BT is None else ctx.position_BT[b].tolist()
@@ -91,7 +111,7 @@ class Copying(Drafter):
                     memory = self.memory()
                 memory.push(ids[t])
                 if t in wanted:
-                    chain = memory.chain(depth)
+                    chain = found(memory)[:depth]
                     chains[t] = chain + [-1] * (depth - len(chain))
             copied.append([chains[a] for a in anchors])
         return torch.tensor(copied, device=anchors_BA.device, dtype=torch.float32)[..., None]
@@ -102,16 +122,17 @@ class Copying(Drafter):
 
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         memories = self.new_cache() if cache is None else cache
-        texts = ctx.rows()
-        memories.rows = memories.rows or [self.memory() for _ in texts]
-        for memory, ids in zip(memories.rows, texts, strict=True):
-            for token in ids[len(memory.ids) :]:
-                memory.push(token)
+        rows = memories.read(ctx.rows(), self.memory)
         if isinstance(shape, Chain):
-            return copied_chains([m.chain(shape.depth) for m in memories.rows], ctx)
-        trees = [m.tree(shape.depth, shape.nodes) for m in memories.rows]
-        tokens_BN, parents_BN = (
-            copied_chains([[node[i] for node in tree] for tree in trees], ctx).tokens_BN
-            for i in (0, 1)
-        )
-        return Proposal(tokens_BN, None, parents_BN if any(trees) else None)
+            return copied_chains([m.chain(shape.depth) for m in rows], ctx)
+        trees = [m.tree(shape.depth, shape.nodes) for m in rows]
+        return copied_trees(trees, ctx.ids_BT.device)
+
+
+def copied_trees(trees: list[list[TreeNode]], device: torch.device) -> Proposal:
+    """A proposal of the tree found for each row, padded to the largest."""
+    most = max(map(len, trees))
+    padded = [[*tree, *[(-1, -1)] * (most - len(tree))] for tree in trees]
+    padded_BN2 = torch.tensor(padded, dtype=torch.long, device=device).view(len(trees), most, 2)
+    tokens_BN, parents_BN = padded_BN2.unbind(-1)
+    return Proposal(tokens_BN, None, parents_BN if most else None)

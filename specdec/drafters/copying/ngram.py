@@ -10,10 +10,13 @@ tokens, γ = 10) they give τ 1.754 and 1.788, the latest of all 1.826, and this
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import takewhile
 
 from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, Memory
 from specdec.errors import require
+
+LONGEST = 32  # a match of more tokens is no better evidence
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Text(Memory):
     def __init__(self, config: NgramConfig) -> None:
         super().__init__(config)
         self.ends: dict[tuple[int, ...], list[int]] = {}
+        self._found: tuple[list[int], int] = [0], 0  # where the chain's n-gram and its own ended
 
     def push(self, token: int) -> None:
         for gram in self.last(self.config.min_ngram, self.config.max_ngram):
@@ -41,8 +45,15 @@ class Text(Memory):
             if ends := self.ends.get(gram):
                 complete = bisect_right(ends, len(self.ids) - count)
                 end = ends[max(0, complete - 1)]
+                self._found = ends, end
                 return self.ids[end : end + count]
         return []
+
+    def evidence(self) -> tuple[int, float]:
+        ends, end = self._found
+        before = zip(self.ids[max(0, end - LONGEST) : end][::-1], self.ids[-LONGEST:][::-1])
+        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], before))
+        return length, sum(self.ids[e] == self.ids[end] for e in ends) / len(ends)
 
 
 class Ngram(Copying):

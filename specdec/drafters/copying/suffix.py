@@ -124,6 +124,7 @@ class Suffixes(Memory):
         self._where: dict[int, list[int]] = {}  # positions of each token
         self._lengths: dict[int, int] = {}  # match length before each place; places rise
         self._in_corpus: list[CorpusPlaces] = []  # matches in the corpus, the longest first
+        self._best: tuple[int, Places] | None = None  # the match of the last chain
         self._matched = 0  # tokens of the text that `_in_corpus` has read
 
     def push(self, token: int) -> None:
@@ -158,8 +159,15 @@ class Suffixes(Memory):
         return self._in_corpus
 
     def chain(self, count: int) -> list[int]:
-        found = [self._followed(n, path, count) for n, path in self.matches()]
-        return max(found, key=lambda x: x[0], default=(0.0, []))[1]
+        found = [(*self._followed(n, path, count), (n, path)) for n, path in self.matches()]
+        _, tokens, self._best = max(found, key=lambda x: x[0], default=(0.0, [], None))
+        return tokens
+
+    def evidence(self) -> tuple[int, float]:
+        if self._best is None:
+            return super().evidence()
+        length, path = self._best
+        return length, max((child.count for _, child in path.children(1)), default=0) / path.count
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         """The `nodes` nodes of one match's tree with the largest D, the likeliest first."""

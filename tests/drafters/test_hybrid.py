@@ -1,0 +1,222 @@
+"""A hybrid: what it drafts in each row by hand, beside one another in trees, lossless, and saved.
+
+Run alone: python -m pytest tests/drafters/test_hybrid.py (about 10 s)
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.context import Proposal
+from specdec.decoding.decode import decode, generate
+from specdec.decoding.rules import RULES
+from specdec.decoding.verify import law
+from specdec.drafters import DRAFTERS, Drafter, with_copying
+from specdec.drafters.hybrid import Hybrid, HybridConfig, cell, joined, replaced
+from specdec.errors import UserError
+from specdec.formats import draft as checkpoint
+from specdec.sampling.choose import Choose
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Dynamic, Shape
+from specdec.target.base import Target
+from tests.drafters.families import V, context, make_drafter, make_target, text
+from tests.tiny import Tiny
+from train import pipeline
+
+HERE = [5, 6, 7, 8, 9, 5, 6, 7]  # 8 and 9 followed these three tokens before
+ELSEWHERE = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+def hybrid(target: Target, **settings: Any) -> Hybrid:
+    head = make_drafter("eagle3", target)
+    config = HybridConfig(**{"copying": "ngram", "depth": 4, "alpha": [0.5]} | settings)
+    return Hybrid.build(config, target, earlier=head).eval()
+
+
+def drafted(
+    drafter: Drafter, target: Target, texts: list[list[int]], shape: Shape, temperature: float
+) -> tuple[Proposal, list[torch.Generator]]:
+    generators = [torch.Generator().manual_seed(7) for _ in texts]
+    choose = Choose(Sampler(temperature), "without", generators, drafter.vocab_S, V)
+    ids = torch.tensor(texts)
+    return drafter.draft(context(target, drafter, ids), shape, choose), generators
+
+
+@pytest.mark.parametrize(
+    ("settings", "copied", "gamma"),
+    [
+        # after a match of 3 copied tokens are right with 0.7, 0.8, 0.8 and 0.85, so their rates
+        # are 1.7 / 1.2, 2.26 / 1.4, 2.708 / 2.2, 3.089 / 3; the head's are 1.5 / 1.3 and 1.75 / 1.6
+        (dict(v={1: 1.2, 2: 1.4, 3: 2.2}), [8, 9], 1),
+        # a pass costs the same however many tokens it reads: all that was found
+        (dict(v={1: 1.2, 4: 1.2}), [8, 9, 5, 6], 2),
+        # 2.71 / 1.4 against 2.26 / 1.4: the head is worth more
+        (dict(v={1: 1.2, 2: 1.4, 3: 2.2}, alpha=[0.9], c=0.0), [], 2),
+        # nothing pays
+        (dict(v={1: 3.0, 2: 4.0}), [], 0),
+    ],
+)
+def test_the_choice_by_hand(
+    target: Target, settings: dict[str, Any], copied: list[int], gamma: int
+) -> None:
+    drafter = hybrid(target, **settings)
+    memory = drafter.copier.memory()
+    for token in HERE:
+        memory.push(token)
+    assert memory.chain(4) == [8, 9, 5, 6] and memory.evidence() == (3, 1.0)
+    assert drafter.copied(memory) == copied
+    (tokens,) = drafted(drafter, target, [ELSEWHERE], Chain(4), 0.0)[0].tokens_BN.tolist()
+    assert len(tokens) == gamma
+    if settings["v"][1] == 1.2 and not copied:
+        alone = drafted(drafter.head, target, [HERE], Chain(2), 0.0)[0]
+        found = drafted(drafter, target, [HERE], Chain(4), 0.0)[0]
+        assert found.tokens_BN.tolist() == alone.tokens_BN.tolist()
+
+
+def test_counts_by_hand(target: Target) -> None:
+    """Of five texts, copying is counted on the last. Rounds start at its first said token, and
+    after an accepted copy where that ended."""
+    drafter = hybrid(target, copying="ngram")
+    said = [5, 6, 7, 8, 5, 6, 7, 9, 6]
+    #  at 5: 6 7 8 5 is found after a match of 1, and 6 7 are right; the round ends at 9, where
+    #  nothing is found; at the last 6, the text ends
+    mask = [False] * 4 + [True] * 5
+    texts = [ELSEWHERE] * 4 + [said]
+    drafter.fit(texts, [[True] * len(ELSEWHERE)] * 4 + [mask])
+    memory = drafter.copier.memory()
+    for token in said[:5]:
+        memory.push(token)
+    assert memory.chain(4) == [6, 7, 8, 5]
+    e = cell(memory)
+    assert drafter.tried_EK[e].tolist() == [1, 1, 1, 0]
+    assert drafter.right_EK[e].tolist() == [1, 1, 0, 0]
+    assert drafter.tried_EK.sum() == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_of_a_batch_choose_for_themselves(target: Target, temperature: float) -> None:
+    """One copies and one drafts; each does what it does alone, with the same draws."""
+    drafter, shape = hybrid(target, v={1: 1.1, 4: 1.2}, alpha=[0.4]), Chain(4)
+    both, generators = drafted(drafter, target, [HERE, ELSEWHERE], shape, temperature)
+    copies, drafts = both.tokens_BN.tolist()
+    assert copies == [8, 9, 5, 6] and drafts[2:] == [-1, -1] and min(drafts[:2]) >= 0
+    for b, ids in enumerate((HERE, ELSEWHERE)):
+        alone, (generator,) = drafted(drafter, target, [ids], shape, temperature)
+        n = alone.tokens_BN.shape[1]
+        assert both.tokens_BN[b, :n].tolist() == alone.tokens_BN[0].tolist()
+        assert torch.equal(generators[b].get_state(), generator.get_state())
+    assert (both.q_BNV is None) == (temperature == 0)
+    if both.q_BNV is not None:
+        assert both.q_BNV[0, range(4), copies].tolist() == [1] * 4
+        torch.testing.assert_close(both.q_BNV.sum(-1), torch.tensor([[1.0] * 4, [1.0, 1, 0, 0]]))
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_a_copied_row_among_sampled_ones_keeps_p(rule: str) -> None:
+    """The exact law of its first token is p: a point mass is judged as one."""
+    generator = torch.Generator().manual_seed(1)
+    p_BMV = torch.rand(2, 4, V, generator=generator, dtype=torch.float64).softmax(-1)
+    q_BNV = torch.rand(2, 2, V, generator=generator, dtype=torch.float64).softmax(-1)
+    proposal = replaced(Proposal(torch.tensor([[3, 4], [5, 6]]), q_BNV), [[9, 8, 7], []])
+    found = law(RULES[rule], proposal, p_BMV)
+    first_V = found.stop_BM[0, 0] * found.next_BMV[0, 0]
+    first_V[9] += found.stop_BM[0, 1:].sum()
+    torch.testing.assert_close(first_V, p_BMV[0, 0])
+    assert proposal.tokens_BN[1].tolist() == [5, 6, -1]
+
+
+def test_a_copied_branch_joins_a_tree() -> None:
+    """What it shares with the tree is stored once; its tokens follow the tree's nodes."""
+    tokens, parents = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[-1, -1, 0], [-1, -1, 0]])
+    found = joined(Proposal(tokens, None, parents), [[5, 8, 7], []])
+    assert found.tokens_BN.tolist() == [[5, 6, 7, 8, 7], [5, 6, 7, -1, -1]]
+    assert found.parents_BN is not None
+    assert found.parents_BN[0].tolist() == [-1, -1, 0, 0, 3]
+    assert found.drafted_to()[0][4:] == [[5, 8], [5, 8, 7]]
+
+
+def test_a_tree_holds_both_drafts(target: Target) -> None:
+    drafter = hybrid(target, v={1: 1.1, 4: 1.2})
+    for temperature in (0.0, 1.0):
+        tree = drafted(drafter, target, [HERE], Dynamic(4, 6, 2), temperature)[0]
+        alone = drafted(drafter.head, target, [HERE], Dynamic(4, 6, 2), temperature)[0]
+        assert tree.tokens_BN[0, :6].tolist() == alone.tokens_BN[0].tolist()
+        assert [8, 9, 5, 6] in tree.drafted_to()[0]
+        assert tree.q_BNV is None
+
+
+def test_the_heads_cache_is_right_after_rounds_without_it(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an answer that comes to loop, the head drafts in some rounds and not in others; each
+    draft is the one made without a cache."""
+    drafter, used, whole = hybrid(target, v={1: 1.1, 4: 1.2}), [], Hybrid.draft
+
+    def checked(self: Hybrid, ctx: Any, shape: Any, choose: Any, cache: Any) -> Proposal:
+        found = whole(self, ctx, shape, choose, cache)
+        again = whole(self, ctx, shape, choose, None)
+        assert found.tokens_BN.tolist() == again.tokens_BN.tolist()
+        used.append(cache.head.lengths == [len(ctx.texts[0]) - 1])
+        return found
+
+    monkeypatch.setattr(Hybrid, "draft", checked)
+    prompt = text(0, 12)[0].tolist()
+    plain = generate(target, prompt, max_new_tokens=60)
+    made = decode(target, [prompt], max_new_tokens=60, drafter=drafter, shape=Chain(4))[0]
+    assert made.ids == plain.ids
+    changes = [a != b for a, b in pairwise(used)]
+    assert sum(changes) >= 2 and True in used[used.index(False) :], "the head, a copy, the head"
+
+
+def test_a_saved_hybrid_holds_its_members(target: Target, tmp_path: Path) -> None:
+    drafter = with_copying(make_drafter("eagle3", target), "suffix", target)
+    texts = [text(seed)[0].tolist() for seed in range(5)]
+    drafter.fit(texts, [[True] * len(ids) for ids in texts])
+    checkpoint.save(tmp_path / "draft", drafter, target)
+    loaded = checkpoint.load(tmp_path / "draft", target)
+    for ids in (HERE, texts[4][:9], ELSEWHERE):
+        for shape in (Chain(4), Dynamic(3, 6, 2)):
+            ours, theirs = (drafted(d, target, [ids], shape, 0.0)[0] for d in (drafter, loaded))
+            assert ours.tokens_BN.tolist() == theirs.tokens_BN.tolist()
+    assert isinstance(loaded, Hybrid) and loaded.tried_EK.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(head="eagle3"), "eagle3 must be trained first: give the folder"),
+        (dict(head="ngram"), "ngram copies too"),
+        (dict(head="bigram", copying="lookahead"), "lookahead does not copy from the text alone"),
+        (dict(head="bigram", copying="sufix"), "did you mean 'suffix'|suffix"),
+        (dict(head="bigram", alpha=[1.2]), "between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_combined(target: Target, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        DRAFTERS["hybrid"].build(HybridConfig(**settings), target)
+
+
+def test_a_run_measures_its_draft_with_copying(tiny: Tiny, tmp_path: Path) -> None:
+    """`also` adds a second set of figures on the same prompts and a draft to decode with; a trained
+    draft's folder is a head, whose noted α counts."""
+    tiny.job(tmp_path / "run", "eagle3", "also=ngram", "decode.temperatures=[0]")
+    results = pipeline.Results.read(tmp_path / "run" / "report")
+    assert results.also is not None and results.also.drafter == "hybrid"
+    (head,), (both,) = results.temperatures, results.also.temperatures
+    assert both.plain_tokens_per_second == head.plain_tokens_per_second
+    assert both.identical == head.identical == results.prompts
+    page = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert "## Hybrid" in page and both.tau.text() in page
+    best = tmp_path / "run" / "best"
+    tiny.job(tmp_path / "both", "hybrid", f"drafter.head={best}", "drafter.copying=ngram")
+    cards = [checkpoint.read_card(tmp_path / p) for p in ("both/best", "run/with-ngram")]
+    alpha = checkpoint.read_card(best).notes["held_out"]["by_depth"]["greedy"]
+    assert [card.config.alpha for card in cards] == [alpha, alpha]
