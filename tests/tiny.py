@@ -146,7 +146,7 @@ DRAFTER_OVERRIDES = {
     "copy": ["drafter.depth=3"],
     "early_exit": ["drafter.depth=2", "drafter.layers=2"],
     "sparse": ["drafter.depth=2"],
-    "hybrid": ["drafter.head=bigram", "drafter.depth=3"],
+    "hybrid": ["drafter.head=bigram", "drafter.copying=ngram", "drafter.depth=3"],
 }
 
 

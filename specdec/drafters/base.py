@@ -79,9 +79,10 @@ class Drafter(nn.Module, ABC):
     in_transformers: ClassVar[str | None] = None  # its name in `generate` there, for benches
     long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on long prompts
     copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
+    chooses: ClassVar[bool] = False  # what to draft, by what `weigh` learns
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
     scratch: int = 0  # slots of the target's cache that drafting needs besides those of its nodes
-    notes: Mapping[str, Any] = {}  # of the card that it was read from
+    noted_alpha: Sequence[float] = ()  # greedy, by depth on held-out text, if it was read from disk
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
     def __init__(self, config: Any, sizes: Any) -> None:
@@ -233,10 +234,16 @@ class Drafter(nn.Module, ABC):
         """The family's own estimate of α [N, K] at each depth, if it makes one."""
         return None
 
-    def weigh(self, cost: Callable[["Drafter", int], tuple[float, float]]) -> None:
-        """Measure what a choice between members rests on. `cost(member, γ)` gives the time of one
-        draft step of a member that drafts γ tokens, and that of a pass over γ + 1 tokens, both over
-        that of a plain step. Called before decoding; most families choose nothing."""
+    def weigh(
+        self,
+        cost: Callable[["Drafter", int], tuple[float, float]],
+        texts: Sequence[Sequence[int]],
+        masks: Sequence[Sequence[bool]],
+    ) -> None:
+        """Learn, before decoding at some temperature, what a choice between drafts rests on, for
+        families that `chooses`. `cost(member, γ)` measures the time of one draft step of a member
+        that drafts γ tokens, and that of a pass over γ + 1 tokens, both over that of a plain step;
+        in `texts`, the target answers at that temperature where the `masks` say so."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`

@@ -136,7 +136,7 @@ def read(folder: Path | str, target: Parts) -> Drafter:
     tensors = _read_weights(folder / WEIGHTS, untied(planned.state_dict()))
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
-    drafter.notes = card.notes
+    drafter.noted_alpha = _alpha(card.notes)
     with located(folder / WEIGHTS):
         drafter.require_sound()
     return drafter
@@ -284,6 +284,15 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
             f"{folder}: this draft cannot draft for {target.name} ({_line(error)}): train it again"
         ) from error
     require(finite, f"{folder}: this draft's logits are not numbers: train it again")
+
+
+def _alpha(notes: dict[str, Any]) -> list[float]:
+    """The α that training notes in a card; none if there is none that makes sense."""
+    try:
+        found = [float(a) for a in notes["held_out"]["by_depth"]["greedy"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+    return found if all(0 <= a <= 1 for a in found) else []
 
 
 def _line(error: Exception) -> str:

@@ -24,7 +24,7 @@ from specdec.decoding.static_tree import (
     fastest_static,
 )
 from specdec.drafters.base import Drafter
-from specdec.measure.costs import OF_A_TABLE, cost_table, costs, rounds_in_turn
+from specdec.measure.costs import TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.theory.intervals import Interval
@@ -33,6 +33,7 @@ from specdec.theory.leviathan import interpolate
 NODES = 12  # of a tree
 SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
 MORE = (1, 7, 15, 31, 63)  # on other devices
+OF_A_CHOICE = 11  # turns in which the costs of a choice are measured
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
 
 
@@ -66,12 +67,8 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-
-    def cost(member: Drafter, gamma: int) -> tuple[float, float]:
-        found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_TABLE)
-        return found.c.value, found.v.value
-
-    drafter.weigh(cost)
+    if drafter.chooses:
+        weigh(setup, learning)
     if cfg.tree == "dynamic":
         return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
     if cfg.tree == "best_first":
@@ -113,6 +110,20 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     classifier = fit(*recorder.records())
     learned = Learned(classifier=classifier)
     return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
+
+
+def weigh(setup: Setup, prompts: Sequence[Sequence[int]]) -> None:
+    """Have a drafter that chooses what to draft weigh it, by plain answers to some prompts."""
+
+    def cost(member: Drafter, gamma: int) -> tuple[float, float]:
+        found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_CHOICE)
+        return found.c.value, found.v.value
+
+    new = min(TIMED, setup.cfg.max_new_tokens)
+    made = setup.answers(prompts, None, max_new_tokens=new, seeds=range(len(prompts)))
+    texts = [[*g.prompt, *g.ids] for g in made]
+    masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in made]
+    setup.drafter.weigh(cost, texts, masks)
 
 
 def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:

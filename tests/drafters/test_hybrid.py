@@ -22,6 +22,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
+from specdec.theory.leviathan import pass_cost
 from tests.drafters.families import V, context, make_drafter, make_target, text
 from tests.tiny import Tiny
 from train import pipeline
@@ -36,9 +37,13 @@ def target() -> Target:
 
 
 def hybrid(target: Target, **settings: Any) -> Hybrid:
+    """One that has measured `c` and `v`, on no texts."""
+    v, c = settings.pop("v", {1: 1.1, 4: 1.2}), settings.pop("c", 0.1)
+    v, points = pass_cost(v), {"copying": "ngram", "depth": 4, "alpha": [0.5]} | settings
     head = make_drafter("eagle3", target)
-    config = HybridConfig(**{"copying": "ngram", "depth": 4, "alpha": [0.5]} | settings)
-    return Hybrid.build(config, target, earlier=head).eval()
+    drafter = Hybrid.build(HybridConfig(**points), target, earlier=head).eval()
+    drafter.weigh(lambda member, gamma: (c, v(gamma)), [], [])
+    return drafter
 
 
 def drafted(
@@ -192,11 +197,12 @@ def test_a_saved_hybrid_holds_its_members(target: Target, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (dict(head="eagle3"), "eagle3 must be trained first: give the folder"),
-        (dict(head="ngram"), "ngram copies too"),
+        (dict(head="eagle3", copying="copy"), "eagle3 must be trained first: give the folder"),
+        (dict(head="ngram", copying="copy"), "ngram copies too"),
         (dict(head="bigram", copying="lookahead"), "lookahead does not copy from the text alone"),
         (dict(head="bigram", copying="sufix"), "did you mean 'suffix'|suffix"),
-        (dict(head="bigram", alpha=[1.2]), "between 0 and 1"),
+        (dict(head="bigram"), "give both"),
+        (dict(alpha=[1.2]), "between 0 and 1"),
     ],
 )
 def test_what_cannot_be_combined(target: Target, settings: dict[str, Any], words: str) -> None:
