@@ -169,9 +169,9 @@ class Hybrid(Drafter):
             )
             head = kind.build(kind.Config(), target)
         require(not head.copies, f"drafter.head: {head.config.name} copies too: give another draft")
-        members = {"copier": described(copier), "head": described(head)}
         alpha = config.alpha or list(head.noted_alpha) or [0.4]
-        sizes = HybridSizes(target_vocab=target.vocab_size, **members)
+        members = described(copier), described(head)
+        sizes = HybridSizes(target_vocab=target.vocab_size, copier=members[0], head=members[1])
         drafter = cls(replace(config, alpha=alpha), sizes)
         drafter.copier, drafter.head = copier, head
         drafter.to(target.device)
