@@ -19,6 +19,9 @@ from specdec.drafters.models.lm import LM
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM
 from specdec.drafters.models.sparse import Sparse
 from specdec.drafters.models.translated import Translated
+from specdec.drafters.parallel.dflash import DFlash
+from specdec.drafters.parallel.dspark import DSpark
+from specdec.drafters.parallel.jetspec import JetSpec
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.parallel.peagle import PEagle
 from specdec.drafters.recurrent.eagle import Eagle
@@ -35,6 +38,9 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "hydra": Hydra,
     "mlp": Mlp,
     "peagle": PEagle,
+    "dflash": DFlash,
+    "dspark": DSpark,
+    "jetspec": JetSpec,
     "lm": LM,
     "ngram": Ngram,
     "seq2seq_lm": Seq2SeqLM,

@@ -11,6 +11,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -81,7 +82,7 @@ class Drafter(nn.Module, ABC):
     copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
     chooses: ClassVar[bool] = False  # what to draft, by what `weigh` learns
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
-    scratch: int = 0  # slots of the target's cache that drafting needs besides those of its nodes
+    scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy, by depth on held-out text, if it was read from disk
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
@@ -127,6 +128,17 @@ class Drafter(nn.Module, ABC):
                 drafter.inherit(earlier)
         drafter.begin_training(inherited=earlier is not None)
         return drafter
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or cast as modules do, but for rotary frequencies, which are only moved: rounded to
+        bfloat16 they are off by up to 0.4 %, which is a radian 256 positions on."""
+        exact = {name: x for name, x in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, x in exact.items():
+            path, _, leaf = name.rpartition(".")
+            module = self.get_submodule(path)
+            module._buffers[leaf] = x.to(self.get_buffer(name).device)
+        return self
 
     def start(self, target: Parts) -> None:
         """Set the weights that training starts from."""
@@ -297,17 +309,58 @@ class Drafter(nn.Module, ABC):
         return Growth(logits(paths)[:, 0], grow)
 
 
-def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
-    """The growth of a drafter that reads no drafted tokens, so that the logits [B, S] after a node
-    depend only on its depth."""
+def growth_at_once(
+    first_BS: Tensor,
+    logits: Callable[[int, Tensor], Tensor],
+    marginals: Callable[[int], Tensor] | None = None,
+) -> Growth:
+    """The growth of a drafter that has read all depths at once. `first_BS` are the logits of depth
+    0; those of another depth, [B, W, S], may depend on the tokens [B, W] before it and on nothing
+    else."""
     depths = [0]  # the depth of the anchor, then of every node
 
     def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
         depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
         depths.extend([depth] * tokens_BW.shape[1])
-        return logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1)
+        return logits(depth, tokens_BW)
 
-    return Growth(logits(0), grow, lambda depth: torch.stack([*map(logits, range(depth))], 1))
+    return Growth(first_BS, grow, marginals)
+
+
+def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
+    """The growth of a drafter that reads no drafted tokens, so that the logits [B, S] after a node
+    depend only on its depth."""
+    return growth_at_once(
+        logits(0),
+        lambda depth, tokens_BW: logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1),
+        lambda depth: torch.stack([*map(logits, range(depth))], 1),
+    )
+
+
+def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: Parts) -> list[int]:
+    """The target's layers that a drafter reads: those of its config, else the default ones.
+    Raises UserError for a layer that the target lacks."""
+    layers, L = given or sorted(set(default)), target.config.num_hidden_layers
+    few = "" if given else "; name some, as the default needs more layers"
+    require(
+        all(0 < k <= L for k in layers),
+        f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
+    )
+    return list(layers)
+
+
+def pruned_vocab(draft_vocab: int | None, target: Parts) -> int | None:
+    """A draft vocabulary's size; None for the target's own, also where that is not larger."""
+    return draft_vocab if (draft_vocab or 0) < target.vocab_size else None
+
+
+def require_rising(layers: Sequence[int] | None) -> None:
+    """Raise UserError unless layers to read are unset, or distinct and in rising order."""
+    require(
+        layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
+        f"drafter.layers={layers}: give distinct layers in rising order, as engines "
+        "read them, or null for the default",
+    )
 
 
 def states(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes, entries, text_after
+from specdec.drafters.base import Drafter, Sizes, entries, pruned_vocab, text_after
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
@@ -48,7 +48,7 @@ class Heads(Drafter):
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
-        pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
+        pruned = pruned_vocab(config.draft_vocab, target)
         return cls.Sizes(target_vocab=target.vocab_size, draft_vocab=pruned, width=target.width)
 
     def copy_head(self, target: Parts) -> None:

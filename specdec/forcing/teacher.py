@@ -196,6 +196,8 @@ class TeacherForcing(nn.Module):
                 if other_NKS is not None:
                     of.reference_log_q = self.sampler.log_probs(other_NKS[at])
                 loss_NK = self.objective.loss(of)
+                if of.confidence is not None:  # where no term reads it, a gradient of 0, not none
+                    loss_NK = loss_NK + 0 * of.confidence
                 total = (loss_NK * chosen.weight_NK[rows][at] * decay_K).sum()
                 columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
                 counted_CNK = torch.stack(columns) * of.valid

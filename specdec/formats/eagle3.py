@@ -2,6 +2,7 @@
 
 import torch
 
+from specdec.drafters.base import Drafter
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import require
 from specdec.formats.layout import Description, Layout, Tensors, one_layer, special_tokens
@@ -63,7 +64,7 @@ def described(drafter: Eagle3, target: Target) -> Description:
     }
 
 
-def write(drafter: Eagle3, tensors: Tensors) -> Tensors:
+def write(drafter: Drafter, tensors: Tensors) -> Tensors:
     """`d2t` holds offsets: draft token i is target token i + d2t[i]. Engines accept neither `d2t`
     nor `t2d` with the whole vocabulary."""
     if (vocab_S := tensors.pop("vocab_S", None)) is None:
@@ -74,7 +75,7 @@ def write(drafter: Eagle3, tensors: Tensors) -> Tensors:
     return tensors | {"d2t": offset_S, "t2d": inside_V}
 
 
-def read(drafter: Eagle3, tensors: Tensors) -> Tensors:
+def read(drafter: Drafter, tensors: Tensors) -> Tensors:
     """Raises UserError where the two descriptions of the draft vocabulary contradict each other."""
     if (offset_S := tensors.pop("d2t", None)) is None:
         return tensors

@@ -19,7 +19,7 @@ from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, read_record, replaced
-from specdec.formats import eagle, eagle3, lm, medusa, mlp, peagle
+from specdec.formats import dflash, eagle, eagle3, lm, medusa, mlp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout, renamed
 from specdec.runtime.packed import is_packed, pack
@@ -34,6 +34,8 @@ FAMILIES = {
     "medusa": medusa,
     "mlp": mlp,
     "peagle": peagle,
+    "dflash": dflash,
+    "jetspec": dflash,
     "lm": lm,
 }
 LAYOUTS: dict[tuple[str, str], Layout] = {

@@ -135,12 +135,28 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     return torch.where(piece.accepted, kl(piece), decay**depths * reverse_kl(piece))
 
 
+def confidence(piece: Piece) -> Tensor:
+    """Binary cross-entropy of the family's own estimate c of its acceptance against β, as DSpark
+    trains it: -β log c - (1 - β) log(1 - c), with no gradient through β. With c = σ(x),
+    ∂/∂x = c - β.
+
+    Raises UserError for a family that makes no such estimate.
+    """
+    if piece.confidence is None:
+        raise UserError(
+            "objective.terms.confidence trains a family's own estimate of its acceptance, and this "
+            "family makes none: leave the term out"
+        )
+    beta = piece.beta.detach().clamp(0, 1).to(piece.confidence.dtype)
+    return nn.functional.binary_cross_entropy(piece.confidence, beta, reduction="none")
+
+
 Term = Callable[..., Tensor]
 TERMS: dict[str, Term] = {
     term.__name__: term
     for term in (
         *(kl, soft_ce, reverse_kl, jsd, ce, tv, nla, lk_hybrid, expected_length, smooth_l1),
-        on_policy,
+        *(on_policy, confidence),
     )
 }
 COUPLED = ("expected_length", "on_policy")  # they weigh depths themselves: the default decay is 1

@@ -14,6 +14,9 @@ from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.sparse import SparseConfig
+from specdec.drafters.parallel.dflash import DFlashConfig
+from specdec.drafters.parallel.dspark import DSparkConfig
+from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
@@ -44,6 +47,9 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     ),
     "mlp": MlpConfig(depth=3, draft_vocab=40, inner_dim=24),
     "peagle": PEagleConfig(depth=3, draft_vocab=40),
+    "dflash": DFlashConfig(depth=3, num_layers=2, draft_vocab=40),
+    "dspark": DSparkConfig(depth=3, num_layers=2, draft_vocab=40, rank=4),
+    "jetspec": JetSpecConfig(depth=3, num_layers=2, draft_vocab=None),
     "lm": LMConfig(depth=3, layers=[0, 3]),
     "lm with adapters": LMConfig(depth=3, layers=[0, 3], lora=LoraOptions(rank=2)),
     "ngram": NgramConfig(depth=3),

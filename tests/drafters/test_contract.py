@@ -6,6 +6,7 @@ Run alone: python -m pytest tests/drafters/test_contract.py
 import gc
 import itertools
 import weakref
+from copy import deepcopy
 
 import pytest
 import torch
@@ -117,6 +118,15 @@ def test_teacher_forcing_is_drafting_the_texts_own_tokens(target: Target, drafte
     torch.testing.assert_close(
         logits(drafter, forced), logits(drafter, given), atol=1e-4, rtol=1e-4
     )
+
+
+def test_a_cast_leaves_rotary_frequencies_exact(drafter: Drafter) -> None:
+    """In bfloat16, position 1,000 would be turned by the angle of some other one."""
+    exact = {n: x.clone() for n, x in drafter.named_buffers() if n.endswith("inv_freq")}
+    rounded = deepcopy(drafter).to(torch.bfloat16)
+    assert all(p.dtype is torch.bfloat16 for p in rounded.parameters())
+    for name, x in exact.items():
+        assert torch.equal(rounded.get_buffer(name), x)
 
 
 def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter) -> None:

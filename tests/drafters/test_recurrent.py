@@ -1,4 +1,5 @@
-"""Recurrent drafters: what EAGLE's layers read, in blocks of a long text as all at once.
+"""Attention over anchors, as EAGLE's layers and blocks use it: in parts of a long text as all at
+once.
 
 Run alone: python -m pytest tests/drafters/test_recurrent.py
 """
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context
 from specdec.drafters import Drafter
+from specdec.drafters.parallel.dflash import DFlashConfig
+from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.drafters.recurrent import attention
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
@@ -22,7 +25,12 @@ from specdec.target.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V = 61
-CONFIGS = {"eagle": EagleConfig(), "eagle3": Eagle3Config(draft_vocab=40)}
+CONFIGS = {
+    "eagle": EagleConfig(),
+    "eagle3": Eagle3Config(draft_vocab=40),
+    "dflash": DFlashConfig(depth=3, num_layers=2, draft_vocab=40),
+    "jetspec": JetSpecConfig(depth=2, num_layers=2, draft_vocab=40),
+}
 
 
 @pytest.fixture(scope="module")

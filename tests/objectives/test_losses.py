@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.objectives.losses import LOG_FLOOR, TERMS
+from specdec.errors import UserError
+from specdec.objectives.losses import LOG_FLOOR, TERMS, confidence
 from specdec.objectives.piece import Piece
 
 S = 7
 # those of one position that read p and q alone; the others have tests of their own
-LOSSES = [name for name in TERMS if name not in ("expected_length", "smooth_l1")]
+ELSEWHERE = ("expected_length", "smooth_l1", "on_policy", "confidence")
+LOSSES = [name for name in TERMS if name not in ELSEWHERE]
 
 
 @dataclass
@@ -314,3 +316,21 @@ def test_a_draft_that_is_far_off_still_learns(name: str) -> None:
     z.requires_grad_()
     term(name, piece_of(p, z.log_softmax(-1), label), CFG).sum().backward()
     assert z.grad is not None and z.grad[0, 0].item() == pytest.approx(-1, abs=1e-6)
+
+
+def test_confidence_is_trained_towards_beta_which_it_does_not_move() -> None:
+    """-β log c - (1 - β) log(1 - c) by hand; with c = σ(x) the gradient of x is c - β."""
+    p, z, _ = case(pruned, soft, 3)
+    x = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    z.requires_grad_()
+    piece = piece_of(p, z.log_softmax(-1))
+    piece.confidence = x.sigmoid()
+    loss, beta, c = confidence(piece), piece.beta.detach(), x.detach().sigmoid()
+    wanted = -beta * c.log() - (1 - beta) * (1 - c).log()
+    torch.testing.assert_close(loss.detach(), wanted, atol=1e-12, rtol=0)
+    by_x, by_z = torch.autograd.grad(loss.sum(), (x, z), allow_unused=True)
+    torch.testing.assert_close(by_x, c - beta, atol=1e-12, rtol=0)
+    assert by_z is None
+    piece.confidence = None
+    with pytest.raises(UserError, match="this family makes none"):
+        confidence(piece)

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
 
 from specdec.runtime.probes import Answer, compare
 
@@ -54,10 +58,33 @@ class Sight(NamedTuple):
         return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention that reads `width` numbers per pair and returns D."""
+class Rope(nn.Module):
+    """Rotary factors, from a table that grows as needed."""
 
-    def __init__(self, llama: LlamaConfig, width: int) -> None:
+    def __init__(self, llama: LlamaConfig) -> None:
+        super().__init__()
+        self.rotary = LlamaRotaryEmbedding(llama)
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., E] at positions below `end`."""
+        device, table = position.device, self._table
+        if table is None or len(table[0]) < end or table[0].device != device:
+            with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
+                steps = torch.arange(max(2 * end, 1024), device=device)[None]
+                cos, sin = self.rotary(torch.zeros((), device=device), steps)
+            table = self._table = cos[0], sin[0]
+        return table[0][position], table[1][position]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention that reads `width` numbers per pair and returns D; with `head_norms`
+    each query and key head passes an RMSNorm first, as in Qwen3."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, llama: LlamaConfig, width: int, head_norms: bool = False) -> None:
         super().__init__()
         self.heads, self.head_dim = llama.num_attention_heads, int(llama.head_dim or 0)
         self.kv_heads = llama.num_key_value_heads or self.heads
@@ -66,13 +93,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, shared, bias=False)
         self.v_proj = nn.Linear(width, shared, bias=False)
         self.o_proj = nn.Linear(inner, llama.hidden_size, bias=False)
+        for name in ("q_norm", "k_norm"):
+            norm = LlamaRMSNorm(self.head_dim, llama.rms_norm_eps) if head_norms else nn.Identity()
+            self.add_module(name, norm)
 
     def keys_values(self, x_BPD: Tensor, rope: tuple[Tensor, Tensor]) -> KeyValue:
-        return rotated(self._heads(self.k_proj(x_BPD)), rope), self._heads(self.v_proj(x_BPD))
+        keys = self.k_norm(self._heads(self.k_proj(x_BPD)))
+        return rotated(keys, rope), self._heads(self.v_proj(x_BPD))
 
     def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """[B, Hkv, G, A, E]"""
-        query = rotated(self._heads(self.q_proj(x_BAD)), rope)
+        query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
         return query.unflatten(1, (self.kv_heads, -1))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -86,17 +117,20 @@ class Attention(nn.Module):
     def over_anchors(
         self, query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
     ) -> Tensor:
-        """Attention [B, A, D] of all anchors of a text, as training needs it.
+        """`attended`, as attention's output [B, A, D]."""
+        return self.joined(attended(query, shared, sight, own))
 
-        `own` holds a key and a value [B, Hkv, A, E] for each drafted token; anchor i sees entry i
-        of each. The scores of a long text are never held at once and are computed again in the
-        backward pass, so memory grows with the text's length, not with its square.
-        """
-        if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
-            read = _whole
-        else:
-            read = _flex if flexible(query, len(own)).used else _blocks
-        return self.joined(read(query, shared, sight, own))
+
+def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it.
+
+    `own` holds a key and a value [B, Hkv, A, E] for each drafted token; anchor i sees entry i of
+    each. The scores of a long text are never held at once and are computed again in the backward
+    pass, so memory grows with the text's length, not with its square.
+    """
+    if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
+        return _whole(query, shared, sight, own)
+    return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
 
 
 def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:

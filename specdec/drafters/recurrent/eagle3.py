@@ -10,7 +10,6 @@ Letters: D width, F features, S draft vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import AnchorsConfig
+from specdec.drafters.base import AnchorsConfig, chosen_layers, pruned_vocab, require_rising
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
@@ -58,12 +57,7 @@ class Eagle3Config:
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
-        layers = self.layers
-        require(
-            layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
-            f"drafter.layers={layers}: give distinct layers in rising order, as engines "
-            "read them, or null for the default",
-        )
+        require_rising(self.layers)
         require(
             not (self.norm_before_fc and self.fc_norm),
             "drafter.norm_before_fc and drafter.fc_norm cannot be combined: give one of them",
@@ -109,22 +103,15 @@ class Eagle3(Recurrent):
     @classmethod
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
         L = target.config.num_hidden_layers
-        layers = config.layers or sorted({2, L // 2, L - 3})
-        few = "" if config.layers else "; name some, as the default needs 6 layers or more"
-        require(
-            all(0 < k <= L for k in layers),
-            f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
-        )
         require(
             config.start != "target" or config.num_layers <= L,
             f"drafter.num_layers={config.num_layers}: this target has only {L} layers to start "
             "from; give drafter.start=random",
         )
-        pruned = config.draft_vocab if (config.draft_vocab or 0) < target.vocab_size else None
         return Eagle3Sizes(
             target_vocab=target.vocab_size,
-            draft_vocab=pruned,
-            layers=list(layers),
+            draft_vocab=pruned_vocab(config.draft_vocab, target),
+            layers=chosen_layers(config.layers, [2, L // 2, L - 3], target),
             llama=llama_of(target, config.intermediate_size),
         )
 

@@ -19,11 +19,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
-from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight, fused
+from specdec.drafters.recurrent.attention import (
+    Attention,
+    KeyValue,
+    Rope,
+    Sight,
+    fused,
+)
 from specdec.errors import require_known
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -39,13 +45,20 @@ class RecurrentSizes(Sizes):
 
 
 class Layer(nn.Module):
-    """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`."""
+    """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`; with
+    `head_norms`, a Qwen3 layer."""
 
-    def __init__(self, llama: LlamaConfig, width: int, norms: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        llama: LlamaConfig,
+        width: int,
+        norms: tuple[str, ...] = (),
+        head_norms: bool = False,
+    ) -> None:
         super().__init__()
         for name in norms:
             self.add_module(name, LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps))
-        self.self_attn = Attention(llama, width)
+        self.self_attn = Attention(llama, width, head_norms)
         self.post_attention_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
         self.mlp = LlamaMLP(llama)
 
@@ -93,8 +106,7 @@ class Recurrent(Drafter):
         require_known("drafter", config, start=("target", "random"))
         self.llama = LlamaConfig(**sizes.llama)
         self._embedding: tuple[nn.Module, ...] = ()
-        self.rotary = LlamaRotaryEmbedding(self.llama)
-        self._rope: tuple[Tensor, Tensor] | None = None
+        self.rope = Rope(self.llama)
         self.compiled = Compiled(self.run, SHORT)
 
     @property
@@ -145,16 +157,6 @@ class Recurrent(Drafter):
 
     def embed(self, ids: Tensor) -> Tensor:
         return self._embedding[0](ids).to(self.fc.weight.dtype)
-
-    def rope(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., E] at positions below `end`, from a table that grows as needed."""
-        device, table = self.layer.self_attn.o_proj.weight.device, self._rope
-        if table is None or len(table[0]) < end or table[0].device != device:
-            with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
-                steps = torch.arange(max(2 * end, 1024), device=device)[None]
-                cos, sin = self.rotary(torch.zeros((), device=device), steps)
-            table = self._rope = cos[0], sin[0]
-        return table[0][position], table[1][position]
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:

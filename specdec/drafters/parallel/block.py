@@ -1,0 +1,291 @@
+"""A block of tokens drafted in one pass: the common part of the parallel block drafters.
+
+The target's features are fused once, c = RMSNorm(fc(features)), and every layer reads them as keys
+and values at the positions before the anchor. The queries are the slots of a block: slot 0 is the
+anchor's token, the others the embedding of a mask token, and they see each other. The target's own
+embedding and LM head are used as they are. Only the block's first slot depends on the text, so one
+pass drafts all depths, and a cache holds keys of the target's features and never of a block.
+
+Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
+of query norms can do their work, and vLLM 0.32 on a CPU norms the features' keys of all layers by
+the first layer's weights (its kernel reads one row of the stacked weights: tried).
+
+Letters: B batch, T time, A anchors, M slots of a block, N slots of all anchors, K depth, W new
+features, F width of the features, D width, E head width, G query heads per KV head, S draft
+vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import (
+    AnchorsConfig,
+    Drafter,
+    Sizes,
+    chosen_layers,
+    last_of,
+    pieces,
+    pruned_vocab,
+    reading_no_draft,
+    require_rising,
+    unread,
+)
+from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, attended, fused
+from specdec.drafters.recurrent.recurrence import Layer, llama_of
+from specdec.errors import require_between, require_known
+from specdec.runtime.cache import SlotCache
+from specdec.runtime.compiled import SHORT, Compiled
+from specdec.sampling.trees import Growth
+from specdec.target.parts import Parts
+
+
+@dataclass
+class BlockConfig:
+    """`depth` tokens drafted in one pass by `num_layers` layers.
+
+    `layers` None reads as many layers of the target as the draft has, spread as in the reference.
+    `mask_token` is the id whose embedding stands for a token to be drafted, None for the last of
+    the vocabulary: a rare token, or an unused row. `draft_vocab` null keeps the whole vocabulary.
+    `start=target` copies the target's last layers and its final norm; `random` is the paper's
+    start.
+    """
+
+    name: str
+    depth: int = 7
+    num_layers: int = 3
+    layers: list[int] | None = None
+    draft_vocab: int | None = 8192
+    mask_token: int | None = None
+    start: str = "target"
+    intermediate_size: int | None = None  # None: the target's
+    anchors: AnchorsConfig = field(default_factory=lambda: AnchorsConfig(per_row=64))
+
+    def __post_init__(self) -> None:
+        require_rising(self.layers)
+
+
+@dataclass(kw_only=True)
+class BlockSizes(Sizes):
+    """`llama`: the keys of a LlamaConfig for layers shaped like the target's; `layers`: the
+    target's layers that are read."""
+
+    llama: dict[str, Any]
+    layers: list[int]
+    mask_token: int
+
+
+class Block(Drafter):
+    Sizes = BlockSizes
+    bounds = {"num_layers": (1, 64)}
+    causal: ClassVar[bool] = False  # whether a slot sees only itself and the slots before it
+    first: ClassVar[int] = 1  # the slot that predicts depth 0, the token after the anchor
+
+    def __init__(self, config: BlockConfig, sizes: BlockSizes) -> None:
+        super().__init__(config, sizes)
+        require_known("drafter", config, start=("target", "random"))
+        require_between("drafter.mask_token", sizes.mask_token, 0, sizes.target_vocab - 1)
+        self.needs = Needs(layers=tuple(sizes.layers))
+        self.llama = LlamaConfig(**sizes.llama)
+        self.max_depth, self.slots = config.depth, config.depth + self.first
+        self.scratch = self.slots
+        D, eps = self.llama.hidden_size, self.llama.rms_norm_eps
+        self.fc = nn.Linear(len(sizes.layers) * D, D, bias=False)
+        self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
+        made = range(config.num_layers)
+        layers = [Layer(self.llama, D, ("input_layernorm",), head_norms=True) for _ in made]
+        for layer in layers:
+            layer.self_attn.k_norm.requires_grad_(False)
+        self.layers: Any = nn.ModuleList(layers)
+        self.rope = Rope(self.llama)
+        self.compiled = Compiled(self.run, SHORT + self.slots)
+        self._target: tuple[Parts, ...] = ()  # in a tuple, so that it is neither moved nor saved
+        self._head: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def plan(cls, config: BlockConfig, target: Parts) -> BlockSizes:
+        L, n = target.config.num_hidden_layers, config.num_layers
+        spread = [2 + round(i * (L - 4) / (n - 1)) for i in range(n)] if n > 1 else [L // 2 + 1]
+        mask = config.mask_token
+        return BlockSizes(
+            target_vocab=target.vocab_size,
+            draft_vocab=pruned_vocab(config.draft_vocab, target),
+            layers=chosen_layers(config.layers, spread, target),
+            llama=llama_of(target, config.intermediate_size),
+            mask_token=target.vocab_size - 1 if mask is None else mask,
+        )
+
+    def start(self, target: Parts) -> None:
+        """Linear weights and embeddings drawn from a normal distribution of standard deviation
+        0.02, or what fits of the target's last layers around a pass-through of the highest feature.
+        Query norms then give scores the size that they have in the target."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if self.config.start != "target":
+            return
+
+        def copy(x: Tensor, found: Tensor | None) -> None:
+            if found is not None and found.shape == x.shape:
+                x.copy_(found)
+
+        D, depth = self.llama.hidden_size, target.config.num_hidden_layers
+        self.fc.weight.zero_()
+        self.fc.weight[:, -D:] = torch.eye(D)
+        copy(self.hidden_norm.weight, target.layer(-1).get("input_layernorm.weight"))
+        copy(self.norm.weight, getattr(target.norm, "weight", None))
+        for k, layer in enumerate(self.layers, depth - len(self.layers)):
+            theirs, attention = target.layer(max(0, k)), layer.self_attn
+            gain_E = theirs.pop("self_attn.k_norm.weight", None)
+            for name, x in layer.named_parameters():
+                copy(x, theirs.get(name))
+            if gain_E is None or gain_E.shape != attention.q_norm.weight.shape:
+                read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
+                sizes = [getattr(attention, name).weight * read_D for name in projections]
+                gain_E = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
+            attention.q_norm.weight.mul_(gain_E)
+
+    def attach(self, target: Parts) -> None:
+        self._target, self._head = (target,), target.unembedding(self.vocab_S)
+
+    def head(self, states: Tensor) -> Tensor:
+        """The target's logits [..., S] of states [..., D]."""
+        assert self._head is not None
+        return self._head(states.to(self._target[0].dtype))
+
+    def head_rows(self) -> Tensor:
+        """The weights [S, D] of the target's head for the draft vocabulary."""
+        return self._target[0].head.weight[slice(None) if self.vocab_S is None else self.vocab_S]
+
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        return self.config.anchors.draw(valid_TK, generator)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The keys' input c [B, T, D] of the target's features [B, T, F]."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def enter(self, anchor_BA: Tensor) -> Tensor:
+        """The embeddings [B, A, M, D] of blocks that begin with these tokens."""
+        ids_BAM = anchor_BA[..., None].repeat(1, 1, self.slots)
+        ids_BAM[..., 1:] = self.sizes.mask_token
+        return self._target[0].embedding(ids_BAM).to(self.fc.weight.dtype)
+
+    def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        """The states [B, A, K, D] that predict the depths after each anchor."""
+        assert ctx.layers_BTF is not None
+        context_BTD, M = self.fuse(ctx.layers_BTF), self.slots
+        B, T = context_BTD.shape[:2]
+        pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
+        position_BT = torch.arange(T, device=pair_BA.device).expand(B, T)
+        sight = Sight(pair_BA, torch.zeros_like(pair_BA))
+        if ctx.position_BT is not None and ctx.document_BT is not None:
+            position_BT, document_BT = ctx.position_BT[:, :T], ctx.document_BT[:, :T]
+            first_BA = (pair_BA - position_BT.gather(1, pair_BA)).clamp_min(0)
+            sight = Sight(pair_BA, first_BA, document_BT, document_BT.gather(1, pair_BA))
+        slots_M = torch.arange(1, M + 1, device=pair_BA.device)
+        position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)
+        of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
+        x_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
+        for layer in self.layers:
+            attention, read_BND = layer.self_attn, layer.input_layernorm(x_BND)
+            shared = attention.keys_values(context_BTD, of_text)
+            query = attention.query(read_BND, of_slots)
+            own = attention.keys_values(read_BND, of_slots)
+            heads = self._over_blocks(query, shared, sight, own)
+            x_BND = layer.finish(x_BND, attention.joined(heads))
+        return self.norm(x_BND).unflatten(1, (-1, M))[:, :, self.first :]
+
+    def _over_blocks(self, query: Tensor, shared: KeyValue, sight: Sight, own: KeyValue) -> Tensor:
+        """Attention [B, Hkv, G, N, E] of all slots; the keys and values of slots are
+        [B, Hkv, N, E]. The slots of a block see the same features, so they count as further query
+        heads of their anchor, and each slot's key as one of the anchor's own."""
+        M = self.slots
+        keys, values = (x.unflatten(2, (-1, M)).unbind(3) for x in own)
+        pairs = tuple(zip(keys, values, strict=True))  # by slot, each [B, Hkv, A, E]
+        query = query.unflatten(3, (-1, M)).transpose(3, 4)  # [B, Hkv, G, M, A, E]
+        if self.causal:
+            of_slots = [
+                attended(query[:, :, :, j], shared, sight, pairs[: j + 1]) for j in range(M)
+            ]
+            found = torch.stack(of_slots, 3)
+        else:
+            found = attended(query.flatten(2, 3), shared, sight, pairs).unflatten(2, (-1, M))
+        return found.transpose(3, 4).flatten(3, 4)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """Always of whole blocks, since the slots of later depths may be read by earlier ones."""
+        depths = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        return self.blocks(ctx, anchors_BA)[:, :, :depths]
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.head(hidden)
+
+    def growth(self, logits_BKS: Tensor, anchor_B: Tensor) -> Growth:
+        """What grows from the head's logits of all depths after these anchors."""
+        return reading_no_draft(lambda k: logits_BKS[:, k])
+
+    def new_cache(self, capacity: int | None = None) -> SlotCache:
+        return SlotCache(len(self.layers), capacity)
+
+    def run(
+        self,
+        cache: SlotCache,
+        features: Tensor,
+        embedding: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+    ) -> tuple[Tensor]:
+        """The logits [B, K, S] of one block in each row. Its embeddings [B, M, D] follow the new
+        features [B, W, F]; both get keys in the cache, with `mask` [B, M, P] over all of them."""
+        context, x = self.fuse(features), embedding
+        rope = tuple(t[:, context.shape[1] :] for t in (cos, sin))
+        for i, layer in enumerate(self.layers):
+            attention, read = layer.self_attn, layer.input_layernorm(x)
+            both = attention.keys_values(torch.cat([context, read], 1), (cos, sin))
+            keys, values = cache.update(*both, i)
+            heads = fused(attention.query(read, rope), keys, values, mask)
+            x = layer.finish(x, attention.joined(heads))
+        return (self.head(self.norm(x)[:, self.first :]),)
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        """One pass, whatever is drafted then. With a cache, it commits the keys of features that
+        are new, and forgets those of the block."""
+        anchor_B = last_of(ctx.ids_BT, ctx.counts())
+        if cache is None:
+            anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+            logits_BKS = self.head(self.blocks(ctx, anchor_B1)[:, 0])
+        else:
+            logits_BKS = self._cached(ctx, anchor_B, cache)
+        return self.growth(logits_BKS, anchor_B)
+
+    def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> Tensor:
+        assert ctx.layers_BTF is not None
+        new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
+        W = max(new)
+        features = pieces(ctx.layers_BTF, cache.lengths, W)
+        known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
+        cache.place(anchor_B.new_zeros(len(new), W + M))
+        steps = torch.arange(W + M, device=device)
+        position_BX = torch.cat([known_B1 + steps[:W], known_B1 + new_B1 + steps[:M]], 1)
+        inner_B1P = (torch.arange(cache.shown, device=device) - known_B1)[:, None]
+        end_M1 = W + (steps[:M, None] + 1 if self.causal else M)
+        mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= W) & (inner_B1P < end_M1)
+        cos, sin = self.rope(position_BX, cache.shown + 1)
+        (logits_BKS,) = self.compiled(
+            cache,
+            features=features,
+            embedding=self.enter(anchor_B[:, None])[:, 0],
+            cos=cos,
+            sin=sin,
+            mask=mask_BMP.expand(-1, M, -1),
+        )
+        assert logits_BKS is not None
+        cache.keep(new)
+        return logits_BKS

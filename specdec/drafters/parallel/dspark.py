@@ -1,0 +1,64 @@
+"""DSpark (deepseek-ai/DeepSpec:deepspec/modeling/dspark): a block with a Markov head.
+
+Slot k predicts depth k, so the anchor's own slot predicts the token after it, and each depth's
+logits get a bias that depends on the token before it: W2 W1[x], of low rank. So depths read the
+token drafted before them, though the block itself is one pass. In training that token is the
+text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), and is trained
+by `objective.terms.confidence`. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ + that term, each depth
+weighing e^{-k/4} (`experiment=dspark_paper`).
+
+Letters: B batch, A anchors, N rows, K depth, W nodes, D width, R rank, S draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context
+from specdec.drafters.base import growth_at_once, text_after
+from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
+from specdec.sampling.trees import Growth
+
+
+@dataclass
+class DSparkConfig(BlockConfig):
+    """`rank` is that of the Markov head."""
+
+    name: str = "dspark"
+    rank: int = 256
+
+
+class DSpark(Block):
+    Config = DSparkConfig
+    bounds = {**Block.bounds, "rank": 1}
+    first = 0
+
+    def __init__(self, config: DSparkConfig, sizes: BlockSizes) -> None:
+        super().__init__(config, sizes)
+        self.markov_w1 = nn.Embedding(sizes.target_vocab, config.rank)
+        size = sizes.draft_vocab or sizes.target_vocab
+        self.markov_w2 = nn.Linear(config.rank, size, bias=False)
+        self.confidence_head = nn.Linear(self.llama.hidden_size + config.rank, 1)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """The block's states and W1 of the token before each depth [B, A, K, D + R]."""
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
+        previous = self.markov_w1(torch.cat([anchor_BA1, drafted_BAk], -1))
+        return torch.cat([super().hidden(ctx, anchors_BA, drafted_BAk), previous], -1)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        D = self.llama.hidden_size
+        return self.head(hidden[..., :D]) + self.markov_w2(hidden[..., D:])
+
+    def growth(self, logits_BKS: Tensor, anchor_B: Tensor) -> Growth:
+        def after(depth: int, tokens_BW: Tensor) -> Tensor:
+            bias_BWS = self.markov_w2(self.markov_w1(tokens_BW))
+            return logits_BKS[:, depth, None] + bias_BWS
+
+        return growth_at_once(after(0, anchor_B[:, None])[:, 0], after)
+
+    def confidence(self, hidden_NKD: Tensor) -> Tensor:
+        return self.confidence_head(hidden_NKD)[..., 0].float().sigmoid()

@@ -1,0 +1,22 @@
+"""JetSpec (arXiv 2606.18394; hao-ai-lab/JetSpec:jetspec/models/draft_head.py): a causal block.
+
+A block as in its bidirectional relative, slot j predicting the token at its own position, but a
+slot sees only itself and the slots before it. So a draft does not depend on how many slots follow.
+One pass gives the marginals of all depths, from which a tree of the likeliest paths is drafted
+(`decode.tree=best_first`). It is trained with KL, all depths alike (`experiment=jetspec_paper`).
+"""
+
+from dataclasses import dataclass
+
+from specdec.drafters.parallel.block import Block, BlockConfig
+
+
+@dataclass
+class JetSpecConfig(BlockConfig):
+    name: str = "jetspec"
+
+
+class JetSpec(Block):
+    Config = JetSpecConfig
+    parallel = True
+    causal = True

@@ -1,0 +1,57 @@
+"""Blocks drafted in one pass as vLLM and SGLang load them by method `dflash`.
+
+Read from vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py): the target may be any model that
+gives the states of its layers. The target's embedding and LM head are shared, unless the file has
+an `lm_head.weight`: a pruned draft vocabulary is written as those rows of the target's head. A
+block there is the anchor and as many mask tokens as are drafted, so a bidirectional draft is what
+it is here only with num_speculative_tokens = `depth`.
+"""
+
+import torch
+
+from specdec.drafters.parallel.block import Block
+from specdec.errors import require
+from specdec.formats import eagle3
+from specdec.formats.layout import Description, Layout, Tensors, special_tokens
+from specdec.target.base import Target
+
+HEAD = "lm_head.weight"
+
+
+def config(drafter: Block, target: Target) -> Description:
+    """`architectures: [DFlashDraftModel]`, a Qwen3. The ids of layers are one less than ours."""
+    return {
+        **drafter.llama.to_dict(),
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": drafter.config.num_layers,
+        "num_target_layers": target.config.num_hidden_layers,
+        "block_size": drafter.slots,
+        "draft_vocab_size": drafter.sizes.draft_vocab or target.vocab_size,
+        "dflash_config": {
+            "mask_token_id": drafter.sizes.mask_token,
+            "target_layer_ids": [k - 1 for k in drafter.needs.layers],
+            "causal": drafter.causal,
+        },
+        "logit_scale": getattr(target.config, "logit_scale", None) or 1.0,
+        "tie_word_embeddings": False,
+        **special_tokens(target),
+    }
+
+
+def write(drafter: Block, tensors: Tensors) -> Tensors:
+    if drafter.vocab_S is not None:
+        tensors[HEAD] = drafter.head_rows()
+    return eagle3.write(drafter, tensors)
+
+
+def read(drafter: Block, tensors: Tensors) -> Tensors:
+    """Raises UserError for a head that is not the target's."""
+    if drafter.vocab_S is not None:
+        rows_SD = tensors.pop(HEAD, None)
+        fits = rows_SD is not None and torch.equal(rows_SD, drafter.head_rows().cpu())
+        require(fits, f"tensor {HEAD!r} does not hold the target's rows of the draft vocabulary")
+    return eagle3.read(drafter, tensors)
+
+
+LAYOUTS = {"hf": Layout("dflash", config, write, read)}

@@ -1,0 +1,256 @@
+"""Blocks drafted in one pass: what their slots read, where they stand and what they predict.
+
+Run alone: python -m pytest tests/drafters/test_block.py (about 10 s)
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.context import Context
+from specdec.drafters.parallel.block import Block
+from specdec.drafters.parallel.dflash import DFlashConfig
+from specdec.drafters.parallel.dspark import DSpark, DSparkConfig
+from specdec.drafters.parallel.jetspec import JetSpecConfig
+from specdec.errors import UserError
+from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.objectives.objective import ObjectiveConfig
+from specdec.sampling.choose import Choose
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import BestFirst, Chain
+from specdec.target.base import Target
+from tests.tiny import architectures, compose, random_drafter, random_target
+
+V, D, E, T = 61, 32, 8, 20
+CONFIGS = {
+    "dflash": DFlashConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7),
+    "jetspec": JetSpecConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7),
+    "dspark": DSparkConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7, rank=5),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    target = random_target(architectures(V, 6)["llama"])
+    target.model.double()
+    return target
+
+
+@pytest.fixture(params=list(CONFIGS))
+def drafter(request: pytest.FixtureRequest, target: Target) -> Block:
+    drafter = random_drafter(CONFIGS[request.param], target, 0.2, torch.arange(0, 60, 2)).double()
+    drafter.attach(target)
+    assert isinstance(drafter, Block)
+    return drafter
+
+
+def text(seed: int, length: int = T) -> Tensor:
+    return torch.randint(2, V, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(x_HNE: Tensor, position_N: Tensor) -> Tensor:
+    """Rotary embedding: numbers i and i + E/2 as a plane that turns by position / 10000^(2i/E)."""
+    angle = position_N[:, None] / 10000 ** (torch.arange(0, E, 2).double() / E)
+    cos, sin = angle.cos(), angle.sin()
+    one, two = x_HNE[..., : E // 2], x_HNE[..., E // 2 :]
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+
+
+def plain(
+    weights: dict[str, Tensor],
+    target: Target,
+    name: str,
+    features: Tensor,
+    anchor: int,
+    drafted: list[int],
+) -> Tensor:
+    """The logits of depths 0 … by the reference's formulas, for one anchor: dense attention of the
+    block's slots over the `features` [a, F] before the anchor and over the block."""
+    a, M = len(features), 4 if name == "dspark" else 5
+    ids = torch.tensor([anchor] + [7] * (M - 1))
+    x = target.embedding(ids)
+    c = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    keep = torch.ones(M, a + M, dtype=torch.bool)
+    if name == "jetspec":
+        keep = keep.tril(a)
+    for i in range(2):
+        of = {n.removeprefix(f"layers.{i}."): w for n, w in weights.items()}
+        read = rms(x, of["input_layernorm.weight"])
+        both = torch.cat([c, read])
+
+        def heads(x: Tensor, kind: str, of: dict[str, Tensor] = of) -> Tensor:
+            found = x @ of[f"self_attn.{kind}_proj.weight"].T
+            found = found.unflatten(-1, (-1, E)).transpose(0, 1)
+            norm = of.get(f"self_attn.{kind}_norm.weight")
+            return found if norm is None else rms(found, norm)
+
+        query = turned(heads(read, "q"), a + torch.arange(M))
+        keys = turned(heads(both, "k"), torch.arange(a + M)).repeat_interleave(2, 0)
+        scores = (query @ keys.transpose(1, 2) / E**0.5).masked_fill(~keep, -torch.inf)
+        seen = scores.softmax(-1) @ heads(both, "v").repeat_interleave(2, 0)
+        x = x + seen.transpose(0, 1).flatten(1) @ of["self_attn.o_proj.weight"].T
+        read = rms(x, of["post_attention_layernorm.weight"])
+        gate, up = (read @ of[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ of["mlp.down_proj.weight"].T
+    h = rms(x, weights["norm.weight"])
+    logits = h @ target.head.weight[weights["vocab_S"]].T
+    if name == "dspark":
+        before = weights["markov_w1.weight"][[anchor, *drafted]]
+        return logits + before @ weights["markov_w2.weight"].T
+    return logits[1:]
+
+
+def expected(drafter: Block, target: Target, ids_T: Tensor, a: int) -> Tensor:
+    """`plain` for anchor a of a text that begins with these ids."""
+    features = target.features(ids_T[None], drafter.needs)[0].layers_BTF
+    assert features is not None
+    drafted = ids_T[a + 1 : a + 4].tolist()
+    name, anchor = drafter.config.name, int(ids_T[a])
+    return plain(drafter.state_dict(), target, name, features[0, :a], anchor, drafted)
+
+
+def test_blocks_are_the_references(target: Target, drafter: Block) -> None:
+    """Two documents in a row, anchors in no order: each as if it were alone. Norms and rotary
+    factors are computed in float32, so logits of order 1 agree to about 1e-6."""
+    one, two = text(1), text(2)
+    position = torch.arange(T).repeat(2)[None]
+    document = torch.arange(2).repeat_interleave(T)[None]
+    ctx, _ = target.features(
+        torch.cat([one, two], 1), drafter.needs, position_BT=position, document_BT=document
+    )
+    anchors = [5, T + 9, 1, T + 1, T - 5]
+    hidden = drafter.hidden(ctx, torch.tensor([anchors]), None)[0]
+    logits = drafter.unembed_all(hidden)
+    for found, a in zip(logits, anchors, strict=True):
+        wanted = expected(drafter, target, (one if a < T else two)[0], a % T)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def drafted(drafter: Block, ctx: Context, shape: Any, cache: Any) -> Any:
+    generators = [torch.Generator() for _ in ctx.ids_BT]
+    return drafter.draft(
+        ctx, shape, Choose(Sampler(0), "fixed", generators, drafter.vocab_S, V), cache
+    )
+
+
+def test_drafting_is_the_same_block_and_its_keys_never_stay(target: Target, drafter: Block) -> None:
+    """The chain of likeliest tokens of the reference, round by round through one cache, for two
+    rows of unequal length."""
+    ids, cache = torch.cat([text(3), text(4)]), drafter.new_cache()
+    for ends in ((4, 9), (7, 10), (12, 16)):
+        ctx, _ = target.features(ids[:, : max(ends)], drafter.needs)
+        ctx.lengths = list(ends)
+        found = drafted(drafter, ctx, Chain(4), cache).tokens_BN.tolist()
+        assert cache.lengths == [end - 1 for end in ends] and cache.scratch == 0
+        for b, end in enumerate(ends):
+            wanted: list[int] = []
+            for k in range(4):
+                before = torch.tensor([*ids[b, :end].tolist(), *wanted, 2, 2, 2, 2][: end + 4])
+                best = int(expected(drafter, target, before, end - 1)[k].argmax())
+                assert drafter.vocab_S is not None
+                wanted.append(int(drafter.vocab_S[best]))
+            assert found[b] == wanted
+
+
+@pytest.mark.parametrize("name", ["dflash", "jetspec"])
+def test_one_pass_gives_the_marginals_of_a_tree(target: Target, name: str) -> None:
+    """The three likeliest paths of marginals, by hand: their log-probabilities add."""
+    drafter = random_drafter(CONFIGS[name], target, 0.2, torch.arange(0, 60, 2)).double()
+    drafter.attach(target)
+    assert isinstance(drafter, Block) and drafter.vocab_S is not None
+    ids = text(5, 9)
+    ctx, _ = target.features(ids, drafter.needs)
+    proposal = drafted(drafter, ctx, BestFirst(depth=4, nodes=3), drafter.new_cache())
+    wanted = expected(drafter, target, torch.cat([ids[0], ids[0, :4]]), 8).log_softmax(-1)
+    one, two, three = (log_S.topk(3).values.tolist() for log_S in wanted[:3])
+    paths = {(0,): one[0], (1,): one[1], (2,): one[2], (1, 0): one[1] + two[0]}
+    paths |= {(0, 0): one[0] + two[0], (0, 1): one[0] + two[1]}
+    paths |= {(0, 0, 0): one[0] + two[0] + three[0]}
+    best = sorted(sorted(paths, key=lambda path: -paths[path])[:3], key=lambda p: (len(p), p))
+    ranked = wanted.topk(3).indices
+    tokens = [int(drafter.vocab_S[ranked[len(path) - 1, path[-1]]]) for path in best]
+    assert proposal.tokens_BN[0].tolist() == tokens
+    assert [sum(p == path[:-1] for path in best) for p in best] == [
+        int((proposal.parents_BN[0] == i).sum()) for i in range(3)
+    ]
+
+
+def test_the_confidence_head_learns_acceptance(target: Target) -> None:
+    """Trained on its term alone, it explains more of β's variance than the sixth that 38 numbers
+    fit by chance to 230 anchors and depths."""
+    drafter = random_drafter(CONFIGS["dspark"], target, 0.2, torch.arange(0, 60, 2)).double()
+    drafter.attach(target)
+    assert isinstance(drafter, DSpark)
+    ids = text(6, 60)[0].tolist()
+    sampler = Sampler(1.0)
+    batch = batch_of(target, drafter.needs, sampler, [ids], [[True] * 60])
+    forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig({"confidence": 1.0}))
+    loss, _ = forcing(batch)
+    loss.backward()
+    assert drafter.markov_w2.weight.grad is None  # β is given
+    assert drafter.confidence_head.weight.grad is not None
+    for weight in drafter.parameters():
+        weight.requires_grad = False
+    head = list(drafter.confidence_head.parameters())
+    optimizer = torch.optim.Adam([p.requires_grad_() for p in head], lr=0.05)
+    for _ in range(150):
+        optimizer.zero_grad()
+        forcing(batch)[0].backward()
+        optimizer.step()
+    found = forcing(batch, measure=True, more=lambda piece: (piece.confidence, piece.beta))
+    valid = found.anchors.valid_NK
+    estimate, beta = (x[valid].detach() for x in found.more)
+    left = (estimate - beta).square().mean() / beta.var()
+    assert float(left) < 0.7
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_start_scores_as_the_targets_layers_do(kind: str) -> None:
+    """Queries and keys of what a layer reads: with Qwen3's own norms the scores are the target's,
+    and without norms they have the same size. The norms of keys stay 1."""
+    config = architectures(V, 6)[kind]
+    config.initializer_range = 0.1
+    target = random_target(config)
+    with torch.no_grad():
+        for layer in target.layers:
+            for name, weight in layer.named_parameters():
+                if "norm" in name:  # one size for each head, or a query's would turn with its key's
+                    weight.fill_(0.5 + len(name) / 100)
+    drafter = DSpark.build(DSparkConfig(num_layers=2), target)
+    read = torch.randn(400, D, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(drafter.layers, target.layers[-2:], strict=True):
+        assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
+        assert ours.self_attn.k_norm.weight.eq(1).all()
+        x, scores = ours.input_layernorm(read), []
+        for attention in (ours.self_attn, theirs.self_attn):
+            heads = [getattr(attention, f"{n}_proj")(x)[:, :E] for n in "qk"]
+            if hasattr(attention, "q_norm"):
+                heads = [attention.q_norm(heads[0]), attention.k_norm(heads[1])]
+            scores.append((heads[0] * heads[1]).sum(-1))
+        if kind == "qwen3":
+            torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=1e-4)
+        assert float((scores[0].std() / scores[1].std()).detach()) == pytest.approx(1, abs=0.35)
+
+
+def test_settings_that_fit_no_target(target: Target) -> None:
+    with pytest.raises(UserError, match=r"drafter\.mask_token=61: give 0 to 60"):
+        random_drafter(DFlashConfig(mask_token=V), target, 0.1)
+    with pytest.raises(UserError, match=r"drafter\.layers=\[7\]: layers of this target"):
+        random_drafter(DFlashConfig(layers=[7]), target, 0.1)
+    with pytest.raises(UserError, match="rising order"):
+        compose(["drafter=dflash", "drafter.layers=[2,1]"])
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(1, [4]), (3, [2, 3, 4]), (5, [2, 3, 4])])
+def test_the_layers_read_are_the_references(target: Target, layers: int, wanted: list[int]) -> None:
+    """1 + round(1 + i (L - 4) / (n - 1)) for i < n, each once; 2, 10, 18, 26 and 34 for L = 36."""
+    assert DSpark.plan(DSparkConfig(num_layers=layers), target).layers == wanted
+    deep = random_target(architectures(V, 36)["llama"])
+    read = DSpark.plan(DSparkConfig(num_layers=5), deep).layers
+    assert read == [2, 10, 18, 26, 34]
