@@ -256,7 +256,7 @@ def test_cod_sampling_keeps_the_share_of_the_reference_and_the_expected_loss(
     mean weight of one depth, which is 1/share with probability share, has a standard deviation
     of sqrt((1/share - 1) / 400), at most .112: the bound is 4.5 of them."""
     depth, n = 8, 60
-    drafter = PEagle.build(PEagleConfig(depth=depth, draft_vocab=None), target)
+    drafter = PEagle.build(PEagleConfig(depth=depth, draft_vocab=None, keep=0.7), target)
     valid = torch.zeros(80, depth, dtype=torch.bool)
     valid[10 : 10 + n] = True
     total = torch.zeros(80, depth)
@@ -268,8 +268,15 @@ def test_cod_sampling_keeps_the_share_of_the_reference_and_the_expected_loss(
         total += weight
     assert (total[:10] == 0).all() and (total[70:] == 0).all()
     assert float((total[10:70] / 400 - 1).abs().max()) < 0.5
-    every = PEagle.build(PEagleConfig(depth=depth, draft_vocab=None, keep=1), target)
+    every = PEagle.build(PEagleConfig(depth=depth, draft_vocab=None), target)
     assert torch.equal(every.anchors(valid, torch.Generator()) > 0, valid)
+
+
+def test_the_papers_recipes_are_composed() -> None:
+    config = compose(["experiment=peagle_paper"])
+    wanted = {"depth": 8, "num_layers": 4, "keep": 0.7, "keep_least": 0.2, "start": "random"}
+    assert config.drafter == PEagleConfig(**wanted)  # type: ignore[arg-type]
+    assert (config.objective.terms, config.objective.depth_decay) == ({"kl": 1.0}, 0.7)
 
 
 @pytest.mark.parametrize(
