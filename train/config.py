@@ -112,6 +112,7 @@ def resolve(cfg: DictConfig) -> Config:
     for name, path in (("target", config.target.path), ("data", config.data.path)):
         require(bool(path), f"{name}.path is missing: add {name}.path=…, see the README")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
+    config.objective.require_complete(config.decode.paths)
     drafter = config.drafter
     require(
         isinstance(drafter, config.family.Config),

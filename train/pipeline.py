@@ -66,6 +66,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         "budget.minutes plans no training on a decoder's rounds: give loop.max_tokens instead",
     )
     require_readable(cfg.data)
+    if cfg.objective.reference is not None:
+        drafts.read_card(cfg.objective.reference)
     make_folder(folder)
     if cfg.data.answers == "target":
         make_folder(Path(cfg.answers.root))
@@ -93,6 +95,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         of["held-out data"] = digest(texts.held_out)
         if cfg.stage.draft is not None:
             of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
+        if cfg.objective.reference is not None:
+            of["reference draft"] = drafts.digest(cfg.objective.reference)
         require_same_texts(folder, of)
         if main:  # from here on the folder is this run's; an earlier mistake leaves it free
             described = asdict(cfg) | {"of": of, "records": texts.records}
@@ -139,8 +143,13 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     on_policy = cfg.rounds.data == "on_policy"
     first = [] if on_policy else texts.train
     data, held_out = _sources(job, drafter, [first, texts.held_out])
+    parts, reference = job.target.parts, None
+    if cfg.objective.reference is not None:
+        reference = drafts.read(cfg.objective.reference, parts).to(parts.device)
+        reference.attach(parts)
+        reference.eval().requires_grad_(False)
     forcing = TeacherForcing(
-        drafter, job.target.parts, cfg.sampler, cfg.objective, visited=cfg.trains_at_visits
+        drafter, parts, cfg.sampler, cfg.objective, reference, cfg.trains_at_visits
     )
     before = job.target.parts.checksum()
     known = {} if on_policy else {0: data}
@@ -218,7 +227,8 @@ def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -
     )
     progress.remove_task(task)
     if training is not None:
-        results.training = replace(training, curve=curve(folder / "metrics.jsonl"))
+        seen = curve(folder / "metrics.jsonl")
+        results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
     pictures = report.write(folder / "report", results)
     job.tracker.report(results, pictures, folder / "best")
     console.print(report.summary(results))

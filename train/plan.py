@@ -185,7 +185,8 @@ def rehearsal(
     drafter = starting(StageConfig(), cfg.drafter, target, documents, 0)
     rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
     batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
-    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective)
+    reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
     optimizer = optim.build(forcing, cfg.optim)
 
     def step() -> int:

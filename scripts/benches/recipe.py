@@ -1,4 +1,4 @@
-"""How much a recipe gains from its start and how much from its objective: four arms, equal tokens.
+"""Recipes compared at equal tokens: what start and objective bring, and which objective is best.
 
 Every arm is trained with every seed at every learning rate, each in its own process, and is judged
 at its best rate. All drafts are measured on the same text: the target's plain answers, which do
@@ -7,34 +7,107 @@ not depend on the draft, so that arms are compared prompt by prompt and seed by 
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from benches.turns import show
 
-from specdec.errors import UserError
-from specdec.measure.results import FILE, AtTemperature, PromptCounts, Results
+from specdec.errors import UserError, require
+from specdec.measure.results import FILE, PromptCounts, Results
 from specdec.progress import console
-from specdec.theory.intervals import difference_interval, ratio_interval
+from specdec.theory.intervals import Interval, difference_interval, ratio_interval
 
 STARTS, OBJECTIVES = ("target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
 FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null")
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ("random", "kl")
+DEPTHS = 3  # of which α is shown
+Counts = tuple[list[float], list[float]]  # numerators and denominators, one of each per prompt
 
 
-class Counts(NamedTuple):
-    """Sums over an arm's seeds for each prompt, in the order of the prompts."""
+@dataclass
+class Arm:
+    """The runs of one arm at one learning rate, one for each seed. Figures are counts per prompt,
+    added over the seeds; `at` is 0 for T = 0 and 1 for T = 1."""
 
-    sampled: tuple[list[float], list[float]]  # α at depth 0, T = 1: accepted, positions
-    tau: tuple[list[float], list[float]]  # T = 0: tokens, passes
+    name: str
+    rate: str
+    runs: list[Results]
+
+    def counts(
+        self, at: int, of: Callable[[PromptCounts], float], per: Callable[[PromptCounts], float]
+    ) -> Counts:
+        columns = [*zip(*(r.temperatures[at].prompts for r in self.runs), strict=True)]
+        return [sum(map(of, x)) for x in columns], [sum(map(per, x)) for x in columns]
+
+    def sampled(self, depth: int = 0) -> Counts:
+        return self.counts(1, lambda p: p.sampled[depth], lambda p: p.positions[depth])
+
+    def greedy(self, depth: int = 0) -> Counts:
+        return self.counts(0, lambda p: p.greedy[depth], lambda p: p.positions[depth])
+
+    def tau(self) -> Counts:
+        """Of the decoder, at T = 0."""
+        return self.counts(0, lambda p: p.emitted, lambda p: p.rounds)
+
+    def walked(self, at: int) -> Counts:
+        """τ of a decoder that walks the plain answers."""
+        return self.counts(at, lambda p: p.walked[0], lambda p: p.walked[1])
 
     @property
-    def alpha(self) -> float:
-        return ratio_interval(*self.sampled).value
+    def alpha(self) -> Interval:
+        return ratio_interval(*self.sampled())
+
+    @property
+    def of_each_seed(self) -> str:
+        each = (Arm(self.name, self.rate, [run]).alpha.value for run in self.runs)
+        return " ".join(f"{alpha:.3f}" for alpha in each)
+
+
+def trained(
+    arms: Mapping[str, Sequence[str]],
+    overrides: Sequence[str],
+    folder: Path,
+    seeds: int,
+    rates: Sequence[str],
+) -> tuple[list[Arm], dict[str, Arm]]:
+    """Train the runs of these arms, each given by its overrides, that `folder` lacks, and print
+    what they have in common. Returns every arm at every rate, and each at its best: that with the
+    highest sampled α at depth 0."""
+    runs: dict[tuple[str, str], list[Results]] = {}
+    todo = list(product(range(seeds), arms, rates))
+    for n, (seed, arm, rate) in enumerate(todo, 1):
+        name = f"{folder}/{arm}-lr{rate}-seed{seed}"
+        report = ROOT / "runs" / name / "report"
+        if not (report / FILE).exists():
+            console.print(f"run {n} of {len(todo)}: {name}")
+            command = [sys.executable, "train.py", *SIZE, *FIXED, *overrides, f"name={name}"]
+            command += [*arms[arm], f"optim.lr={rate}", f"loop.seed={seed}"]
+            if subprocess.run(command, cwd=ROOT).returncode:
+                raise UserError(f"{name} failed: see above; the same command tries it again")
+        runs.setdefault((arm, rate), []).append(Results.read(report))
+    found = [Arm(arm, rate, of) for (arm, rate), of in runs.items()]
+    first = found[0].runs[0]
+    alike = {(r.drafter, r.training.tokens) for arm in found for r in arm.runs if r.training}
+    require(
+        len(alike) == 1,
+        f"the runs in runs/{folder} are of different drafters or lengths: give another --folder",
+    )
+    console.print(
+        f"{first.drafter}, {alike.pop()[1]:,} tokens a run, {seeds} seeds, {first.prompts} "
+        f"held-out prompts of up to {first.max_new_tokens} new tokens, γ = "
+        f"{first.temperatures[0].gamma}; {first.machine}. Intervals are 95 % bootstraps over "
+        "prompts, whose counts are added over the seeds."
+    )
+    best = {
+        name: max((arm for arm in found if arm.name == name), key=lambda arm: arm.alpha.value)
+        for name in arms
+    }
+    return found, best
 
 
 def recipe(
@@ -49,65 +122,69 @@ def recipe(
     Trains the arms that `folder` lacks. After an interruption, the same command continues: finished
     runs are not trained again, the others are resumed.
     """
-    arms = list(product(STARTS, OBJECTIVES))
-    runs: dict[tuple[str, str, str], list[Results]] = {}
-    todo = list(product(range(seeds), STARTS, OBJECTIVES, rates))
-    for n, (seed, start, objective, rate) in enumerate(todo, 1):
-        name = f"{folder}/{start}-{objective}-lr{rate}-seed{seed}"
-        report = ROOT / "runs" / name / "report"
-        if not (report / FILE).exists():
-            console.print(f"run {n} of {len(todo)}: {name}")
-            command = [sys.executable, "train.py", *SIZE, *FIXED, *overrides, f"name={name}"]
-            command += [f"drafter.start={start}", f"objective={objective}"]
-            command += [f"optim.lr={rate}", f"loop.seed={seed}"]
-            if subprocess.run(command, cwd=ROOT).returncode:
-                raise UserError(f"{name} failed: see above; the same command tries it again")
-        runs.setdefault((start, objective, rate), []).append(Results.read(report))
-    counts = {key: counted(found) for key, found in runs.items()}
-    rate_of = {arm: max(rates, key=lambda rate: counts[*arm, rate].alpha) for arm in arms}
-    best = {arm: counts[*arm, rate_of[arm]] for arm in arms}
-    one = next(iter(runs.values()))[0]
-    assert one.training is not None
-    console.print(
-        f"{one.training.tokens:,} tokens a run, {seeds} seeds, {one.prompts} held-out prompts of "
-        f"up to {one.max_new_tokens} new tokens, γ = {one.temperatures[0].gamma}; {one.machine}. "
-        "Intervals are 95 % bootstraps over prompts, whose counts are added over the seeds."
-    )
-    rows = []
-    for (start, objective, rate), of in counts.items():
-        arm, alpha = (start, objective), ratio_interval(*of.sampled)
-        alone = " ".join(f"{counted([r]).alpha:.3f}" for r in runs[start, objective, rate])
-        chosen = rate == rate_of[arm]
-        above = ""
-        if chosen and arm != PUBLISHED:
-            above = str(difference_interval(of.sampled, best[PUBLISHED].sampled))
+    arms = {
+        f"{start}-{objective}": [f"drafter.start={start}", f"objective={objective}"]
+        for start, objective in product(STARTS, OBJECTIVES)
+    }
+    found, best = trained(arms, overrides, folder, seeds, rates)
+    published, rows = best["random-kl"], []
+    for arm in found:
+        chosen, above = arm is best[arm.name], ""
+        if chosen and arm is not published:
+            above = str(difference_interval(arm.sampled(), published.sampled()))
         rows.append(
-            [*arm, f"{rate}{' (best)' * chosen}", str(alpha), alone, f"{alpha.n:,}"]
-            + [str(ratio_interval(*of.tau)), above]
+            [*arm.name.split("-"), f"{arm.rate}{' (best)' * chosen}", str(arm.alpha)]
+            + [arm.of_each_seed, f"{arm.alpha.n:,}", str(ratio_interval(*arm.tau())), above]
         )
     columns = ["start", "objective", "lr", "α sampled, depth 0", "of each seed", "n", "τ, T = 0"]
     show([*columns, "α above random and kl"], rows)
     pairs = [
-        *(("random → target", f"objective {x}", ("target", x), ("random", x)) for x in OBJECTIVES),
-        *(("kl → nla", f"start {x}", (x, "nla"), (x, "kl")) for x in STARTS),
-        ("both", "", ("target", "nla"), PUBLISHED),
+        *(("random → target", f"objective {x}", f"target-{x}", f"random-{x}") for x in OBJECTIVES),
+        *(("kl → nla", f"start {x}", f"{x}-nla", f"{x}-kl") for x in STARTS),
+        ("both", "", "target-nla", "random-kl"),
     ]
     brought = []  # what each part brings while the other stays, at the best rates
     for what, same, ours, theirs in pairs:
-        both = zip(best[ours], best[theirs], strict=True)
-        brought.append([what, same, *(str(difference_interval(a, b)) for a, b in both)])
+        a, b = best[ours], best[theirs]
+        more = (
+            difference_interval(a.sampled(), b.sampled()),
+            difference_interval(a.tau(), b.tau()),
+        )
+        brought.append([what, same, *map(str, more)])
     show(["what changes", "with", "α sampled, depth 0", "τ, T = 0"], brought)
 
 
-def counted(seeds: Sequence[Results]) -> Counts:
-    """The counts of the same prompts, added over the seeds of one arm."""
+def objectives(
+    overrides: Annotated[Sequence[str], "of train.py for all arms, as drafter=NAME"] = (),
+    *,
+    folder: Annotated[Path, "of the runs, inside runs/; one a drafter"] = Path("objectives"),
+    arms: Annotated[Sequence[str], "objectives; the others are compared with the first"] = (
+        *("kl", "nla", "lk_hybrid", "tv", "reverse_kl", "jsd", "ce", "top_k"),
+        *("d_pace", "expected_length"),
+    ),
+    seeds: int = 3,
+    rates: Annotated[Sequence[str], "learning rates"] = ("1e-3",),
+) -> None:
+    """Objectives on one drafter at equal tokens, by seeds, each at its best learning rate.
 
-    def added(ats: Sequence[AtTemperature], count: Callable[[PromptCounts], float]) -> list[float]:
-        columns = zip(*(at.prompts for at in ats), strict=True)
-        return [sum(map(count, prompts)) for prompts in columns]
-
-    greedy, sampled = zip(*(r.temperatures for r in seeds), strict=True)
-    return Counts(
-        (added(sampled, lambda p: p.sampled[0]), added(sampled, lambda p: p.positions[0])),
-        (added(greedy, lambda p: p.emitted), added(greedy, lambda p: p.rounds)),
-    )
+    Trains the runs that `folder` lacks, and continues after an interruption, as recipe does. Walked
+    τ is that of a decoder that walks the plain answers: its own at T = 0, expected at T = 1. An
+    arm may have overrides of its own: "adaspec objective.reference=runs/NAME/best".
+    """
+    named = {arm.split()[0]: f"objective={arm}".split() for arm in arms}
+    _, best = trained(named, overrides, folder, seeds, rates)
+    first = next(iter(best.values()))
+    deep = range(min(DEPTHS, len(first.runs[0].temperatures[0].prompts[0].positions)))
+    figures: dict[str, Callable[[Arm], Counts]] = {}
+    figures |= {f"α sampled, depth {k}": partial(Arm.sampled, depth=k) for k in deep}
+    figures |= {f"α greedy, depth {k}": partial(Arm.greedy, depth=k) for k in deep}
+    figures |= {f"τ walked, T = {at}": partial(Arm.walked, at=at) for at in (0, 1)}
+    rows, above = [], []
+    for arm in best.values():
+        rows.append([arm.name, arm.rate, *(str(ratio_interval(*f(arm))) for f in figures.values())])
+        rows[-1].append(arm.of_each_seed)
+        if arm is not first:
+            more = (str(difference_interval(f(arm), f(first))) for f in figures.values())
+            above.append([arm.name, arm.rate, *more])
+    show(["objective", "lr", *figures, "α sampled, depth 0, of each seed"], rows)
+    show([f"above {first.name}", "lr", *figures], above)

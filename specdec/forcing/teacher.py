@@ -92,6 +92,7 @@ class TeacherForcing(nn.Module):
     `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
     With `visited` it is trained on batches with a decoder's rounds: at their anchors, on the
     tokens that were drafted there, and as the family drafts (`hidden`) at all of its depths.
+    Raises UserError for a reference that cannot be compared with the draft.
     """
 
     def __init__(
@@ -114,9 +115,22 @@ class TeacherForcing(nn.Module):
             "the reference draft and the draft read different features of the target: give a "
             "reference of the same family and layers",
         )
+        self.depth = drafter.depth if visited else drafter.train_depth
+        require(
+            reference is None or reference.depth >= self.depth,
+            "the reference draft has fewer depths than the draft: give one as deep",
+        )
+        ours_S, theirs_S = drafter.vocab_S, (reference or drafter).vocab_S
+        same = ours_S is theirs_S  # both None
+        if ours_S is not None and theirs_S is not None:
+            same = torch.equal(ours_S, theirs_S)
+        require(
+            same,
+            "the reference draft and the draft have different vocabularies: train both on the same "
+            "data, or start from the reference with drafter.from",
+        )
         self.objective = objective or ObjectiveConfig()
         self.drafter = drafter
-        self.depth = drafter.depth if visited else drafter.train_depth
         self.sampler = sampler
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
         self._head = target.unembedding(drafter.vocab_S)
@@ -203,7 +217,8 @@ class TeacherForcing(nn.Module):
                 counted_CNK = torch.stack(columns) * of.valid
                 return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
 
-            size = at_once(tensors[0])
+            # what compares with a reference ranks the tokens of a whole chunk
+            size = len(some_NKD) if reference is not None else at_once(tensors[0])
             whole = size >= len(some_NKD)
             return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
 

@@ -248,7 +248,9 @@ def _figures(
             Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)))
             for prompt, g in zip(said, shown)
         ],
-        prompts=[prompt_counts(t, g) for t, g in zip(every, made.drafted, strict=True)],
+        prompts=[
+            prompt_counts(t, g, gamma, greedy) for t, g in zip(every, made.drafted, strict=True)
+        ],
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.decoding.answers import Generation
 from specdec.drafters.base import Drafter
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing, batch_of, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.target.base import Target
 from specdec.theory.alpha import Acceptance, Pair, block_expected_tokens, expected_tokens
@@ -144,7 +144,10 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
     return Foreseen(by_depth(divergences), lenient, rejection, block)
 
 
-def prompt_counts(every: Text, made: Generation) -> PromptCounts:
-    sampled, _, greedy = (column[every.anchors].sum(0).tolist() for column in every.found.alpha)
+def prompt_counts(every: Text, made: Generation, gamma: int, greedy: bool) -> PromptCounts:
+    alpha = every.found.alpha
+    by_anchor = [alpha.sampled[every.anchors], alpha.greedy[every.anchors]]
+    sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
     positions = [len(every.anchors)] * len(sampled)
-    return PromptCounts(made.emitted, len(made.rounds), positions, sampled, greedy)
+    walked = predicted_rounds(by_anchor[greedy][:, :gamma])
+    return PromptCounts(made.emitted, len(made.rounds), positions, sampled, same, walked)

@@ -62,13 +62,15 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """The counts of one prompt, for comparing two drafts prompt by prompt."""
+    """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
+    and the rounds that a decoder is expected to need for the plain answer."""
 
     emitted: int
     rounds: int
     positions: list[int]  # by depth; the next two are sums over them
     sampled: list[float]
     greedy: list[float]
+    walked: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Training:
     held_out: HeldOut
     stopped_early: bool = False
     curve: Curve | None = None
+    trained_on: str = ""  # the terms of the objective and their weights
 
     @property
     def tokens_per_second(self) -> float:

@@ -9,13 +9,14 @@ Letters: N anchors, K depths, S draft vocabulary, D width, β = Σ min(p, q) of 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from specdec.objectives.piece import Piece
+from specdec.sampling.trees import Static
 
 LOG_FLOOR = -60.0  # replaces log 0 where a divergence would be infinite
 
@@ -43,6 +44,37 @@ def jsd(piece: Piece, beta: float = 0.5) -> Tensor:
     of_p = (piece.p * (_floor(piece.log_p) - log_m)).sum(-1)
     of_q = (piece.q * (_floor(piece.log_q) - log_m)).sum(-1)
     return beta * of_p + (1 - beta) * of_q
+
+
+def top_k(piece: Piece, k: float = 10.0) -> Tensor:
+    """-Σ p log q over the k likeliest tokens of p (Zhang et al. 2024, HASS, arXiv 2408.15766).
+    p is not renormalised over them.
+    ∂/∂z = P_k q - p on these tokens and P_k q elsewhere, P_k being their mass in p."""
+    best_NKk = piece.log_p.topk(min(int(k), piece.log_p.shape[-1]), -1).indices
+    return -(piece.p.gather(-1, best_NKk) * _floor(piece.log_q.gather(-1, best_NKk))).sum(-1)
+
+
+def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
+    """`kl` on the tokens from which the draft has most to learn, 0 on the others (Hu et al. 2025,
+    AdaSPEC, arXiv 2510.19779): those whose KL exceeds a trained reference draft's by the most, the
+    share `keep` of them. ∂/∂z = P q - p on the tokens kept.
+
+    The quantile is taken at each depth over the valid tokens of a chunk (`objective.chunk`), as the
+    authors take it over a micro-batch (yuezhouhu/adaspec, README.md). As theirs, the loss is
+    divided by all tokens, not by those kept.
+    """
+    reference = piece.reference_log_q
+    require(
+        reference is not None,
+        "objective.terms.adaspec compares with a draft trained before: give "
+        "objective.reference=runs/NAME/best",
+    )
+    assert reference is not None
+    with torch.no_grad():
+        more_NK = (piece.p * (_floor(reference) - _floor(piece.log_q))).sum(-1)
+        valid_NK = more_NK.masked_fill(~piece.valid, torch.nan)
+        kept_NK = more_NK >= valid_NK.nanquantile(1 - keep, dim=0)
+    return kl(piece) * kept_NK
 
 
 def ce(piece: Piece) -> Tensor:
@@ -74,6 +106,21 @@ def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
     return weight * kl(piece) + (1 - weight) * tv(piece)
 
 
+def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
+    """`ce` with each depth weighted by the tokens that depend on it (D-PACE, arXiv 2605.18810):
+    w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid depths and
+    without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
+
+    The weights are those of Lucas-TY/D-PACE (specforge/core/dflash.py), where the sum over a
+    batch's blocks is divided by its rows; here it is divided by the anchors, as every loss is,
+    which only scales it. An objective's weights over depth apply in addition; `objective=d_pace`
+    sets them to 1.
+    """
+    loss_NK = ce(piece)
+    known_NK = (-loss_NK.detach()).exp() * (piece.label >= 0)
+    return _tokens_after(smooth + (1 - smooth) * known_NK, piece.valid) * loss_NK
+
+
 def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Tensor:
     """1 - Π_{j<=k} β_j at depth k. Summed over the depths it is γ - L, where L = Σ_k Π_{j<=k} β_j
     is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with a
@@ -89,15 +136,87 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
     an answer's end do not count. An objective's weights over depth apply in addition;
     `objective=expected_length` sets them to 1.
     """
-    left = max(0.0, 1 - piece.progress / until) if until > 0 else 1.0
+    smooth *= _left(piece, until)
     loss_NK = nla(piece)
     with torch.no_grad():
-        reach_NK = (-loss_NK).exp().cumprod(-1)
-        beta_NK = smooth * left + (1 - smooth * left) * (-loss_NK).exp()
-        smoothed_NK = beta_NK.cumprod(-1) * piece.valid
-        weight_NK = smoothed_NK.flip(-1).cumsum(-1).flip(-1)
+        beta_NK = (-loss_NK).exp()
+        reach_NK = beta_NK.cumprod(-1)
+        weight_NK = _tokens_after(smooth + (1 - smooth) * beta_NK, piece.valid)
     # the value of the first line, with the gradient of the last factor alone
     return 1 - reach_NK + weight_NK * (loss_NK - loss_NK.detach())
+
+
+def expected_tree(
+    piece: Piece,
+    paths: Sequence[Sequence[int]],
+    smooth: float = 0.5,
+    until: float = 0.5,
+) -> Tensor:
+    """1 - Σ_v Π_{j<=k} a_j at depth k, over the nodes v of depth k of a static tree of `paths`.
+    Summed over the tree's D depths it is D - L, where 1 + L is E[τ]. Depths below the tree are 0.
+
+    a_{k,r} is the probability that the sibling of rank r at depth k is the one accepted, when
+    siblings are drawn from q independently (SpecInfer's rule; `decode.rule=specinfer`). After r
+    siblings are rejected, p has shrunk to R_r / m_r, where m_r is the probability that all were,
+    R_0 = p and R_{r+1} = max(R_r - m_r q, 0) = max(p - M_{r+1} q, 0) with M_{r+1} = M_r + m_r. So
+
+        m_r = 1 - G_r,  G_r = Σ_x min(p, M_r q),  M_0 = 0,  M_{r+1} = M_r + 1 - G_r,
+
+    and a_r = G_{r+1} - G_r; G_1 = β, so on a chain this is `expected_length`. Siblings drawn
+    without replacement (rule recursive, the default for trees) are accepted more often: after x is
+    rejected, the second is drawn from q / (1 - q(x)), which is larger wherever p can still be. So L
+    is too low for them, the more so the more of q is on few tokens.
+
+    Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, and only on the
+    text's own branch are p and q known, whether heads are parallel or not, since p depends on the
+    path in any case. The product of that branch's a_j is exact if acceptance at a depth does not
+    depend on the tokens accepted above it, as `expected_length` and Sequoia (Chen et al. 2024)
+    assume; on toys whose p and q do depend on them its mean over texts is -2 to +6 % off the
+    enumerated value (tests/objectives/test_coupled.py has one). Exact for text x drawn from p would
+    be a_k Π_{j<k} a_j(x_j) / p(x_j), with a_j(x_j) the part of a_j that x_j adds; it is noisier,
+    and wrong for text drawn otherwise. Children that are the likeliest tokens (T = 0, point masses)
+    are accepted with probability p(x), which has no gradient in q.
+
+    Gradient: with B_r = {x: p > M_r q}, dG_r/dz = M_r q (1_B - Q_B) + Q_B dM_r/dz, Q_B = Σ_B q, and
+    dM_{r+1} = dM_r - dG_r. ∂L/∂z_i = Σ_r V_{i,r} ∂a_{i,r}/∂z, where V_{i,r} sums, over the nodes
+    at or below one of rank r at depth i, the product of the other factors. As in `expected_length`,
+    early in a run V is computed from ã_r = (1 - s) a_r + s [r = 0], and rank 0's part is
+    V ã_0 ∂log β, so that a poor draft learns; from the share `until` of the run it is exact.
+    """
+    smooth *= _left(piece, until)
+    levels, K = Static(paths).levels, piece.log_p.shape[1]
+    require(
+        len(levels) <= K,
+        f"objective.paths: the tree is {len(levels)} tokens deep, but the draft is trained on {K}: "
+        f"give drafter.depth={len(levels)}, or a flatter tree",
+    )
+    width = 1 + max(rank for level in levels for _, rank in level)
+    mass_NK1, before_NK = torch.ones_like(piece.beta)[..., None], torch.zeros_like(piece.beta)
+    found = []
+    for _ in range(width):
+        accepted_NK = torch.minimum(piece.p, mass_NK1 * piece.q).sum(-1)
+        found.append(accepted_NK - before_NK)
+        mass_NK1, before_NK = mass_NK1 + 1 - accepted_NK[..., None], accepted_NK
+    by_rank_NKR = torch.stack(found, -1)
+
+    def by_depth(a_NKR: Tensor) -> Tensor:
+        reach_Nn, sums = torch.ones_like(a_NKR[:, 0, :1]), []
+        for k, level in enumerate(levels):
+            parents, ranks = zip(*level, strict=True)
+            reach_Nn = reach_Nn[:, parents] * a_NKR[:, k, ranks]
+            sums.append(reach_Nn.sum(-1))
+        return torch.stack(sums, -1)
+
+    with torch.enable_grad():
+        smoothed_NKR = (1 - smooth) * by_rank_NKR.detach()
+        smoothed_NKR[..., 0] += smooth
+        total = by_depth(smoothed_NKR.requires_grad_()) * piece.valid[:, : len(levels)]
+        (others_NKR,) = torch.autograd.grad(total.sum(), smoothed_NKR)
+    first_NK = (others_NKR * smoothed_NKR.detach())[..., 0] * nla(piece)
+    later_NK = (others_NKR * by_rank_NKR)[..., 1:].sum(-1) * (1 - smooth)
+    loss_NK = first_NK - later_NK
+    value_NK = nn.functional.pad(1 - by_depth(by_rank_NKR.detach()), (0, K - len(levels)))
+    return value_NK + loss_NK - loss_NK.detach()
 
 
 def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
@@ -155,11 +274,25 @@ Term = Callable[..., Tensor]
 TERMS: dict[str, Term] = {
     term.__name__: term
     for term in (
-        *(kl, soft_ce, reverse_kl, jsd, ce, tv, nla, lk_hybrid, expected_length, smooth_l1),
-        *(on_policy, confidence),
+        *(kl, soft_ce, reverse_kl, jsd, top_k, adaspec, ce, tv, nla, lk_hybrid),
+        *(d_pace, expected_length, expected_tree, on_policy, confidence, smooth_l1),
     )
 }
-COUPLED = ("expected_length", "on_policy")  # they weigh depths themselves: the default decay is 1
+# terms that weigh depths themselves, so the default decay is 1
+COUPLED = ("d_pace", "expected_length", "expected_tree", "on_policy")
+COMPARING = ("adaspec",)  # terms that read a reference draft
+OF_TREES = ("expected_tree",)  # terms that read the paths of a tree
+
+
+def _left(piece: Piece, until: float) -> float:
+    """The share of smoothing that is left: 1 at a run's start, falling to 0 when the share `until`
+    of it is done; 1 throughout if `until` is 0."""
+    return max(0.0, 1 - piece.progress / until) if until > 0 else 1.0
+
+
+def _tokens_after(chance_NK: Tensor, valid_NK: Tensor) -> Tensor:
+    """Σ_{k>=i} Π_{j<=k} c_j [N, K] over valid depths k, from the chance c of each depth."""
+    return (chance_NK.cumprod(-1) * valid_NK).flip(-1).cumsum(-1).flip(-1)
 
 
 def _floor(log_x: Tensor) -> Tensor:

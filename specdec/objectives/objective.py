@@ -5,14 +5,19 @@ Letters: N anchors, K depths.
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 from torch import Tensor
 
-from specdec.errors import nearest, require, require_known, require_within
-from specdec.objectives.losses import TERMS
+from specdec.errors import nearest, require, require_between, require_known, require_within
+from specdec.objectives.losses import COMPARING, OF_TREES, TERMS
 from specdec.objectives.piece import Piece
+from specdec.sampling.trees import Static
+
+SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
 
 
 @dataclass
@@ -20,14 +25,20 @@ class ObjectiveConfig:
     """A weighted sum of terms (see losses.py), summed over the depths of each anchor with weights
     `depth_decay`^k, and averaged over anchors.
 
-    `terms`: the weight of each term; a weight of 0 leaves a term out. `constants`: values for a
-    term's own constants, such as `objective.constants.jsd.beta=0.1`. `per`: token averages over
-    all anchors of a step equally; sequence averages over each text first, so long texts do not
-    dominate. `chunk`: the number of anchors whose logits, at all depths, exist at a time.
+    `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
+    that changes linearly from the run's start until that share of its steps is done, as in
+    {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. `constants`: values for a term's own constants, such as
+    `objective.constants.jsd.beta=0.1`. `reference`: the folder of a trained draft, which adaspec
+    compares with. `paths`: those of the tree that expected_tree is for; null takes decode.paths.
+    `per`: token averages over all anchors of a step equally; sequence averages over each text
+    first, so long texts do not dominate. `chunk`: the number of anchors whose logits, at all
+    depths, exist at a time.
     """
 
-    terms: dict[str, float] = field(default_factory=lambda: {"nla": 1.0})
+    terms: dict[str, Any] = field(default_factory=lambda: {"nla": 1.0})
     constants: dict[str, dict[str, float]] = field(default_factory=dict)
+    reference: str | None = None
+    paths: list[list[int]] | None = None
     depth_decay: float = 0.8
     per: str = "token"
     chunk: int = 256
@@ -35,27 +46,97 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         require_within("objective", self, chunk=1, depth_decay=0)
         require_known("objective", self, per=("token", "sequence"))
-        require(any(self.terms.values()), "objective.terms is empty: give one, such as {nla: 1}")
         for kind in ("terms", "constants"):
             for name in getattr(self, kind):
                 require(name in TERMS, f"objective.{kind}.{name} is unknown{nearest(name, TERMS)}")
         for name, given in self.constants.items():
-            known = list(inspect.signature(TERMS[name]).parameters)[1:]
-            for key in given:
+            known = set(inspect.signature(TERMS[name]).parameters) - {"piece", "paths"}
+            for key, value in given.items():
                 where = f"objective.constants.{name}.{key}"
                 require(key in known, f"{where} is unknown{nearest(key, known)}")
+                if key in SHARES:
+                    require_between(where, value, 0, 1)
+                whole = float(value).is_integer() and value >= 1
+                require(key != "k" or whole, f"{where}={value}: give a whole number from 1")
         for name, weight in self.terms.items():
-            require(math.isfinite(weight), f"objective.terms.{name}={weight}: give a finite weight")
+            _require_weight(f"objective.terms.{name}", weight)
+        require(any(self._used()), "objective.terms is empty: give one, such as {nla: 1}")
+
+    def require_complete(self, drafted: list[list[int]] | None) -> None:
+        """Take the paths of the tree that will be `drafted` if a term reads them and none are
+        given. Raise UserError for a term that lacks what it reads, and for what no term reads."""
+        used = self._used()
+        comparing, of_trees = ([name for name in used if name in x] for x in (COMPARING, OF_TREES))
+        if of_trees and self.paths is None:
+            self.paths = drafted
+        require(
+            not comparing or self.reference is not None,
+            f"objective.terms.{', '.join(comparing)} compares with a draft trained before: "
+            "give objective.reference=runs/NAME/best",
+        )
+        require(
+            bool(comparing) or self.reference is None,
+            f"objective.reference={self.reference} is read by {', '.join(COMPARING)} alone: omit "
+            "it, or add that term",
+        )
+        require(
+            not of_trees or self.paths is not None,
+            f"objective.terms.{', '.join(of_trees)} is for the tree that will be drafted: "
+            "give its paths, as decode.tree=static decode.paths=[[0],[1],[0,0]]",
+        )
+        require(
+            bool(of_trees) or self.paths is None,
+            f"objective.paths is read by {', '.join(OF_TREES)} alone: omit it, or add that term",
+        )
+        if self.paths is not None:
+            Static(self.paths)  # raises where they do not form a tree
 
     def loss(self, piece: Piece) -> Tensor:
         """The weighted sum of the terms [N, K]."""
-        terms = [
-            weight * TERMS[name](piece, **self.constants.get(name, {}))
-            for name, weight in self.terms.items()
-            if weight
-        ]
+        terms = []
+        for name in self._used():
+            given: dict[str, Any] = dict(self.constants.get(name, {}))
+            if name in OF_TREES:
+                given["paths"] = self.paths
+            weight = _weight(self.terms[name], piece.progress)
+            terms.append(weight * TERMS[name](piece, **given))
         return reduce(Tensor.add, terms)
 
     def __str__(self) -> str:
-        terms = " + ".join(f"{w:g} {name}" for name, w in self.terms.items() if w)
+        terms = " + ".join(f"{_shown(self.terms[name])} {name}" for name in self._used())
         return f"{terms}, depth k weighs {self.depth_decay:g}^k, per {self.per}"
+
+    def _used(self) -> list[str]:
+        """The terms whose weight is not 0 throughout."""
+        return [name for name, w in self.terms.items() if (any(w[:2]) if _ramp(w) else w)]
+
+
+def _ramp(weight: Any) -> bool:
+    return isinstance(weight, Sequence) and not isinstance(weight, str)
+
+
+def _weight(weight: Any, progress: float) -> float:
+    """A term's weight when the share `progress` of a run is done."""
+    if not _ramp(weight):
+        return float(weight)
+    first, last, until = weight
+    return float(first + (last - first) * min(1.0, progress / until))
+
+
+def _shown(weight: Any) -> str:
+    if not _ramp(weight):
+        return f"{weight:g}"
+    first, last, until = weight
+    return f"({first:g} to {last:g} over {until:.0%} of the run)"
+
+
+def _require_weight(where: str, weight: Any) -> None:
+    numbers = weight if _ramp(weight) else [weight]
+    finite = all(
+        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in numbers
+    )
+    require(
+        finite and (not _ramp(weight) or (len(weight) == 3 and 0 < weight[2] <= 1)),
+        f"{where}={weight}: give a finite weight, or [FROM, TO, UNTIL] such as [0, 1, 0.5], where "
+        "UNTIL is a share of the run above 0, up to 1",
+    )

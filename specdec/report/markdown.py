@@ -206,6 +206,7 @@ def _training(results: Results) -> list[str]:
     held_out = training.held_out
     return [
         "## Training",
+        f"Objective: {training.trained_on}." if training.trained_on else "",
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "
         f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "

@@ -125,6 +125,17 @@ class Static(Shape):
         self._grown = sorted(set(self._parents))  # the anchor, and the nodes with children
         self.grown = len(self._grown) - 1
 
+    @property
+    def levels(self) -> list[list[tuple[int, int]]]:
+        """For each depth, its nodes as (index of the parent in the level above, rank)."""
+        at: dict[tuple[int, ...], int] = {(): 0}
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.depth)]
+        for path in sorted(map(tuple, self.paths), key=by_depth):
+            level = found[len(path) - 1]
+            at[path] = len(level)
+            level.append((at[path[:-1]], path[-1]))
+        return found
+
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
         logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         parents_BN = tokens_BN.new_tensor(self._parents).expand(len(tokens_BN), -1)

@@ -74,6 +74,17 @@ def test_visited_anchors_are_what_the_decoder_counts(
     assert at.tau.value == sum(emitted for emitted, _ in rounds) / at.rounds
 
 
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_a_walk_with_a_draft_that_is_the_target_commits_all(target: Target, gamma: int) -> None:
+    """γ + 1 tokens a round, at T = 0 and expected at T = 1, from the anchors of 12 tokens that 3
+    others follow: 9, so 5 rounds of 2 tokens or 3 of 4."""
+    cfg = replace(GREEDY, temperatures=[0.0, 1.0], gamma=gamma)
+    for at in measured(target, lm(target, 0.0), cfg).temperatures:
+        rounds = {1: 5, 3: 3}[gamma]
+        for p in at.prompts:
+            assert p.walked == pytest.approx((rounds * (gamma + 1), rounds), rel=1e-4)
+
+
 @pytest.mark.parametrize("gamma", [2, 5])
 def test_what_a_copying_draft_copies_depends_on_gamma(target: Target, gamma: int) -> None:
     """Prompt lookup prefers a place that γ tokens follow, so α is measured at that γ: made for

@@ -69,7 +69,7 @@ def temperature(t: float) -> AtTemperature:
         oracle=Oracle(1.5, 2, 1.2, 0.1, 300, 8),
         seconds_spent={"draft": 1.0, "verify": 5.0},
         samples=[Sample("Why is the sky blue?", "Because.", 1.5)],
-        prompts=[PromptCounts(40, 27, [38, 38], [15.0, 12.0], [17.0, 12.0])],
+        prompts=[PromptCounts(40, 27, [38, 38], [15.0, 12.0], [17.0, 12.0], (39.0, 26.5))],
     )
 
 
@@ -106,7 +106,7 @@ def results() -> Results:
         learned_on="6 other prompts",
         operations=0.05,
         weight_bytes=270_000_000,
-        training=Training(924, 924, 442_977, 270.0, 1.57, held, False, curve),
+        training=Training(924, 924, 442_977, 270.0, 1.57, held, False, curve, "1 nla"),
     )
 
 
@@ -129,6 +129,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
         "training.png",
     ]
     text = (tmp_path / "report.md").read_text()
+    assert "\nObjective: 1 nla.\n" in text
     assert markdown.page(Results.read(tmp_path), pictures) == text
     assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
     assert CostTable.load(tmp_path / "cost-table-T0.json") == table()

@@ -3,16 +3,29 @@
 Run alone: python -m pytest tests/objectives/test_coupled.py
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from specdec.decoding.rules import RULES
 from specdec.errors import UserError
-from specdec.objectives.losses import TERMS, expected_length, nla, smooth_l1
+from specdec.objectives.losses import (
+    TERMS,
+    adaspec,
+    d_pace,
+    expected_length,
+    expected_tree,
+    kl,
+    nla,
+    smooth_l1,
+)
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
+from tests.decoding.tree_laws import expected_accepted
+from tests.laws import Tables
 from tests.objectives.test_losses import S, piece_of
 
 N, K = 5, 4
@@ -102,6 +115,164 @@ def test_expected_length_weighs_depths_itself() -> None:
     assert compose(["objective=kl"]).objective.depth_decay == ObjectiveConfig.depth_decay
 
 
+# Trees
+
+
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]]
+PARENTS = [-1, -1, 0, 0, 1, 2, 3]
+BRANCHING = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0]]
+
+
+def closed_form(p: Tensor, z: Tensor, paths: list[list[int]], width: int) -> tuple[Tensor, Tensor]:
+    """L [N] and ∂L/∂z [N, K, S] from the docstring: G_r, M_r and their derivatives."""
+    q = z.softmax(-1)
+    M, G = torch.zeros_like(z[..., :1]), torch.zeros_like(z[..., :1])
+    dM, dG = torch.zeros_like(z), torch.zeros_like(z)
+    a, da = [], []
+    for _ in range(width):
+        M, dM, last, dlast = M + 1 - G, dM - dG, G, dG
+        G, below = torch.minimum(p, M * q).sum(-1, keepdim=True), (p > M * q).double()
+        Q = (q * below).sum(-1, keepdim=True)
+        dG = M * q * (below - Q) + Q * dM
+        a.append((G - last)[..., 0])
+        da.append(dG - dlast)
+    length, gradient = torch.zeros(len(z), dtype=z.dtype), torch.zeros_like(z)
+    for path in paths:
+        factors = [a[rank][:, k] for k, rank in enumerate(path)]
+        length += torch.stack(factors).prod(0)
+        for k, rank in enumerate(path):
+            others = torch.ones_like(length)
+            for j, factor in enumerate(factors):
+                others = others * (factor if j != k else 1)
+            gradient[:, k] += others[:, None] * da[rank][:, k]
+    return length, gradient
+
+
+@pytest.mark.parametrize("paths", [TREE, BRANCHING])
+def test_the_value_and_gradient_of_expected_tree_are_the_closed_forms(
+    paths: list[list[int]],
+) -> None:
+    p, z = draws()
+    length, gradient = closed_form(p, z.detach(), paths, 3)
+    loss = expected_tree(piece(p, z, EXACT), paths)
+    assert loss.shape == (N, K) and loss[:, 3].eq(0).all()  # the tree is 3 deep
+    torch.testing.assert_close(loss.sum(-1), 3 - length, atol=1e-12, rtol=0)
+    (got,) = torch.autograd.grad(loss.sum(), z)
+    torch.testing.assert_close(got, -gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.2, EXACT])
+def test_a_tree_of_one_branch_is_a_chain(progress: float) -> None:
+    p, z = draws()
+    at = piece(p, z, progress)
+    at.valid[0, 2:] = False
+    tree = expected_tree(at, [[0] * (k + 1) for k in range(K)])
+    (got,) = torch.autograd.grad((tree * at.valid).sum(), z)
+    at = replace(piece(p, z, progress), valid=at.valid)
+    chain = expected_length(at)
+    (wanted,) = torch.autograd.grad((chain * at.valid).sum(), z)
+    torch.testing.assert_close(tree, chain, atol=1e-12, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+
+
+def toy(V: int, dependent: float) -> tuple[Tables, Tables]:
+    """p [1, V^k, V] and q of three depths, which differ between prefixes by `dependent`."""
+    g = torch.Generator().manual_seed(0)
+    found: tuple[Tables, Tables] = ([], [])
+    for k in range(4):
+        for tables in found:
+            shared = torch.randn(1, 1, V, generator=g, dtype=torch.float64)
+            own = torch.randn(1, V**k, V, generator=g, dtype=torch.float64)
+            tables.append((1.5 * shared + dependent * own).softmax(-1))
+    return found[0], found[1][:3]
+
+
+def over_texts(p: Tables, q: Tables, V: int, paths: list[list[int]]) -> float:
+    """The mean of L over texts drawn from p, as teacher forcing sees them."""
+    mean = 0.0
+    for x in range(V * V):  # the tokens at depths 0 and 1
+        prefixes = [0, x // V, x]
+        p_NKS, q_NKS = (
+            torch.stack([t[k][0, at] for k, at in enumerate(prefixes)])[None] for t in (p[:3], q)
+        )
+        chance = p[0][0, 0, x // V] * p[1][0, x // V, x % V]
+        one = replace(piece_of(p_NKS, q_NKS.log()), progress=EXACT)
+        mean += float(chance * (3 - expected_tree(one, paths).sum()))
+    return mean
+
+
+def test_expected_tree_by_enumeration_of_all_drafts() -> None:
+    """Exact if no depth depends on the tokens above it, for siblings drawn independently; drawn
+    without replacement they are accepted more often. Where depths do depend on them, teacher
+    forcing sees only the text's own branch, and what it says is measured: within 1 % here."""
+    V = 3
+    p, q = toy(V, 0.0)
+    exact = float(expected_accepted(RULES["specinfer"], PARENTS, p, q))
+    assert over_texts(p, q, V, TREE) == pytest.approx(exact, abs=1e-12)
+    assert float(expected_accepted(RULES["recursive"], PARENTS, p, q)) > exact
+    p, q = toy(V, 0.5)
+    exact = float(expected_accepted(RULES["specinfer"], PARENTS, p, q))
+    assert over_texts(p, q, V, TREE) == pytest.approx(exact, rel=0.01)
+
+
+def test_a_tree_deeper_than_the_draft_is_refused() -> None:
+    p, z = draws()
+    with pytest.raises(UserError, match="5 tokens deep, but the draft is trained on 4"):
+        expected_tree(piece(p, z, EXACT), [[0] * (k + 1) for k in range(5)])
+
+
+# Tokens weighted and chosen
+
+
+def test_d_pace_by_plain_loops() -> None:
+    """The weights of Lucas-TY/D-PACE, token by token; invalid depths count as c = 1."""
+    p, z = draws()
+    label = torch.tensor([[0, 1, 2, 3], [4, -1, 6, 0], [1, 1, 1, 1], [6, 5, 4, 3], [0, 0, 0, 0]])
+    at = replace(piece_of(p, z.log_softmax(-1), label), progress=0.0)
+    at.valid[2, 3:], at.valid[4, 1:] = False, False
+    loss = d_pace(at, smooth=0.3) * at.valid
+    (got,) = torch.autograd.grad(loss.sum(), z)
+    q = z.detach().softmax(-1)
+    for n in range(N):
+        deep = int(at.valid[n].sum())
+        said = [float(q[n, k, label[n, k]]) if label[n, k] >= 0 else 0.0 for k in range(K)]
+        reach, product = [], 1.0
+        for k in range(deep):
+            product *= 0.3 + 0.7 * said[k]
+            reach.append(product)
+        for k in range(K):
+            weight = sum(reach[k:])
+            there = k < deep and label[n, k] >= 0
+            onehot = torch.eye(S, dtype=q.dtype)[label[n, k].clamp_min(0)]
+            wanted = weight * (q[n, k] - onehot) * there
+            torch.testing.assert_close(got[n, k], wanted, atol=1e-12, rtol=0)
+            value = -weight * math.log(said[k]) if there else 0.0
+            assert float(loss[n, k].detach()) == pytest.approx(value, abs=1e-12)
+
+
+def test_adaspec_learns_where_the_reference_is_ahead() -> None:
+    """Of 5 anchors the 2 whose KL exceeds the reference's by the most, depth by depth; of 3 valid
+    ones at the last depth, those from the .6 quantile between the second and the third: 1."""
+    p, z = draws()
+    reference = torch.randn(N, K, S, dtype=torch.float64).log_softmax(-1)
+    at = replace(piece_of(p, z.log_softmax(-1)), reference_log_q=reference)
+    at.valid[:2, 3] = False
+    more = (kl(at) - kl(piece_of(p, reference))).detach()
+    kept = torch.zeros(N, K, dtype=torch.bool)
+    for k in range(K):
+        among = [n for n in range(N) if at.valid[n, k]]
+        best = sorted(among, key=lambda n: float(more[n, k]))[-(2 if k < 3 else 1) :]
+        kept[best, k] = True
+    loss = adaspec(at) * at.valid
+    torch.testing.assert_close(loss, kl(at) * kept)
+    (got,) = torch.autograd.grad(loss.sum(), z)
+    wanted = (p.sum(-1, keepdim=True) * z.detach().softmax(-1) - p) * kept[..., None]
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+    assert (adaspec(at, keep=1.0) * at.valid).count_nonzero() == at.valid.sum()
+    with pytest.raises(UserError, match=r"objective\.reference=runs/NAME/best"):
+        adaspec(replace(at, reference_log_q=None))
+
+
 # Features
 
 
@@ -129,3 +300,14 @@ def test_terms_are_weighed_and_left_out() -> None:
     one = piece(p, z, 0.0)
     assert torch.equal(cfg.loss(one), 2 * TERMS["nla"](one) + TERMS["jsd"](one, beta=0.1))
     assert str(cfg) == "2 nla + 1 jsd, depth k weighs 0.8^k, per token"
+
+
+def test_weights_change_over_a_run() -> None:
+    p, z = draws()
+    cfg = ObjectiveConfig({"kl": [1, 0, 0.5], "nla": [0.0, 2.0, 1.0], "tv": [0, 0, 1]})
+    for progress, of_kl, of_nla in ((0.0, 1.0, 0.0), (0.25, 0.5, 0.5), (0.75, 0.0, 1.5)):
+        at = piece(p, z, progress)
+        wanted = of_kl * TERMS["kl"](at) + of_nla * TERMS["nla"](at)
+        torch.testing.assert_close(cfg.loss(at), wanted, atol=1e-12, rtol=0)
+    said = "(1 to 0 over 50% of the run) kl + (0 to 2 over 100% of the run) nla, depth k"
+    assert str(cfg).startswith(said)

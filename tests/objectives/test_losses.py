@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.objectives.losses import LOG_FLOOR, TERMS, confidence
+from specdec.objectives.losses import COMPARING, COUPLED, LOG_FLOOR, TERMS, confidence
 from specdec.objectives.piece import Piece
 
 S = 7
 # those of one position that read p and q alone; the others have tests of their own
-ELSEWHERE = ("expected_length", "smooth_l1", "on_policy", "confidence")
-LOSSES = [name for name in TERMS if name not in ELSEWHERE]
+LOSSES = [n for n in TERMS if n not in (*COUPLED, *COMPARING, "smooth_l1", "confidence")]
 
 
 @dataclass
 class Constants:
     beta: float = 0.5  # of jsd
     eta: float = 3.0  # of lk_hybrid
+    k: float = 3.0  # of top_k
 
 
 CFG = Constants()
@@ -47,6 +47,7 @@ def term(name: str, piece: Piece, cfg: Constants) -> Tensor:
     of_term: dict[str, dict[str, float]] = {
         "jsd": {"beta": cfg.beta},
         "lk_hybrid": {"eta": cfg.eta},
+        "top_k": {"k": cfg.k},
     }
     return TERMS[name](piece, **of_term.get(name, {}))
 
@@ -114,6 +115,8 @@ def hand(name: str, p: list[float], q: list[float], label: int, cfg: Constants) 
         return kl
     if name == "soft_ce":
         return -sum(a * log(b) for a, b in both)
+    if name == "top_k":
+        return -sum(a * log(b) for a, b in sorted(both)[::-1][: int(cfg.k)])
     if name == "reverse_kl":
         return sum(b * (log(b) - log(a)) for a, b in both)
     if name == "jsd":
@@ -134,7 +137,7 @@ def hand(name: str, p: list[float], q: list[float], label: int, cfg: Constants) 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("of_p", TARGETS)
 @pytest.mark.parametrize("of_z", [soft, steep])
-@pytest.mark.parametrize("cfg", [CFG, Constants(beta=0.1, eta=10.0)], ids=["default", "other"])
+@pytest.mark.parametrize("cfg", [CFG, Constants(0.1, 10.0, 9.0)], ids=["default", "other"])
 def test_values(name: str, of_p: Any, of_z: Any, cfg: Constants) -> None:
     p, z, label = case(of_p, of_z)
     q = z.softmax(-1)
@@ -234,6 +237,9 @@ def gradient(name: str, p: Tensor, z: Tensor, label: Tensor, cfg: Constants) -> 
     of_tv = 0.5 * centred((q - p).sign() - 1)  # s - 1 for s: the same, without cancellation
     if name in ("kl", "soft_ce"):
         return of_kl
+    if name == "top_k":
+        likely = p * (p >= p.sort(-1, descending=True).values[:, int(min(cfg.k, S)) - 1, None])
+        return likely.sum(-1, keepdim=True) * q - likely
     if name == "reverse_kl":
         return centred(q.log() - p.log().clamp_min(LOG_FLOOR))
     if name == "jsd":
@@ -252,7 +258,7 @@ def gradient(name: str, p: Tensor, z: Tensor, label: Tensor, cfg: Constants) -> 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("of_p", TARGETS)
 @pytest.mark.parametrize("of_z", [soft, steep])
-@pytest.mark.parametrize("cfg", [CFG, Constants(beta=0.1, eta=10.0)], ids=["default", "other"])
+@pytest.mark.parametrize("cfg", [CFG, Constants(0.1, 10.0, 9.0)], ids=["default", "other"])
 def test_gradients_are_the_closed_forms(name: str, of_p: Any, of_z: Any, cfg: Constants) -> None:
     p, z, label = case(of_p, of_z)
     z.requires_grad_()

@@ -224,24 +224,26 @@ def test_an_engine_is_spoken_to_line_by_line(
                 served.answer([1, 2], 2)
 
 
-def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs are stood in for by results whose acceptance is known: starting from the target adds
-    .2 of 10 positions a prompt, nla .1, the second rate .05 for random starts alone."""
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of training runs. They are stood in for by results whose acceptance is known:
+    starting from the target adds .2 of 10 positions a prompt, nla .1, the second rate .05 for
+    random starts alone; a walk takes 10 rounds for 10 tokens and those."""
     from benches import recipe
 
     commands: list[list[str]] = []
 
     def trained(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        given = dict(x.split("=", 1) for x in command[2:])
+        given = {"drafter.start": "target"} | dict(x.split("=", 1) for x in command[2:])
         share = 0.3 + 0.2 * (given["drafter.start"] == "target")
         share += 0.1 * (given["objective"] == "nla")
         share += 0.05 * (given["drafter.start"] == "random") * (given["optim.lr"] == "2e-3")
         made = results()
+        accepted = [10 * share, 0.0]
         for at in made.temperatures:
-            at.prompts = [PromptCounts(12, 10, [10], [10 * share], [0.0]) for _ in range(4)]
+            found = PromptCounts(12, 10, [10, 10], accepted, [0.0, 9.0], (10 + 10 * share, 10.0))
+            at.prompts = [found] * 4
         folder = tmp_path / "runs" / given["name"] / "report"
         folder.mkdir(parents=True)
         made.write(folder)
@@ -249,17 +251,46 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
 
     monkeypatch.setattr(recipe, "ROOT", tmp_path)
     monkeypatch.setattr(recipe.subprocess, "run", trained)
+    return commands
+
+
+def tables(said: str) -> list[list[str]]:
+    return [[x.strip() for x in line.split("|")[1:-1]] for line in said.splitlines()]
+
+
+def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
+    runs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benches import recipe
+
     for _ in range(2):
         recipe.recipe(["data.limit=9"], folder=Path("arms"))
-    assert len(commands) == 4 * 2 * 3 and all("data.limit=9" in c for c in commands)
-    said = capsys.readouterr().out
-    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in said.splitlines()]
+    assert len(runs) == 4 * 2 * 3 and all("data.limit=9" in c for c in runs)
+    rows = tables(capsys.readouterr().out)
     best = {(r[0], r[1]): (r[2], r[3], r[7]) for r in rows if len(r) == 8 and "best" in r[2]}
     assert best["target", "nla"] == ("1e-3 (best)", "0.600", "0.250")
     assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
     parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
     assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35
     assert parts["kl → nla", "start target"] == "0.100" and parts["both", ""] == "0.250"
+
+
+def test_objectives_are_compared_with_the_first(
+    runs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benches import recipe
+
+    for _ in range(2):
+        recipe.objectives(arms=["kl", "nla objective.per=sequence"], seeds=2, folder=Path("o"))
+    assert [c[-4:] for c in runs[:2]] == [
+        ["name=o/kl-lr1e-3-seed0", "objective=kl", "optim.lr=1e-3", "loop.seed=0"],
+        ["objective=nla", "objective.per=sequence", "optim.lr=1e-3", "loop.seed=0"],
+    ]
+    assert len(runs) == 2 * 2
+    rows = tables(capsys.readouterr().out)
+    figures = ["0.600", "0.000", "0.000", "0.900", "1.600", "1.600"]  # α by depth, τ
+    assert ["nla", "1e-3", *figures, "0.600 0.600"] in rows
+    assert ["nla", "1e-3", "0.100", "0.000", "0.000", "0.000", "0.100", "0.100"] in rows
 
 
 def test_the_parts_of_a_round_stand_beside_what_it_should_gain(

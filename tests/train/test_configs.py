@@ -17,7 +17,12 @@ from train.config import Config, quoted
 
 CONF = REPOSITORY / "conf"
 GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode", "track"]
-NEEDED = {"target=model": "target.path=x", "data=conversations": "data.path=x"}  # ??? in the yaml
+NEEDED = {  # what must be given beside an option
+    "target=model": "target.path=x",
+    "data=conversations": "data.path=x",
+    "objective=adaspec": "objective.reference=x",
+    "objective=expected_tree": "objective.paths=[[0]]",
+}
 
 
 def options(group: str) -> list[str]:
@@ -69,6 +74,20 @@ def test_defaults_are_those_of_the_classes() -> None:
     assert compose(["drafter=lm"]).name == "lm"
 
 
+def test_an_objective_is_for_the_tree_that_will_be_drafted() -> None:
+    drafted = ["decode.tree=static", "decode.paths=[[0],[0,0]]"]
+    assert compose(drafted).objective.paths is None
+    assert compose([*drafted, "objective=expected_tree"]).objective.paths == [[0], [0, 0]]
+    other = compose([*drafted, "objective=expected_tree", "objective.paths=[[0]]"])
+    assert other.objective.paths == [[0]]
+
+
+def test_terms_that_change_over_a_run() -> None:
+    """As the README writes them."""
+    config = compose(["objective.terms={kl: [1, 0, 0.5], nla: [0, 1, 0.5]}"])
+    assert config.objective.terms == {"kl": [1, 0, 0.5], "nla": [0, 1, 0.5]}
+
+
 # Mistakes in the configuration
 
 
@@ -95,6 +114,16 @@ def test_defaults_are_those_of_the_classes() -> None:
         ("+loss.name=kl", ["loss is called objective now"]),
         ("objective.terms.kll=1", [r"objective\.terms\.kll", "did you mean 'kl'"]),
         ("objective.terms.nla=0", [r"objective\.terms is empty"]),
+        ("objective.terms.nla=[0,1]", [r"objective\.terms\.nla=\[0, 1\]", "UNTIL"]),
+        ("objective.terms.nla=[0,1,0]", [r"nla=\[0, 1, 0\]", "above 0, up to 1"]),
+        ("objective.terms.nla={from: 0}", [r"objective\.terms\.nla", r"\[0, 1, 0\.5\]"]),
+        ("objective.terms.nla=much", [r"terms\.nla=much", "finite"]),
+        ("objective.constants.top_k.k=2.5", [r"top_k\.k=2\.5", "whole number"]),
+        ("objective.constants.adaspec.keep=2", [r"adaspec\.keep=2", "0 to 1"]),
+        ("objective=adaspec", [r"terms\.adaspec", r"objective\.reference=runs/NAME/best"]),
+        ("objective.reference=x", [r"objective\.reference=x is read by adaspec alone"]),
+        ("objective=expected_tree", [r"terms\.expected_tree", r"decode\.paths=\[\[0\]"]),
+        ("objective.paths=[[0]]", [r"objective\.paths is read by expected_tree alone"]),
         ("objective.constants.jsd.bta=1", [r"constants\.jsd\.bta", "did you mean 'beta'"]),
         ("objective.per=row", [r"objective\.per", "sequence, token"]),
         ("drafter.anchors.per_row=0", [r"anchors\.per_row=0", "1 or more"]),

@@ -1,0 +1,69 @@
+"""An objective that compares with a draft trained before.
+
+Run alone: python -m pytest tests/train/test_reference.py
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import Tiny, losses
+from tests.told import require_one_line, told
+
+pytestmark = pytest.mark.usefixtures("one_thread", "training_alone")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("reference") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.pipeline._finish", lambda *_: None)
+        tiny.job(run, "medusa", "objective=kl", "loop.epochs=1")
+    return run / "best"
+
+
+def test_a_run_keeps_the_tokens_that_its_reference_does_better(
+    tiny: Tiny, tmp_path: Path, reference: Path
+) -> None:
+    """All tokens kept is kl. Of the mean KL, the part on 40 % of the tokens is less than all of
+    it; a draft compared with another one keeps others."""
+    more = ["loop.epochs=1", "objective.depth_decay=1"]
+    adaspec = ["objective=adaspec", f"objective.reference={reference}", *more]
+    tiny.job(tmp_path / "kl", "medusa", "objective=kl", *more)
+    tiny.job(tmp_path / "all", "medusa", *adaspec, "+objective.constants.adaspec.keep=1")
+    tiny.job(tmp_path / "some", "medusa", *adaspec)
+    other = [f"objective.reference={tmp_path / 'some' / 'best'}"]
+    tiny.job(tmp_path / "other", "medusa", *adaspec, *other)
+    assert losses(tmp_path / "all") == losses(tmp_path / "kl")
+    loss = {name: losses(tmp_path / name)[0][1]["loss"][0] for name in ("kl", "some", "other")}
+    assert 0 < loss["some"] < loss["kl"] and loss["other"] != loss["some"]
+
+
+def test_a_reference_that_cannot_be_compared(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, reference: Path
+) -> None:
+    adaspec = ["objective=adaspec", f"objective.reference={reference}"]
+    for change, part in (
+        ("drafter.draft_vocab=40", "different vocabularies"),
+        ("drafter.depth=3", "fewer depths"),
+        ("drafter=lm", "different features"),
+        ("objective.reference=/nowhere", "/nowhere holds no draft"),
+    ):
+        run = tmp_path / part
+        require_one_line(told(capsys, tiny.overrides("medusa", *adaspec, change), run), part)
+        assert not (run / "checkpoints").exists()
+
+
+def test_a_reference_that_changed_meanwhile_is_told(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, reference: Path
+) -> None:
+    same = tmp_path / "reference"
+    same.mkdir()
+    for file in reference.iterdir():
+        (same / file.name).write_bytes(file.read_bytes())
+    adaspec = ["objective=adaspec", f"objective.reference={same}", "loop.epochs=1"]
+    tiny.job(tmp_path / "run", "medusa", *adaspec)
+    card = same / "drafter.json"
+    card.write_text(card.read_text().replace('"step": 6', '"step": 5'))
+    said = told(capsys, tiny.overrides("medusa", *adaspec), tmp_path / "run")
+    require_one_line(said, "the reference draft changed")
