@@ -101,7 +101,7 @@ def nla(piece: Piece) -> Tensor:
 
 def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
     """λ KL + (1 - λ) TV with λ = exp(-η β) per token and no gradient through λ: KL dominates where
-    the draft is far off and gives way to TV as β grows."""
+    the draft is far off and gives way to TV as β grows. ∂/∂z is the same mixture of theirs."""
     weight = torch.exp(-eta * piece.beta.detach())
     return weight * kl(piece) + (1 - weight) * tv(piece)
 
@@ -222,7 +222,7 @@ def expected_tree(
 def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
     """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
     width as in EAGLE-1's own code: with d their difference and b = `beta`, d²/2b where |d| < b,
-    else |d| - b/2.
+    else |d| - b/2. The gradient by the draft's state of width D is d/(bD), or sign(d)/D.
 
     Raises UserError if the draft is not as wide as the target.
     """

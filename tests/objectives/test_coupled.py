@@ -273,6 +273,19 @@ def test_adaspec_learns_where_the_reference_is_ahead() -> None:
         adaspec(replace(at, reference_log_q=None))
 
 
+def test_on_policy_is_forward_where_accepted_and_reverse_after() -> None:
+    """Against the gradients of `kl` and `reverse_kl`, which have tests of their own."""
+    p, z = draws()
+    accepted = torch.arange(K) < torch.tensor([[0], [1], [2], [4], [3]])
+    at = replace(piece_of(p, z.log_softmax(-1)), accepted=accepted)
+    (got,) = torch.autograd.grad(TERMS["on_policy"](at, decay=0.7).sum(), z)
+    for n in range(N):
+        for k in range(K):
+            name, scale = ("kl", 1.0) if accepted[n, k] else ("reverse_kl", 0.7**k)
+            (wanted,) = torch.autograd.grad(TERMS[name](piece(p, z, 0.0))[n, k], z)
+            torch.testing.assert_close(got[n, k], scale * wanted[n, k], atol=1e-12, rtol=0)
+
+
 # Features
 
 
@@ -287,6 +300,17 @@ def test_smooth_l1_by_hand() -> None:
     given = of_states(torch.tensor([[[0.5, 1.0]]]), torch.tensor([[[0.0, 3.0]]]))
     assert smooth_l1(given).tolist() == [[0.8125]]
     assert smooth_l1(given, beta=4.0).tolist() == [[0.265625]]
+
+
+def test_the_gradient_of_smooth_l1() -> None:
+    """Where |d| < 1 it is d over the width, else its sign over the width; 3 places of width 4."""
+    torch.manual_seed(0)
+    hidden = (2 * torch.randn(1, 3, 4)).requires_grad_()
+    given = of_states(hidden, torch.zeros(1, 3, 4))
+    (got,) = torch.autograd.grad(smooth_l1(given).sum(), hidden)
+    d = hidden.detach()
+    assert (d.abs() < 1).any() and (d.abs() > 1).any()
+    torch.testing.assert_close(got, torch.where(d.abs() < 1, d, d.sign()) / 4)
 
 
 def test_smooth_l1_needs_states_of_the_target_s_width() -> None:
