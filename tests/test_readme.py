@@ -145,6 +145,8 @@ NEEDED = {
     "stage.new_tokens=500": ["drafter.from=runs/quickstart/best"],  # what a setting wants beside it
     "target=model": ["target.path=x"],
     "data=conversations": ["data.path=x"],
+    "objective=adaspec": ["objective.reference=runs/NAME/best"],
+    "objective.reference=runs/NAME/best": ["objective=adaspec"],
 }
 
 

@@ -250,7 +250,7 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     """
     if piece.accepted is None:
         return kl(piece)
-    depths = torch.arange(piece.log_q.shape[1], device=piece.log_q.device)
+    depths = torch.arange(piece.log_q.shape[1]).to(piece.log_q)
     return torch.where(piece.accepted, kl(piece), decay**depths * reverse_kl(piece))
 
 
