@@ -23,7 +23,7 @@ from specdec.theory.intervals import Interval, difference_interval, ratio_interv
 
 STARTS, OBJECTIVES = ("target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
-FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null")
+FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null", "also=null")
 ROOT = Path(__file__).resolve().parents[2]
 DEPTHS = 3  # of which α is shown
 Counts = tuple[list[float], list[float]]  # numerators and denominators, one of each per prompt
