@@ -111,7 +111,7 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
     w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid depths and
     without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
 
-    The weights are those of Lucas-TY/D-PACE (specforge/core/dflash.py), where the sum over a
+    The weights are those of Lucas-TY/D-PACE (specforge/core), where the sum over a
     batch's blocks is divided by its rows; here it is divided by the anchors, as every loss is,
     which only scales it. An objective's weights over depth apply in addition; `objective=d_pace`
     sets them to 1.
