@@ -68,6 +68,27 @@ class Arm:
         return " ".join(f"{alpha:.3f}" for alpha in each)
 
 
+class Refused(UserError):
+    """What a run said whose configuration is a mistake, such as a drafter for another target."""
+
+
+def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str) -> Results:
+    """The report of runs/NAME, a run of size `SIZE` with overrides for all and its `own`, which is
+    trained first if it is not finished; then `said` is printed. Raises UserError if it fails."""
+    report = ROOT / "runs" / name / "report"
+    if not (report / FILE).exists():
+        console.print(f"{said}: {name}")
+        command = [sys.executable, "train.py", *SIZE, *FIXED, *overrides, f"name={name}", *own]
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        lines = (done.stderr or "").splitlines()
+        if done.returncode == 2 and lines and lines[-1].startswith("error: "):
+            raise Refused(f"runs/{name}: {lines[-1].removeprefix('error: ')}")
+        print(done.stderr or "", end="", file=sys.stderr)
+        if done.returncode:
+            raise UserError(f"{name} failed: see above; the same command tries it again")
+    return Results.read(report)
+
+
 def trained(
     arms: Mapping[str, Sequence[str]],
     overrides: Sequence[str],
@@ -82,14 +103,9 @@ def trained(
     todo = list(product(range(seeds), arms, rates))
     for n, (seed, arm, rate) in enumerate(todo, 1):
         name = f"{folder}/{arm}-lr{rate}-seed{seed}"
-        report = ROOT / "runs" / name / "report"
-        if not (report / FILE).exists():
-            console.print(f"run {n} of {len(todo)}: {name}")
-            command = [sys.executable, "train.py", *SIZE, *FIXED, *overrides, f"name={name}"]
-            command += [*arms[arm], f"optim.lr={rate}", f"loop.seed={seed}"]
-            if subprocess.run(command, cwd=ROOT).returncode:
-                raise UserError(f"{name} failed: see above; the same command tries it again")
-        runs.setdefault((arm, rate), []).append(Results.read(report))
+        own = [*arms[arm], f"optim.lr={rate}", f"loop.seed={seed}"]
+        made = report_of(name, overrides, own, f"run {n} of {len(todo)}")
+        runs.setdefault((arm, rate), []).append(made)
     found = [Arm(arm, rate, of) for (arm, rate), of in runs.items()]
     first = found[0].runs[0]
     alike = {(r.drafter, r.training.tokens) for arm in found for r in arm.runs if r.training}

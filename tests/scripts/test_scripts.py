@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/scripts/test_scripts.py
 """
 
+import shutil
 import subprocess
 from collections import Counter
 from functools import partial
@@ -11,17 +12,20 @@ from typing import Any
 
 import pytest
 
+import train
 from specdec.decoding.decode import decode
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
-from specdec.measure.results import PromptCounts
+from specdec.measure.results import PromptCounts, Results
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
 from tests.measure.test_results import results
 from tests.tiny import (
     REPOSITORY,
     architectures,
+    compose,
+    make_tiny,
     make_tokenizer,
     process,
     random_drafter,
@@ -291,6 +295,74 @@ def test_objectives_are_compared_with_the_first(
     figures = ["0.600", "0.000", "0.000", "0.900", "1.600", "1.600"]  # α by depth, τ
     assert ["nla", "1e-3", *figures, "0.600 0.600"] in rows
     assert ["nla", "1e-3", "0.100", "0.000", "0.000", "0.000", "0.100", "0.100"] in rows
+
+
+@pytest.fixture
+def tiny_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The families of the training runs, which happen in this process and in `tmp_path`."""
+    from benches import recipe
+
+    trained: list[str] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        cfg = compose(command[2:])
+        trained.append(cfg.drafter.name)
+        try:
+            train.run(cfg, tmp_path / "runs" / cfg.name)
+        except UserError as error:
+            return subprocess.CompletedProcess(command, 2, stderr=f"a warning\nerror: {error}\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe.subprocess, "run", run)
+    return trained
+
+
+def test_families_are_trained_once_and_stand_in_one_table(
+    tmp_path: Path, tiny_runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the results of each run; predicted speedup is τ / (3c + v). Bigrams are counts,
+    lookup drafts no trees, and an encoder-decoder cannot draft for this target."""
+    from benches.families import families
+
+    tiny = make_tiny(tmp_path)
+    mine = [x for x in tiny.overrides() if not x.startswith(("drafter", "track"))]
+    names, said, runs = ["medusa", "bigram", "ngram", "seq2seq_lm"], [], tmp_path / "runs" / "all"
+    given = ["medusa drafter.depth=4", *names[1:]]
+    for _ in range(2):
+        families(mine, folder=Path("all"), tokens=600, families=given)
+        said.append(capsys.readouterr().out)
+        first = (runs / "medusa" / "tree" / "results.json").stat()
+    assert first == (runs / "medusa" / "tree" / "results.json").stat()
+    assert tiny_runs == [*names, "seq2seq_lm"]  # only what was refused is tried again
+    rows = {row[0]: row[1:] for row in tables(said[1]) if row}
+    assert rows == {row[0]: row[1:] for row in tables(said[0]) if row}
+    assert "600 training tokens a family" in said[1]
+    assert rows["seq2seq_lm"][0].startswith("not measured") and "such as T5" in said[1]
+    for name in ("medusa", "bigram"):
+        chain, tree = (Results.read(runs / name / of) for of in ("report", "tree"))
+        (zero, one), trees = chain.temperatures, tree.temperatures
+        alphas = [*one.alpha.all.sampled[:3], *zero.alpha.all.greedy[:3]]
+        taus = [at.tau for at in (*chain.temperatures, *trees)]
+        assert rows[name][3:14] == [str(x) for x in (*alphas, *taus, zero.costs.c)]
+        for cell, at in zip(rows[name][14:16], chain.temperatures, strict=True):
+            expected = at.tau.value / (3 * at.costs.c.value + at.costs.v.value)
+            assert float(cell.split()[0]) == pytest.approx(expected, abs=0.0051)
+        assert rows[name][16:] == [at.speedup.text(2) for at in chain.temperatures]
+        assert all(not at.chain and at.nodes == 12 and at.gamma == 3 for at in trees)
+        assert [s.prompt for s in trees[0].samples] == [s.prompt for s in zero.samples]
+    head = Medusa.build(Medusa.Config(depth=4), random_target(architectures(90, 4)["llama"]))
+    assert rows["medusa"][0] == f"{sum(p.numel() for p in head.parameters()):,}"
+    assert float(rows["medusa"][1].split()[0]) > 0
+    assert rows["bigram"][:2] == ["0", "—"] and rows["ngram"][11:13] == ["—", "—"]
+
+    shutil.copytree(runs / "medusa", runs / "hydra")
+    longer = Results.read(runs / "hydra" / "report")
+    assert longer.training
+    longer.training.tokens += 1
+    longer.write(runs / "hydra" / "report")
+    with pytest.raises(UserError, match="different lengths"):
+        families(mine, folder=Path("all"), families=["medusa", "hydra"])
 
 
 def test_the_parts_of_a_round_stand_beside_what_it_should_gain(

@@ -1,0 +1,142 @@
+"""Every family on one target at equal training tokens: its size, α, τ, cost and speed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+from benches import recipe
+from benches.turns import show
+from command_line import target_of
+from safetensors import safe_open
+
+from specdec.decoding.config import DecodeConfig
+from specdec.drafters import DRAFTERS, family
+from specdec.errors import UserError, require
+from specdec.files import make_folder, read_lines, record
+from specdec.formats import draft as checkpoint
+from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.results import FILE, Results
+from specdec.progress import bars, console
+from specdec.report.theory import foreseen_speedup
+from specdec.theory.intervals import median_interval
+from train.data.split import held_out_prompts
+from train.folder import config_of, data_of_run
+
+ONCE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3")  # texts are read once
+TREE = "tree"  # folder of a run with its results for trees
+NONE = "—"
+
+
+def families(
+    overrides: Annotated[Sequence[str], "of train.py for all families, as data.limit=200"] = (),
+    *,
+    folder: Annotated[Path, "of the runs, inside runs/"] = Path("families"),
+    tokens: Annotated[int, "to train on; under 10 minutes a family on 2 cores"] = 60_000,
+    families: Annotated[Sequence[str], "default: all"] = tuple(DRAFTERS),
+) -> None:
+    """Every family, trained and untrained, at equal training tokens, in one table.
+
+    Makes the runs that `folder` lacks, and continues after an interruption, as recipe does. Trees
+    are dynamic, of 12 nodes; families that copy have no q and so no tree. Training tokens/s include
+    the target's own pass. Predicted speedup is τ / (γc + v). A family that cannot be made here, as
+    it is for another kind of target, is named with the reason. A family may have overrides of its
+    own: "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
+    """
+    found, refused = dict[str, Results](), dict[str, str]()
+    named = {given.split()[0]: given.split()[1:] for given in families}
+    for name in named:
+        family(name)
+    for n, (name, more) in enumerate(named.items(), 1):
+        own = [f"drafter={name}", f"loop.max_tokens={tokens}", *more]
+        said = f"family {n} of {len(named)}"
+        try:
+            made = recipe.report_of(f"{folder}/{name}", [*ONCE, *overrides], own, said)
+        except recipe.Refused as error:
+            refused[name] = str(error)
+        else:
+            found[name] = made
+    require(bool(found), f"no family could be measured: {next(iter(refused.values()), '')}")
+    alike = {made.training.tokens for made in found.values() if made.training}
+    require(
+        len(alike) <= 1,
+        f"the runs in runs/{folder} are of different lengths ({', '.join(map(str, alike))} "
+        "tokens): give another --folder",
+    )
+    runs = {name: recipe.ROOT / "runs" / folder / name for name in found}
+    rows = [row(name, made, tree_of(runs[name], made), runs[name]) for name, made in found.items()]
+    first = next(iter(found.values()))
+    console.print(
+        f"{', '.join(f'{n:,}' for n in alike) or 'no'} training tokens a family, {first.prompts} "
+        f"held-out prompts of up to {first.max_new_tokens} new tokens; {first.machine}. Intervals "
+        "are 95 % bootstraps, over prompts, or over turns for times of training and of drafting."
+    )
+    alpha = [f"α {v}, depth {k}" for v in ("sampled", "greedy") for k in range(recipe.DEPTHS)]
+    tau = [f"τ of {shape}, T = {t}" for shape in ("a chain", "a tree") for t in (0, 1)]
+    speedup = [f"speedup {how}, T = {t}" for how in ("predicted", "measured") for t in (0, 1)]
+    columns = ["", "parameters", "training tokens/s", "γ", *alpha, *tau, "c", *speedup]
+    show(columns, [*rows, *([name, "not measured: see below"] for name in refused)])
+    for reason in refused.values():
+        console.print(reason, markup=False)
+
+
+def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
+    """The line of a family."""
+    zero, one = made.temperatures
+    rates = NONE
+    if made.training:
+        lines = read_lines(run / "metrics.jsonl", ["train"])
+        rates = median_interval([line["train"]["tokens_per_second"] for line in lines]).text(0)
+    by_depth = [alpha[: recipe.DEPTHS] for alpha in (one.alpha.all.sampled, zero.alpha.all.greedy)]
+    alphas = [str(x) for of in by_depth for x in of + [NONE] * (recipe.DEPTHS - len(of))]
+    trees = [str(at.tau) for at in tree.temperatures] if tree else [NONE, NONE]
+    speedups = [foreseen_speedup(zero), foreseen_speedup(one), zero.speedup, one.speedup]
+    return [
+        name,
+        f"{parameters(run / 'best'):,}",
+        rates,
+        str(zero.gamma),
+        *alphas,
+        *(str(zero.tau), str(one.tau), *trees, str(zero.costs.c)),
+        *(x.text(2) for x in speedups),
+    ]
+
+
+def parameters(draft: Path) -> int:
+    """The numbers in a saved draft's weights, without ids and counts."""
+    with safe_open(draft / checkpoint.WEIGHTS, framework="pt") as file:
+        parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+        floats = (x for x in parts if x.get_dtype() in checkpoint.FLOATS)
+        return sum(math.prod(x.get_shape()) for x in floats)
+
+
+def tree_of(run: Path, chain: Results) -> Results | None:
+    """A run's draft measured again with dynamic trees, on the prompts of its report, unless the
+    run's folder has that already. None if the family cannot draft trees."""
+    kept = run / TREE
+    if family(chain.drafter).copies:
+        return None
+    if (kept / FILE).exists():
+        return Results.read(kept)
+    described = config_of(run)
+    cfg = record(DecodeConfig, described["decode"], "decode")
+    target = target_of(run / "best", described["target"]["dtype"])
+    drafter = checkpoint.load(run / "best", target)
+    asked = list(islice(held_out_prompts(data_of_run(run), target.tokenizer), chain.prompts))
+    with bars(console) as progress:
+        task = progress.add_task(f"{chain.drafter}, trees", total=2 * len(asked))
+        try:
+            made = evaluate(
+                Subject(chain.name, target, drafter, chain.data),
+                [prompt.ids.tolist() for prompt in asked],
+                replace(cfg, prompts=len(asked), tree="dynamic"),
+                lambda _: progress.advance(task),
+                [prompt.words for prompt in asked],
+            )
+        except UserError as error:
+            console.print(f"{chain.drafter} drafts no trees: {error}", markup=False)
+            return None
+    made.write(make_folder(kept))
+    return made
