@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,8 +46,10 @@ def main() -> None:
             speculative["parallel_drafting"] = True
         if args.draft:
             speculative["model"] = args.draft
+    overrides = Path(args.draft or "") / "target-overrides.json"
     engine = LLM(
         args.target,
+        hf_overrides=json.loads(overrides.read_text()) if overrides.is_file() else {},
         dtype=args.dtype,
         enforce_eager=not args.compiled,
         enable_prefix_caching=False,

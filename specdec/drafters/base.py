@@ -421,21 +421,21 @@ def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
     return pieces(x_BTD, [n - 1 for n in counts], 1)[:, 0]
 
 
-def unread(cache: SlotCache, counts: list[int]) -> list[int]:
+def unread(cache: SlotCache, counts: list[int], least: int = 1) -> list[int]:
     """How many of each row's `counts[b]` entries a draft's cache has not read yet.
 
-    It is at least one a row: drafting again from the same anchor reads the last entry again. The
-    cache forgets the drafts of the previous round.
+    It is at least `least` a row: drafting again from the same anchor reads the last entry again.
+    The cache forgets the drafts of the previous round.
     """
     cache.drop()
     if len(cache.lengths) != len(counts):
         cache.lengths = [0] * len(counts)
     known = cache.known()
     cache.lengths = [
-        length - max(0, n + 1 - count)
+        length - max(0, n + least - count)
         for length, n, count in zip(cache.lengths, known, counts, strict=True)
     ]
-    return [max(1, count - n) for n, count in zip(known, counts, strict=True)]
+    return [max(least, count - n) for n, count in zip(known, counts, strict=True)]
 
 
 def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:

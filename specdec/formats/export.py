@@ -19,13 +19,14 @@ from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, read_record, replaced
-from specdec.formats import dflash, eagle, eagle3, lm, medusa, mlp, peagle
+from specdec.formats import dflash, eagle, eagle3, lm, medusa, mlp, mtp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout, renamed
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served
 MARK = "draftsmith.json"  # marks our own exports, which a new one may replace
 
 FAMILIES = {
@@ -33,6 +34,7 @@ FAMILIES = {
     "eagle3": eagle3,
     "medusa": medusa,
     "mlp": mlp,
+    "mtp": mtp,
     "peagle": peagle,
     "dflash": dflash,
     "jetspec": dflash,
@@ -94,6 +96,8 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
         save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
         Mark(family, layout, target.name).write(partial)
+        if chosen.overrides:
+            (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
         if chosen.whole_model:
             target.tokenizer.save_pretrained(partial)
         before, after = (logits(d, target) for d in (drafter, read(partial, drafter, target)))

@@ -26,7 +26,8 @@ class Layout:
     the drafter's tensors to the engine's before they are renamed; `read` converts them back after
     they are renamed back. `objection` takes the drafter's logits on a short text and says why an
     engine would draft differently, or returns None. A draft that is a `whole_model` is written with
-    the target's tokenizer.
+    the target's tokenizer. `overrides` are keys that the engine looks for in the target's own
+    config; they are written beside the draft.
     """
 
     method: str
@@ -38,6 +39,7 @@ class Layout:
     theirs: str = ""
     whole_model: bool = False
     parallel: bool = False
+    overrides: Callable[[Any, Target], Description] | None = None
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:

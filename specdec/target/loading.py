@@ -117,6 +117,8 @@ def load_target(cfg: TargetConfig) -> Target:
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
     target = whole(model, tokenizer, named(cfg), cfg.revision)
     target.stored = stored
+    weights = Weights.of(path, cfg.revision, Path(cfg.cache))
+    target.under = weights and weights.under
     return target
 
 

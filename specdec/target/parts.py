@@ -23,6 +23,7 @@ class Parts:
     embedding: nn.Embedding
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
     stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
+    under: Callable[[str], dict[str, Tensor]] | None = None  # a checkpoint's tensors, by prefix
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -112,6 +113,13 @@ class Parts:
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer."""
         return self.layers[k].state_dict()
+
+    def beyond(self, k: int) -> dict[str, Tensor]:
+        """The tensors of layer L + k of the checkpoint, after the L that the model has: its k-th
+        module for multi-token prediction, which transformers does not load. Empty without one."""
+        L = self.config.num_hidden_layers
+        found = self.under(f"{self.prefix}.{L + k}.") if self.under else {}
+        return {name: x.to(self.device) for name, x in found.items()}
 
     def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
         """The state dict of the model with only these layers, renumbered from 0."""

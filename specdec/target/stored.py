@@ -103,11 +103,11 @@ class StoredParts(Parts):
             m for m in self.model.modules() if isinstance(m, nn.ModuleList) and not len(m)
         )
         self.stored = fingerprint
-        self._weights, self._whole = weights, whole
+        self.under, self._whole = weights.under, whole
 
     def layer(self, k: int) -> dict[str, Tensor]:
         k %= self.config.num_hidden_layers
-        found = self._weights.under(f"{self.prefix}.{k}.")
+        found = self.under(f"{self.prefix}.{k}.") if self.under else {}
         if not found or get_checkpoint_conversion_mapping(self.config.model_type):
             return self._whole().layer(k)
         return {name: x.to(self.device, self.dtype) for name, x in found.items()}

@@ -18,11 +18,13 @@ from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.parallel.dspark import DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
+from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from tests.tiny import (
@@ -40,6 +42,9 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
         depth=3, draft_vocab=40, num_layers=2, fc_norm=True, norm_output=True
     ),
     "eagle": EagleConfig(depth=3, start="random"),
+    "mtp": MTPConfig(depth=3),
+    "mtp with a module a depth": MTPConfig(depth=3, modules=3),
+    "mtp_heads": MTPHeadsConfig(depth=3),
     "medusa": MedusaConfig(depth=3, draft_vocab=40, num_layers=2),
     "hydra": HydraHeadsConfig(depth=3, draft_vocab=40, num_layers=2),
     "hydra with a prefix": HydraHeadsConfig(

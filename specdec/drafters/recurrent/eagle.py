@@ -9,19 +9,23 @@ tensors have the names and shapes that vLLM and SGLang load.
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import AnchorsConfig, text_after
-from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes, llama_of
+from specdec.drafters.recurrent.recurrence import (
+    Layer,
+    Recurrent,
+    RecurrentSizes,
+    away_from_zero,
+    fits,
+    llama_of,
+)
 from specdec.errors import require_within
 from specdec.target.parts import Parts
-
-UPDATE = 0.25  # what the layer adds to a feature before training, relative to the feature
 
 
 @dataclass
@@ -58,8 +62,6 @@ class Eagle(Recurrent):
         D = self.llama.hidden_size
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.layers = nn.ModuleList([Layer(self.llama, D)])
-        self._head: Callable[[Tensor], Tensor] | None = None
-        self._head_dtype = torch.float32
 
     @classmethod
     def plan(cls, config: EagleConfig, target: Parts) -> RecurrentSizes:
@@ -78,15 +80,12 @@ class Eagle(Recurrent):
         layer = self.layer
         ours, theirs = dict(layer.named_parameters()), target.layer(-1)
         before, after = theirs.get("input_layernorm.weight"), getattr(target.norm, "weight", None)
-        if before is None or after is None:
-            return
-        if any(name not in theirs or theirs[name].shape != x.shape for name, x in ours.items()):
+        if before is None or after is None or not fits(theirs, ours):
             return
         for name, x in ours.items():
             x.copy_(theirs[name])
         before_D, after_D = before.to(self.fc.weight), after.to(self.fc.weight)
-        size_D = after_D.abs().clamp_min(0.1 * float(after_D.abs().mean()))  # where it is near 0
-        divisor_D = torch.where(after_D < 0, -size_D, size_D)
+        divisor_D = away_from_zero(after_D)
         drawn_ND = torch.randn(256, len(after_D), generator=torch.Generator().manual_seed(0))
         state_ND = drawn_ND.to(after_D) * after_D
         length = state_ND.square().mean().sqrt()
@@ -94,16 +93,9 @@ class Eagle(Recurrent):
         for reads in (attention.q_proj, attention.k_proj, attention.v_proj):
             reads.weight.mul_(before_D / divisor_D)
         norm.weight.mul_(length / divisor_D)
-        values_NHE = attention.v_proj(state_ND).unflatten(-1, (attention.kv_heads, -1))
-        heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
-        added_ND = attention.o_proj(heads_NHE.flatten(1)), layer.mlp(norm(state_ND))
-        added = (torch.cat(added_ND, 1) * after_D.repeat(2)).square().sum(1).mean().sqrt()
         for writes in (attention.o_proj, layer.mlp.down_proj):
-            writes.weight.mul_(UPDATE * length * len(after_D) ** 0.5 / added * after_D[:, None])
-
-    def attach(self, target: Parts) -> None:
-        super().attach(target)
-        self._head, self._head_dtype = target.logits, target.dtype
+            writes.weight.mul_(after_D[:, None])
+        layer.temper(state_ND, state_ND)
 
     @property
     def train_depth(self) -> int:
@@ -144,24 +136,3 @@ class Eagle(Recurrent):
         """The unrolled layer at `train_depth` depths, over features with noise."""
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAk)
-
-    def noisy(self, ctx: Context, moment: Moment) -> Context:
-        """The context with uniform noise of width `noise`·512/n on the features of each document of
-        n tokens. The features that the objective compares with get no noise."""
-        if not self.config.noise:
-            return ctx
-        assert ctx.position_BT is not None and ctx.document_BT is not None
-        which_BT, real_BT = (ctx.position_BT == 0).cumsum(1) - 1, (ctx.document_BT >= 0).long()
-        count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
-        width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
-        final_BTD = self.features_of(ctx)
-        draws = [
-            torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
-            for generator in moment.generators(final_BTD.device)
-        ]
-        noise_BTD = (torch.stack(draws) - 0.5) * width_BT1
-        return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
-
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        assert self._head is not None
-        return self._head(hidden.to(self._head_dtype))

@@ -12,8 +12,8 @@ K depth, D width, F features, E head width, S draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.context import Context
+from specdec.context import Context, Moment
 from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
 from specdec.drafters.recurrent.attention import (
     Attention,
@@ -31,10 +31,12 @@ from specdec.drafters.recurrent.attention import (
     fused,
 )
 from specdec.errors import require_known
-from specdec.runtime.cache import SlotCache
+from specdec.runtime.cache import Place, SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
+
+UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
 
 
 @dataclass(kw_only=True)
@@ -79,6 +81,18 @@ class Layer(nn.Module):
         attended = attention.over_anchors(attention.query(read, rope), shared, sight, own)
         return self.finish(residual, attended)
 
+    def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
+        """Scale the weights that write, so that on such states, of which attention reads
+        `read_ND`, attention (over one position) and MLP together add `UPDATE` of their size."""
+        attention = self.self_attn
+        values_NHE = attention.v_proj(read_ND).unflatten(-1, (attention.kv_heads, -1))
+        heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
+        mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
+        added_ND = torch.cat([attention.o_proj(heads_NHE.flatten(1)), mlp_ND], 1)
+        size, added = (x.square().sum(1).mean().sqrt() for x in (state_ND, added_ND))
+        for writes in (attention.o_proj, self.mlp.down_proj):
+            writes.weight.mul_(UPDATE * size / added)
+
 
 class UpperLayer(Layer):
     """A Llama layer above the first: it reads the stream alone, and no embedding."""
@@ -98,20 +112,28 @@ class Recurrent(Drafter):
     only at anchors, so training on a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
-    one_head = True
-    fc: nn.Linear  # its last D columns read the feature; of several features, the highest
+    fc: nn.Linear
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
-        require_known("drafter", config, start=("target", "random"))
+        if hasattr(config, "start"):
+            require_known("drafter", config, start=("target", "random"))
         self.llama = LlamaConfig(**sizes.llama)
         self._embedding: tuple[nn.Module, ...] = ()
+        self._head: Callable[[Tensor], Tensor] | None = None
+        self._head_dtype = torch.float32
         self.rope = Rope(self.llama)
         self.compiled = Compiled(self.run, SHORT)
 
     @property
     @abstractmethod
     def layer(self) -> Layer: ...
+
+    @property
+    def fusions(self) -> list[nn.Linear]:
+        """What a pair enters through: the last D columns read the feature (the highest of
+        several)."""
+        return [self.fc]
 
     @property
     def upper(self) -> Sequence[UpperLayer]:
@@ -143,20 +165,27 @@ class Recurrent(Drafter):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        if self.config.start == "target":
+        if getattr(self.config, "start", "random") == "target":
             D = self.llama.hidden_size
-            self.fc.weight.zero_()
-            self.fc.weight[:, -D:] = torch.eye(D)
+            for fc in self.fusions:
+                fc.weight.zero_()
+                fc.weight[:, -D:] = torch.eye(D)
             self.copy_from(target)
 
     def attach(self, target: Parts) -> None:
         self._embedding = (target.embedding,)
+        self._head, self._head_dtype = target.logits, target.dtype
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        """The target's own head, frozen, unless the family has one."""
+        assert self._head is not None
+        return self._head(hidden.to(self._head_dtype))
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
         return self.config.anchors.draw(valid_TK, generator)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._embedding[0](ids).to(self.fc.weight.dtype)
+        return self._embedding[0](ids).to(self.layer.self_attn.o_proj.weight.dtype)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
@@ -222,6 +251,23 @@ class Recurrent(Drafter):
                 stream = layer.at(pairs, rope, shared[i], seen, own[i])
             steps.append(stream)
         return steps
+
+    def noisy(self, ctx: Context, moment: Moment) -> Context:
+        """The context with uniform noise of width `noise`·512/n on the features of each document of
+        n tokens. The features that the objective compares with get no noise."""
+        if not self.config.noise:
+            return ctx
+        assert ctx.position_BT is not None and ctx.document_BT is not None
+        which_BT, real_BT = (ctx.position_BT == 0).cumsum(1) - 1, (ctx.document_BT >= 0).long()
+        count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
+        width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
+        final_BTD = self.features_of(ctx)
+        draws = [
+            torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
+            for generator in moment.generators(final_BTD.device)
+        ]
+        noise_BTD = (torch.stack(draws) - 0.5) * width_BT1
+        return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return SlotCache(1 + len(self.upper), capacity)
@@ -316,6 +362,33 @@ class Recurrent(Drafter):
         )
         assert hidden is not None and logits is not None
         return hidden, logits
+
+
+def position_of(ctx: Context) -> Tensor:
+    """The position of each token in its document [B, T]."""
+    if ctx.position_BT is not None:
+        return ctx.position_BT
+    return torch.arange(ctx.ids_BT.shape[1], device=ctx.ids_BT.device).expand_as(ctx.ids_BT)
+
+
+def seen_slots(place: Place, shown: int) -> Tensor:
+    """The slots that each token of a pass sees [B, W, P], also where the plain mask is right."""
+    if place.mask_BTP is not None:
+        return place.mask_BTP
+    return torch.arange(shown, device=place.position_BT.device) <= place.position_BT[..., None]
+
+
+def away_from_zero(weight_D: Tensor) -> Tensor:
+    """A norm's weights as divisors: those near 0 are replaced by a tenth of their mean size."""
+    size_D = weight_D.abs().clamp_min(0.1 * float(weight_D.abs().mean()))
+    return torch.where(weight_D < 0, -size_D, size_D)
+
+
+def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
+    """Whether they hold all of our tensors, in our shapes and not quantised."""
+    found = [theirs.get(name, torch.empty(0)) for name in ours]
+    same = [x.shape == y.shape for x, y in zip(found, ours.values(), strict=True)]
+    return all(same) and all(x.element_size() > 1 for x in found)
 
 
 def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Parallel multi-token prediction (Gloeckle et al. 2024, arXiv 2404.19737): on the target's trunk,
+which is all but its last layer, each head is one transformer layer and a final norm; the target's
+unembedding is shared and frozen.
+
+The paper's head 1 is the model's own last layer, which predicts the token after the last one that
+the trunk has read. A drafter knows that token, the anchor, so depth k is the paper's head k + 2,
+and the anchor itself is not read. The released model shares the final norm; here each head has a
+copy, as the trunk is frozen. The paper runs its heads one after another to save memory, as the
+chunked loss does anyway. Letters: B batch, A anchors, K heads, D width.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import Drafter, Sizes, reading_no_draft
+from specdec.drafters.recurrent.hydra import Prefix
+from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes, fits, llama_of
+from specdec.errors import require, require_known
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.trees import Growth
+from specdec.target.parts import Parts
+
+
+@dataclass
+class MTPHeadsConfig:
+    """`depth` heads. `start=target` copies the target's last layer and final norm to each, which
+    then predicts what the target does; `random` is the paper's start."""
+
+    name: str = "mtp_heads"
+    depth: int = 3
+    start: str = "target"
+    intermediate_size: int | None = None  # None: the target's
+
+
+@dataclass(kw_only=True)
+class MTPHeadsSizes(RecurrentSizes):
+    """`trunk`: how many of the target's layers the trunk has."""
+
+    trunk: int
+
+
+class Head(Prefix):
+    """One head: a layer and a final norm on the trunk."""
+
+    def features_of(self, ctx: Context) -> Tensor:
+        assert ctx.layers_BTF is not None
+        return ctx.layers_BTF
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return Recurrent.unembed(self, self.norm(hidden), k)
+
+    def copy_from(self, target: Parts) -> None:
+        theirs = target.layer(-1) | {"norm.weight": getattr(target.norm, "weight", torch.empty(0))}
+        ours = dict(self.layer.named_parameters()) | {"norm.weight": self.norm.weight}
+        for name, x in ours.items() if fits(theirs, ours) else ():
+            x.copy_(theirs[name])
+
+
+class Caches(list[SlotCache]):
+    """A cache for each head."""
+
+    def select(self, rows: list[int]) -> None:
+        for cache in self:
+            cache.select(rows)
+
+
+class MTPHeads(Drafter):
+    Config = MTPHeadsConfig
+    Sizes: ClassVar[type[Sizes]] = MTPHeadsSizes
+    parallel = True
+
+    def __init__(self, config: MTPHeadsConfig, sizes: MTPHeadsSizes) -> None:
+        super().__init__(config, sizes)
+        require_known("drafter", config, start=("target", "random"))
+        self.needs = Needs(layers=(sizes.trunk,))
+        self.max_depth = config.depth
+        self.heads: Any = nn.ModuleList(
+            Head(sizes.llama, sizes.target_vocab) for _ in range(config.depth)
+        )
+
+    @classmethod
+    def plan(cls, config: MTPHeadsConfig, target: Parts) -> MTPHeadsSizes:
+        trunk = target.config.num_hidden_layers - 1
+        llama = llama_of(target, config.intermediate_size)
+        require(trunk > 0, f"drafter=mtp_heads: {target.name} has no layer below its last one")
+        return MTPHeadsSizes(target_vocab=target.vocab_size, llama=llama, trunk=trunk)
+
+    def start(self, target: Parts) -> None:
+        for head in self.heads:
+            head.start(target)
+            if self.config.start == "target":
+                head.copy_from(target)
+
+    def attach(self, target: Parts) -> None:
+        for head in self.heads:
+            head.attach(target)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        count, none = self.depth, anchors_BA[..., None][..., :0]
+        if drafted_BAk is not None:
+            count = drafted_BAk.shape[-1] + 1
+        return torch.cat([head.hidden(ctx, anchors_BA, none) for head in self.heads[:count]], 2)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.heads[k].unembed(hidden, 0)
+
+    def new_cache(self, capacity: int | None = None) -> Caches:
+        return Caches(head.new_cache(capacity) for head in self.heads)
+
+    def begin(self, ctx: Context, cache: Caches | None = None) -> Growth:
+        caches = cache or [None] * self.depth
+        begun = [head.begin(ctx, c) for head, c in zip(self.heads, caches, strict=True)]
+        return reading_no_draft(lambda k: begun[k].logits_BS)

@@ -1,0 +1,266 @@
+"""Multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437), and FastMTP's one module for all
+depths (arXiv 2509.18362).
+
+Module k reads a token and a state, the target's final one or that of module k - 1, through
+eh_proj(cat[enorm(e), hnorm(h)]), a Llama layer and a norm of its own. The target's embedding and
+head are shared and frozen, and the draft vocabulary is the target's.
+
+`modules=1` reuses one module at every depth and unrolls it as engines do, which is how it also
+trains: depth k has the rotary position a - 1 + k and sees the pairs of the text and its own earlier
+depths in one cache. Module k of several instead sees only its own keys, those of tokens up to
+a + k, each read together with module k - 1's state at the token before, as in DeepSeek-V3's
+training. No engine serves that exactly: vLLM 0.32 runs its only module at every depth.
+
+Traps, with their sources:
+- The paper concatenates [h; e]; checkpoints, vLLM's deepseek_mtp and mimo_v2_mtp, and speculators
+  [e; h]; vLLM's mimo_mtp [h; e].
+- FastMTP's code (speculators, models/mtp/core.py) keeps the position of depth 0 at every depth and
+  gives a depth only keys of that depth, which no engine does: positions advance there.
+- The state that the next depth reads is the normed one (vLLM 0.32, speculators). In older vLLM it
+  was the one before the norm.
+- deepseek_mtp replaces the embedding at position 0 by zeros; mimo_v2_mtp, whose block is Llama's
+  and which therefore serves these modules, does not, and neither do we.
+
+Letters: B batch, T time, P pairs (T - 1), A anchors, W new tokens, K depths, D width.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import AnchorsConfig, entries, first_tokens, pieces, unread
+from specdec.drafters.recurrent.attention import Sight, fused
+from specdec.drafters.recurrent.recurrence import (
+    Layer,
+    Recurrent,
+    RecurrentSizes,
+    away_from_zero,
+    fits,
+    llama_of,
+    position_of,
+    seen_slots,
+)
+from specdec.errors import require
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.trees import Growth
+from specdec.target.parts import Parts
+
+
+@dataclass
+class MTPConfig:
+    """`modules` is 1, for one that is reused at every depth, or `depth`, for one a depth.
+
+    `start=target` starts from the target's own modules where its checkpoint has any of this kind,
+    else from the target's last layer around a pass-through of the state; `random` starts from
+    neither.
+    """
+
+    name: str = "mtp"
+    depth: int = 3
+    modules: int = 1
+    start: str = "target"
+    intermediate_size: int | None = None  # None: the target's
+    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.modules in (1, self.depth),
+            f"drafter.modules={self.modules}: give 1, reused at every depth, or one for each of "
+            f"the {self.depth} depths",
+        )
+
+
+class Module(Layer):
+    """One prediction module, with the tensor names of DeepSeek's and MiMo-V2's checkpoints."""
+
+    enorm: LlamaRMSNorm
+    hnorm: LlamaRMSNorm
+    input_layernorm: LlamaRMSNorm
+    final_layernorm: LlamaRMSNorm
+
+    def __init__(self, llama: LlamaConfig) -> None:
+        D = llama.hidden_size
+        super().__init__(llama, D, ("enorm", "hnorm", "input_layernorm", "final_layernorm"))
+        self.eh_proj = nn.Linear(2 * D, D, bias=False)
+
+    def enter(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        stream = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
+        return self.input_layernorm(stream), stream
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        return self.final_layernorm(super().finish(residual, attended))
+
+    def copy_last(self, target: Parts) -> None:
+        """Copy the target's last layer if it is Llama's. The state comes from after the final
+        norm, so `hnorm` divides by that norm's weight and `final_layernorm` applies it again."""
+        theirs, after = target.layer(-1), getattr(target.norm, "weight", None)
+        own = ("enorm.", "hnorm.", "final_layernorm.", "eh_proj.")
+        block = {n: x for n, x in self.named_parameters() if not n.startswith(own)}
+        if after is None or not fits(theirs, block):
+            return
+        for name, x in block.items():
+            x.copy_(theirs[name])
+        self.final_layernorm.weight.copy_(after)
+        self.hnorm.weight.copy_(1 / away_from_zero(after.to(self.hnorm.weight)))
+        generator = torch.Generator().manual_seed(0)
+        drawn_ND = torch.randn(256, len(after), generator=generator).to(self.hnorm.weight)
+        stream_ND = self.hnorm(drawn_ND * self.final_layernorm.weight)
+        self.temper(stream_ND, self.input_layernorm(stream_ND))
+
+
+class MTP(Recurrent):
+    Config = MTPConfig
+    needs = Needs(final_hidden=True)
+
+    def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:
+        super().__init__(config, sizes)
+        self.layers = nn.ModuleList(Module(self.llama) for _ in range(config.modules))
+        self.several = config.modules > 1
+        if self.several:
+            self.max_depth = config.modules
+
+    @classmethod
+    def plan(cls, config: MTPConfig, target: Parts) -> RecurrentSizes:
+        llama = llama_of(target, config.intermediate_size)
+        return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
+
+    @property
+    def stack(self) -> list[Module]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def layer(self) -> Module:
+        return self.stack[0]
+
+    @property
+    def fusions(self) -> list[nn.Linear]:
+        return [module.eh_proj for module in self.stack]
+
+    def copy_from(self, target: Parts) -> None:
+        """Copy the target's own modules, of which the last serves all further depths. Where it has
+        none whose tensors all fit, because its block is not Llama's, copy its last layer."""
+        theirs: dict[str, Tensor] = {}
+        for k, module in enumerate(self.stack):
+            found = target.beyond(k)
+            found["final_layernorm.weight"] = found.pop("shared_head.norm.weight", torch.empty(0))
+            ours = dict(module.named_parameters())
+            theirs = found if fits(found, ours) else theirs
+            for name, x in ours.items() if theirs else ():
+                x.copy_(theirs[name])
+            if not theirs:
+                module.copy_last(target)
+
+    def features_of(self, ctx: Context) -> Tensor:
+        assert ctx.final_BTD is not None
+        return ctx.final_BTD
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.layer.eh_proj.weight.dtype)
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.enter(embedding, feature)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        if not self.several:
+            return super().hidden(ctx, anchors_BA, drafted_BAk)
+        if drafted_BAk is None:
+            states_BPKD = self.over_text(ctx)
+            last = states_BPKD.shape[1] - 1
+            at = [(anchors_BA - 1 + k).clamp(0, last) for k in range(self.depth)]
+            return torch.stack([entries(states_BPKD[:, :, k], at[k]) for k in range(self.depth)], 2)
+        depths = torch.arange(drafted_BAk.shape[-1] + 1, device=anchors_BA.device)
+        firsts, found = first_tokens(ctx, anchors_BA), []
+        for b, anchors in enumerate(anchors_BA.tolist()):
+            for i, (a, first) in enumerate(zip(anchors, firsts[b], strict=True)):
+                ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
+                known = self.features_of(ctx)[b : b + 1, first:a]
+                alone = Context(ids, final_BTD=pad(known, (0, 0, 0, len(depths))))
+                found.append(self.over_text(alone)[0, a - 1 - first + depths, depths])
+        return torch.stack(found).view(*anchors_BA.shape, len(depths), -1)
+
+    def over_text(self, ctx: Context) -> Tensor:
+        """Every module's state [B, P, K, D] for each token of a text but the first."""
+        (B, T), device = ctx.ids_BT.shape, ctx.ids_BT.device
+        position_BT, document_BT = position_of(ctx), ctx.document_BT
+        if document_BT is None:
+            document_BT = torch.zeros_like(position_BT)
+        position_BP, document_BP = (position_BT[:, 1:] - 1).clamp_min(0), document_BT[:, 1:]
+        every_BP = torch.arange(T - 1, device=device).expand(B, T - 1)
+        first_BP = (every_BP - position_BP).clamp_min(0)
+        embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
+        state, found = self.fuse(self.features_of(ctx)[:, : T - 1]), []
+        for k, module in enumerate(self.stack):
+            early = position_BT[:, 1:] <= k  # tokens before which module k - 1 has no state
+            sight = Sight(every_BP, first_BP, document_BP.masked_fill(early, -2), document_BP)
+            pairs = module.enter(embedding, state)
+            shared = module.self_attn.keys_values(pairs[0], rope)
+            found.append(module.at(pairs, rope, shared, sight))
+            state = pad(found[-1], (0, 0, 1, 0))[:, :-1]
+        return torch.stack(found, 2)
+
+    def new_cache(self, capacity: int | None = None) -> SlotCache:
+        """With several modules, a layer of keys for each and then a layer of its states."""
+        return SlotCache(2 * len(self.layers)) if self.several else super().new_cache(capacity)
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        """All modules read every committed token, and a drafted token at depth d is read by the
+        modules from d on, as only they have a state for the token before it."""
+        if not self.several or cache is None:
+            return super().begin(ctx, cache)
+        new = unread(cache, [n - 1 for n in ctx.counts()])
+        features = pieces(self.features_of(ctx), cache.lengths, max(new))
+        tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
+        state_BWD = self._through(cache, tokens, None, 0, features)
+        cache.keep(new)
+        last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1
+        depths = [0]  # the depth of the anchor, then of every node
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
+            depths.extend([depth] * tokens_BW.shape[1])
+            return self.unembed(self._through(cache, tokens_BW, parents_BW, depth), depth)
+
+        return Growth(self.unembed(entries(state_BWD, last_B1)[:, 0], 0), grow)
+
+    def _through(
+        self,
+        cache: SlotCache,
+        tokens_BW: Tensor,
+        parents_BW: Tensor | None,
+        first: int,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Read new tokens with the modules from `first` on; the states [B, W, D] of that one."""
+        B, W = tokens_BW.shape
+        length_B1 = torch.tensor(cache.lengths, device=tokens_BW.device)[:, None]
+        start = cache.scratch
+        place = cache.place(tokens_BW, parents_BW)
+        slot_P = torch.arange(cache.shown, device=tokens_BW.device)
+        seen_BWP = seen_slots(place, cache.shown)
+        if parents_BW is None:
+            parents_BW = torch.arange(start - 1, start + W - 1, device=slot_P.device).expand(B, W)
+        above_BW = (length_B1 + parents_BW).clamp_min(0)  # the slot of the token before
+        embedding, rope = self.embed(tokens_BW), self.rope(place.position_BT, cache.shown + 1)
+        state = torch.empty(0) if features is None else self.fuse(features)
+        result: Tensor | None = None
+        for k in range(first, len(self.layers)):
+            module, attention = self.stack[k], self.stack[k].self_attn
+            if k > 0:
+                state = entries(cache.slot_layers[len(self.layers) + k - 1].keys[:, 0], above_BW)
+            read, stream = module.enter(embedding, state)
+            keys, values = cache.update(*attention.keys_values(read, rope), k)
+            sight = seen_BWP & (slot_P >= k)
+            sight = sight | ~sight.any(
+                -1, keepdim=True
+            )  # a token too early for k; it may not be NaN
+            query = attention.query(read, rope)
+            out = module.finish(stream, attention.joined(fused(query, keys, values, sight)))
+            cache.update(out[:, None], out[:, None, :, :0], len(self.layers) + k)
+            result = out if result is None else result
+        assert result is not None
+        return result

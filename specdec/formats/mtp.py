@@ -1,0 +1,92 @@
+"""One multi-token prediction module as vLLM loads it, for a target of any kind.
+
+vLLM finds a module by its target's architecture. Its loader for MiMo-V2 is the one whose block is a
+plain Llama layer (vllm/model_executor/models/mimo_v2_mtp.py in 0.32): [enorm(e); hnorm(h)] →
+eh_proj → layer → final norm, whose output the head and the next step read. It shares the embedding
+and the head with whatever target is served, but reads the module's sizes in the *target's* config,
+so the keys that a target lacks are written beside the draft, for `--hf-overrides`. Tensors of names
+that the loader does not know are skipped in silence. deepseek_mtp has latent attention and experts,
+so no module of this kind fits there; ernie_mtp has no final norm.
+"""
+
+from specdec.drafters.recurrent.mtp import MTP
+from specdec.errors import require
+from specdec.formats.layout import (
+    Description,
+    Layout,
+    Tensors,
+    one_layer,
+    renamed,
+    special_tokens,
+)
+from specdec.target.base import Target
+
+OURS, THEIRS = "layers.0.post_attention_layernorm.", "layers.0.pre_mlp_layernorm."
+
+
+def overrides(drafter: MTP, target: Target) -> Description:
+    """The keys of the module's attention, which are MiMo-V2's own and change no other target."""
+    llama = drafter.llama
+    found = {
+        "layernorm_epsilon": llama.rms_norm_eps,
+        "swa_num_attention_heads": llama.num_attention_heads,
+        "swa_num_key_value_heads": llama.num_key_value_heads,
+        "swa_head_dim": llama.head_dim,
+        "swa_rope_theta": (llama.rope_parameters or {}).get("rope_theta", 10000.0),
+    }
+    return found if hasattr(target.config, "attention_bias") else {**found, "attention_bias": False}
+
+
+def config(drafter: MTP, target: Target) -> Description:
+    """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader.
+
+    Raises UserError for what the loader would read differently: several modules, scaled rotary
+    positions, an MLP of another size than the target's, attention with biases.
+    """
+    rope, theirs = drafter.llama.rope_parameters or {}, target.config
+    require(
+        not drafter.several,
+        "engines run one module at every depth: train with drafter.modules=1 to export it",
+    )
+    require(
+        rope.get("rope_type", "default") == "default",
+        f"vLLM's loader has plain rotary positions, and this target's are {rope.get('rope_type')}",
+    )
+    require(
+        getattr(theirs, "intermediate_size", None) == drafter.llama.intermediate_size,
+        "vLLM's loader gives the module the MLP of the target's size: train with "
+        "drafter.intermediate_size=null",
+    )
+    require(
+        not getattr(theirs, "attention_bias", False) and theirs.hidden_act == "silu",
+        f"vLLM's loader would give the module the attention biases of {target.name}, or refuse its "
+        "activation",
+    )
+    return {
+        **one_layer(drafter),
+        **overrides(drafter, target),
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "tie_word_embeddings": False,
+        **special_tokens(target),
+    }
+
+
+def write(drafter: MTP, tensors: Tensors) -> Tensors:
+    return renamed(tensors, OURS, THEIRS)
+
+
+def read(drafter: MTP, tensors: Tensors) -> Tensors:
+    return renamed(tensors, THEIRS, OURS)
+
+
+LAYOUTS = {
+    "hf": Layout(
+        "mtp",
+        config,
+        write,
+        read,
+        ours="layers.",
+        theirs="model.mtp.layers.",
+        overrides=overrides,
+    )
+}
