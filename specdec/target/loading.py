@@ -118,7 +118,7 @@ def load_target(cfg: TargetConfig) -> Target:
     target = whole(model, tokenizer, named(cfg), cfg.revision)
     target.stored = stored
     weights = Weights.of(path, cfg.revision, Path(cfg.cache))
-    target.under = weights and weights.under
+    target.under = weights.under if weights else None
     return target
 
 
