@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes, reading_no_draft
-from specdec.drafters.recurrent.hydra import Prefix
+from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes, fits, llama_of
 from specdec.errors import require, require_known
 from specdec.runtime.cache import SlotCache

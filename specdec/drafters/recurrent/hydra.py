@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Moment
 from specdec.drafters.base import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
-from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes, llama_of
+from specdec.drafters.recurrent.prefix import Prefix
+from specdec.drafters.recurrent.recurrence import llama_of
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.target.parts import Parts
@@ -57,45 +57,6 @@ class HydraSizes(HeadsSizes):
     """`llama`: the keys of a LlamaConfig for the prefix layer, if there is one."""
 
     llama: dict[str, Any] | None = None
-
-
-@dataclass
-class PrefixConfig:
-    depth: int = 1
-    start: str = "random"
-
-
-class Prefix(Recurrent):
-    """Hydra++'s layer: a recurrent draft that reads features alone, is used at depth 0 only, and
-    has a norm in place of an LM head."""
-
-    Config = PrefixConfig
-
-    def __init__(self, llama: dict[str, Any], vocab: int) -> None:
-        super().__init__(PrefixConfig(), RecurrentSizes(target_vocab=vocab, llama=llama))
-        D = self.llama.hidden_size
-        self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
-        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
-
-    @property
-    def layer(self) -> Layer:
-        return self.layers[0]  # type: ignore[return-value]
-
-    def features_of(self, ctx: Context) -> Tensor:
-        assert ctx.final_BTD is not None
-        return ctx.final_BTD
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.norm.weight.dtype)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return ids  # which `enter` does not read
-
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer.input_layernorm(feature), feature  # type: ignore[operator]
-
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.norm(hidden)
 
 
 class Hydra(Heads):

@@ -1,0 +1,52 @@
+"""One decoder layer over the target's states, for heads that read more than the last of them.
+
+Letters: B batch, T time, D width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.context import Context
+from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes
+
+
+@dataclass
+class PrefixConfig:
+    depth: int = 1
+    start: str = "random"
+
+
+class Prefix(Recurrent):
+    """This layer is a recurrent draft that reads features alone, is used at depth 0 only, and
+    has a norm in place of an LM head."""
+
+    Config = PrefixConfig
+
+    def __init__(self, llama: dict[str, Any], vocab: int) -> None:
+        super().__init__(PrefixConfig(), RecurrentSizes(target_vocab=vocab, llama=llama))
+        D = self.llama.hidden_size
+        self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
+        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
+
+    @property
+    def layer(self) -> Layer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    def features_of(self, ctx: Context) -> Tensor:
+        assert ctx.final_BTD is not None
+        return ctx.final_BTD
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.norm.weight.dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return ids  # which `enter` does not read
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.input_layernorm(feature), feature  # type: ignore[operator]
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.norm(hidden)
