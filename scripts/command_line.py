@@ -60,7 +60,7 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--settings", nargs="*", default=[], help="of the length, such as threshold=0.4")
     option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
     option("--compile", action="store_true", help="use torch.compile")
-    option("--log-rounds", type=Path, help="append the rounds to a file for data.rounds=")
+    option("--log-rounds", type=Path, help="append the decoder's rounds to a file for data.rounds=")
     option("--seed", type=int, default=0)
 
 
@@ -74,7 +74,7 @@ def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
 
     Raises UserError for a value that does not fit.
     """
-    require(not (args.log_rounds and args.tree), "--log-rounds has chains only: leave out --tree")
+    require(not (args.log_rounds and args.tree), "--log-rounds takes chains only: leave out --tree")
     named = {field.name for field in fields(DecodeConfig)}
     given = {name: value for name, value in vars(args).items() if name in named} | more
     try:

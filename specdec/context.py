@@ -50,8 +50,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Moment:
-    """When in a run a training pass takes place, for families and objectives that change, and what
-    of its results counts."""
+    """When in a run a training pass takes place, for families and objectives that change over
+    a run, and which of its results count."""
 
     progress: float = 0.0  # share of the run's steps done so far
     seeds: Sequence[int] = ()  # one per row: everything random in a row follows from its seed

@@ -63,7 +63,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     )
     require(
         not cfg.trains_at_visits or cfg.budget.minutes is None,
-        "budget.minutes plans no training on a decoder's rounds: give loop.max_tokens instead",
+        "budget.minutes cannot plan training on a decoder's rounds: give loop.max_tokens instead",
     )
     require_readable(cfg.data)
     if cfg.objective.reference is not None:
@@ -167,8 +167,8 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
 def _by_round(
     job: Job, drafter: Drafter, texts: Texts, latest: dict[int, Source]
 ) -> Callable[[int, Keep], Source]:
-    """A function that gives each epoch the rows of its round; `latest` has those of the first, if
-    they are known."""
+    """A function that gives each epoch the rows of its round; `latest` holds the rows of
+    the first round, if they are known."""
     rounds = job.cfg.rounds
 
     def source(epoch: int, keep: Keep) -> Source:

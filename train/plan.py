@@ -87,7 +87,7 @@ class Work:
     new: int  # tokens per answer that the target writes; 0: the data has the answers
     kept: bool  # whether features are stored while the target answers, without another pass
     prompts: int  # of the final evaluation
-    decoded: int  # tokens written for each of them, plainly and with each draft together
+    decoded: int  # tokens written for each of them, with and without drafts, in total
     learned: int  # tokens written for other prompts, however many are measured
     watched: float  # held-out evaluations per training token
 

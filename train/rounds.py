@@ -30,9 +30,9 @@ class RoundsConfig:
     "mixed": the target alone answers every second conversation, both together answer the others.
     "draft_alone", "mixed_alone": the same, but the draft writes without the target, as in
     DistillSpec (Zhou et al. 2024, arXiv 2310.08461); it must not read the target's features.
-    "on_policy": also in the first round, the prompts are decoded with the draft, losslessly, and
-    training is at the anchors that this visits, on the tokens that were drafted there: Draft-OPD
-    (arXiv 2605.29343), with `objective` on_policy or any other.
+    "on_policy": in every round, even the first, the prompts are decoded losslessly with the draft,
+    and training is at the anchors that the decoder visits, on the tokens that were drafted there.
+    This is Draft-OPD (arXiv 2605.29343); `objective` may be on_policy or any other.
 
     `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
     distribution. By default a draft token is kept with probability min(1, p / (factor · q)), so
@@ -57,7 +57,7 @@ class RoundsConfig:
 
 
 def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
-    """The texts of round `number`; `texts` are those of round 0, unless that is on-policy too.
+    """The texts of round `number`. `texts` are those of round 0, unless rounds are on-policy.
 
     The round's folder holds the draft that helps to write them (saved by `keep`) and the answers
     so far, so that an interrupted round continues where it stopped.

@@ -37,8 +37,8 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 class Engine:
     """vLLM in its own process (scripts/engine.py), which answers one prompt at a time.
 
-    `root` holds the folders target and draft, in this layout; None decodes plainly. Raises
-    UserError if the engine fails.
+    `root` holds the folders target and draft; the draft is in this `layout`, and None decodes
+    plainly. Raises UserError if the engine fails.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ NONE = "—"
 
 
 def families(
-    overrides: Annotated[Sequence[str], "of train.py for all families, as data.limit=200"] = (),
+    overrides: Annotated[Sequence[str], "of train.py for all families, e.g. data.limit=200"] = (),
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("families"),
     tokens: Annotated[int, "to train on; under 10 minutes a family on 2 cores"] = 60_000,
@@ -41,9 +41,9 @@ def families(
 
     Makes the runs that `folder` lacks, and continues after an interruption, as recipe does. Trees
     are dynamic, of 12 nodes; families that copy have no q and so no tree. Training tokens/s include
-    the target's own pass. Predicted speedup is τ / (γc + v). A family that cannot be made here, as
-    it is for another kind of target, is named with the reason. A family may have overrides of its
-    own: "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
+    the target's own pass. The predicted speedup is τ / (γc + v). A family that cannot be made here,
+    because it is for another kind of target, is listed with the reason. A family may have overrides
+    of its own: "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
     """
     found, refused = dict[str, Results](), dict[str, str]()
     named = {given.split()[0]: given.split()[1:] for given in families}
@@ -71,7 +71,7 @@ def families(
     console.print(
         f"{', '.join(f'{n:,}' for n in alike) or 'no'} training tokens a family, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens; {first.machine}. Intervals "
-        "are 95 % bootstraps, over prompts, or over turns for times of training and of drafting."
+        "are 95 % bootstraps over prompts; for training and drafting times, they are over turns."
     )
     alpha = [f"α {v}, depth {k}" for v in ("sampled", "greedy") for k in range(recipe.DEPTHS)]
     tau = [f"τ of {shape}, T = {t}" for shape in ("a chain", "a tree") for t in (0, 1)]
@@ -105,7 +105,7 @@ def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
 
 
 def parameters(draft: Path) -> int:
-    """The numbers in a saved draft's weights, without ids and counts."""
+    """How many numbers a saved draft's weights hold, apart from ids and counts."""
     with safe_open(draft / checkpoint.WEIGHTS, framework="pt") as file:
         parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
         floats = (x for x in parts if x.get_dtype() in checkpoint.FLOATS)
@@ -113,8 +113,8 @@ def parameters(draft: Path) -> int:
 
 
 def tree_of(run: Path, chain: Results) -> Results | None:
-    """A run's draft measured again with dynamic trees, on the prompts of its report, unless the
-    run's folder has that already. None if the family cannot draft trees."""
+    """Measure a run's draft again with dynamic trees on the prompts of its report, or read these
+    results from the run's folder if they are there. None if the family cannot draft trees."""
     kept = run / TREE
     if family(chain.drafter).copies:
         return None

@@ -1,4 +1,4 @@
-"""Recipes compared at equal tokens: what start and objective bring, and which objective is best.
+"""Recipes compared at equal tokens: what start and objective add, and which objective is best.
 
 Every arm is trained with every seed at every learning rate, each in its own process, and is judged
 at its best rate. All drafts are measured on the same text: the target's plain answers, which do
@@ -69,12 +69,12 @@ class Arm:
 
 
 class Refused(UserError):
-    """What a run said whose configuration is a mistake, such as a drafter for another target."""
+    """The error of a run whose configuration is wrong, such as a drafter for another target."""
 
 
 def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str) -> Results:
-    """The report of runs/NAME, a run of size `SIZE` with overrides for all and its `own`, which is
-    trained first if it is not finished; then `said` is printed. Raises UserError if it fails."""
+    """The report of runs/NAME, a run of size `SIZE` with the `overrides` of all runs and its `own`.
+    If it is not finished, `said` is printed and it is trained. Raises UserError if it fails."""
     report = ROOT / "runs" / name / "report"
     if not (report / FILE).exists():
         console.print(f"{said}: {name}")
@@ -96,9 +96,9 @@ def trained(
     seeds: int,
     rates: Sequence[str],
 ) -> tuple[list[Arm], dict[str, Arm]]:
-    """Train the runs of these arms, each given by its overrides, that `folder` lacks, and print
-    what they have in common. Returns every arm at every rate, and each at its best: that with the
-    highest sampled α at depth 0."""
+    """Train the runs that `folder` lacks, and print what all runs have in common. `arms` gives the
+    overrides of each arm. Returns every arm at every rate, and each arm at its best rate: the one
+    with the highest sampled α at depth 0."""
     runs: dict[tuple[str, str], list[Results]] = {}
     todo = list(product(range(seeds), arms, rates))
     for n, (seed, arm, rate) in enumerate(todo, 1):
@@ -171,9 +171,9 @@ def recipe(
 
 
 def objectives(
-    overrides: Annotated[Sequence[str], "of train.py for all arms, as drafter=NAME"] = (),
+    overrides: Annotated[Sequence[str], "of train.py for all arms, e.g. drafter=NAME"] = (),
     *,
-    folder: Annotated[Path, "of the runs, inside runs/; one a drafter"] = Path("objectives"),
+    folder: Annotated[Path, "of the runs, inside runs/; one per drafter"] = Path("objectives"),
     arms: Annotated[Sequence[str], "objectives; the others are compared with the first"] = (
         *("kl", "nla", "lk_hybrid", "tv", "reverse_kl", "jsd", "ce", "top_k"),
         *("d_pace", "expected_length"),
@@ -181,11 +181,11 @@ def objectives(
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates"] = ("1e-3",),
 ) -> None:
-    """Objectives on one drafter at equal tokens, by seeds, each at its best learning rate.
+    """Objectives on one drafter at equal tokens and over seeds, each at its best learning rate.
 
     Trains the runs that `folder` lacks, and continues after an interruption, as recipe does. Walked
-    τ is that of a decoder that walks the plain answers: its own at T = 0, expected at T = 1. An
-    arm may have overrides of its own: "adaspec objective.reference=runs/NAME/best".
+    τ is that of a decoder that walks the plain answers: its actual τ at T = 0, and its expected τ
+    at T = 1. An arm may have overrides of its own: "adaspec objective.reference=runs/NAME/best".
     """
     named = {arm.split()[0]: f"objective={arm}".split() for arm in arms}
     _, best = trained(named, overrides, folder, seeds, rates)

@@ -69,8 +69,8 @@ def loss(
 ) -> None:
     """Peak memory and time of a loss, all α and the gradients; medians of fresh processes.
 
-    plain computes everything at once, chunks one chunk of anchors after another, each at once, and
-    fused, as in training, also the loss of a chunk by few rows.
+    plain computes everything at once. chunks computes one chunk of anchors after another, each at
+    once. fused, as in training, also computes the loss of each chunk a few rows at a time.
     """
     require(set(ways) <= {"plain", "chunks", "fused"}, f"--ways {' '.join(ways)}: one is unknown")
     rows = []

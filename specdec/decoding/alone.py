@@ -15,7 +15,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 
-AT_ONCE = 8  # tokens drafted before ends are looked for: their q over the vocabulary is kept
+AT_ONCE = 8  # tokens drafted before each search for an end, as their q over the vocabulary is kept
 
 
 def require_alone(drafter: Drafter) -> None:

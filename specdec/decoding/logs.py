@@ -1,8 +1,8 @@
 """A decoder's rounds in a file, for training at the anchors that it visited.
 
 One line of JSON for each answer: the ids of its `prompt`, the `ids` of the answer, and its
-`rounds`, each [position of the anchor in the text of both, number of accepted tokens, [drafted
-tokens]].
+`rounds`. Each round is [position of the anchor in the prompt and answer together, number of
+accepted tokens, [drafted tokens]].
 """
 
 import json
@@ -25,7 +25,7 @@ class Logged:
     rounds: Rounds
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether an answer of a target with this vocabulary can have left it."""
+        """Whether an answer of a target with this vocabulary can have given this line."""
         texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.rounds)]
         end = len(self.prompt) + len(self.ids)
         return (
@@ -36,10 +36,10 @@ class Logged:
 
 
 def rounds_of(made: Generation) -> Rounds:
-    """The rounds of an answer as they are written. Raises UserError if trees were drafted."""
+    """The rounds of an answer as a log holds them. Raises UserError if trees were drafted."""
     require(
         all(r.tokens or not r.nodes for r in made.rounds),
-        "a log of rounds has chains only: leave out --tree",
+        "a log of rounds holds chains only: leave out --tree",
     )
     return [(r.anchor, r.accepted, r.tokens) for r in made.rounds]
 

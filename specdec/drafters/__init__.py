@@ -69,7 +69,7 @@ def family(name: str) -> type[Drafter]:
 
 
 def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
-    """The hybrid of a draft, which drafts γ tokens at most, and the family `copying`."""
+    """The hybrid of the draft `head`, which drafts γ tokens at most, and the family `copying`."""
     return Hybrid.build(
         HybridConfig(copying=copying, gamma=gamma or head.depth), target, earlier=head
     )

@@ -80,10 +80,10 @@ class Drafter(nn.Module, ABC):
     in_transformers: ClassVar[str | None] = None  # its name in `generate` there, for benches
     long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on long prompts
     copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
-    chooses: ClassVar[bool] = False  # what to draft, by what `weigh` learns
+    chooses: ClassVar[bool] = False  # whether it chooses what to draft, by what `weigh` learns
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
-    noted_alpha: Sequence[float] = ()  # greedy, by depth on held-out text, if it was read from disk
+    noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
     def __init__(self, config: Any, sizes: Any) -> None:
@@ -130,8 +130,8 @@ class Drafter(nn.Module, ABC):
         return drafter
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or cast as modules do, but for rotary frequencies, which are only moved: rounded to
-        bfloat16 they are off by up to 0.4 %, which is a radian 256 positions on."""
+        """Move or cast as modules do, but only move rotary frequencies: rounded to bfloat16, they
+        would be off by up to 0.4 %, which adds up to one radian after 256 positions."""
         exact = {name: x for name, x in self.named_buffers() if name.endswith("inv_freq")}
         super()._apply(fn, recurse)
         for name, x in exact.items():
@@ -252,10 +252,10 @@ class Drafter(nn.Module, ABC):
         texts: Sequence[Sequence[int]],
         masks: Sequence[Sequence[bool]],
     ) -> None:
-        """Learn, before decoding at some temperature, what a choice between drafts rests on, for
-        families that `chooses`. `cost(member, γ)` measures the time of one draft step of a member
-        that drafts γ tokens, and that of a pass over γ + 1 tokens, both over that of a plain step;
-        in `texts`, the target answers at that temperature where the `masks` say so."""
+        """Learn, before decoding at some temperature, what the choice of a draft depends on, for
+        families with `chooses`. `cost(member, γ)` measures the time of one draft step of a member
+        that drafts γ tokens, and of a pass over γ + 1 tokens, both over the time of a plain step.
+        In `texts`, the target answers at that temperature wherever `masks` is true."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
@@ -281,7 +281,7 @@ class Drafter(nn.Module, ABC):
 
     def hear(self, logits_BXV: Tensor, cache: Any) -> None:
         """Take the target's logits after each scout of the last proposal; `cache` is the one used
-        for that draft. Called only for families that send scouts, of which they learn here."""
+        for that draft. Called only for families that send scouts; they learn from them here."""
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """The state of one round at its anchors. This default reads every node's path again from
@@ -315,8 +315,8 @@ def growth_at_once(
     marginals: Callable[[int], Tensor] | None = None,
 ) -> Growth:
     """The growth of a drafter that has read all depths at once. `first_BS` are the logits of depth
-    0; those of another depth, [B, W, S], may depend on the tokens [B, W] before it and on nothing
-    else."""
+    0. The logits [B, W, S] of another depth may depend on the tokens [B, W] just before it, but on
+    no other drafted token."""
     depths = [0]  # the depth of the anchor, then of every node
 
     def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
@@ -338,7 +338,7 @@ def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
 
 
 def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: Parts) -> list[int]:
-    """The target's layers that a drafter reads: those of its config, else the default ones.
+    """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""
     layers, L = given or sorted(set(default)), target.config.num_hidden_layers
     few = "" if given else "; name some, as the default needs more layers"
@@ -350,7 +350,7 @@ def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: P
 
 
 def pruned_vocab(draft_vocab: int | None, target: Parts) -> int | None:
-    """A draft vocabulary's size; None for the target's own, also where that is not larger."""
+    """The size of a draft vocabulary; None for the target's own, also if that is not larger."""
     return draft_vocab if (draft_vocab or 0) < target.vocab_size else None
 
 
@@ -424,7 +424,7 @@ def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
 def unread(cache: SlotCache, counts: list[int], least: int = 1) -> list[int]:
     """How many of each row's `counts[b]` entries a draft's cache has not read yet.
 
-    It is at least `least` a row: drafting again from the same anchor reads the last entry again.
+    It is at least `least` per row: drafting again from the same anchor rereads the last entry.
     The cache forgets the drafts of the previous round.
     """
     cache.drop()

@@ -1,8 +1,8 @@
 """A head for each depth on the target's final hidden state: what Medusa, Hydra and the MLP
 speculator have in common.
 
-The state before the anchor is the target's at a - 1. Each token from the anchor on turns the state
-of the place above it into that of its own place, and head k reads the state after k + 1 tokens:
+The state before the anchor is the target's at a - 1. From the anchor on, each token turns the state
+of the token before it into its own state, and head k reads the state after k + 1 tokens:
 x_a, …, x_{a+k}. So the nodes of a tree share the work of their ancestors.
 
 Letters: B batch, A anchors, W new nodes, N nodes, K depths, D width, F numbers of a state, S draft
@@ -33,8 +33,8 @@ class HeadsSizes(Sizes):
 
 
 class Heads(Drafter):
-    """A family gives `step`, and `output` if a head has layers of its own. There is one LM head for
-    each depth, or one for all; each reads `width` numbers."""
+    """A family defines `step`, and `output` if heads have layers of their own. There is one LM head
+    for each depth, or one for all; each reads `width` numbers."""
 
     Sizes: ClassVar[type[HeadsSizes]] = HeadsSizes
     needs = Needs(final_hidden=True)

@@ -1,16 +1,16 @@
 """A hybrid: a drafter that copies where the text repeats, and another one, its head, elsewhere.
 
-What the two find is almost disjoint, so together they commit more than either. In each round every
+The two find almost disjoint tokens, so together they commit more than either. In each round every
 row drafts what should commit the most tokens per second: m copied tokens, γ tokens of the head, or
 none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023 with acceptance by depth) gives the
 rate of each: for the head from its α and its cost c; for copied tokens, which cost nothing, from
-the share of them that is right at each depth after a match as long and as frequent. These shares
+the share that is right at each depth after matches of the same length and frequency. These shares
 start from `prior`, are counted in `fit`, and are scaled at each temperature to what `weigh` finds.
 
 The choice reads nothing but the text, so it is the same in every batch and with every cache, and
 it is lossless at any temperature: a copied token is a point mass. In a tree whose nodes are not
 drawn at random the two stand side by side: the copied chain becomes a branch of the head's tree,
-and what both begin with is stored once. In a tree of drawn siblings one of the two is chosen.
+and a beginning that both share is stored once. In a tree of drawn siblings one of them is chosen.
 
 Letters: B batch, A anchors, N nodes, K depth, D width, V vocabulary, E cells of evidence.
 """
@@ -35,22 +35,22 @@ from specdec.sampling.trees import Chain, Shape
 from specdec.target.parts import Parts
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 
-HEAD = -2  # in place of a copied token: the head's; -1: none
+HEAD = -2  # in place of a copied id: a token of the head; -1: no token
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # the shortest match of each cell
-PRIOR = (0.3, 0.55, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97)  # share that is right after such a match …
-SURE, UNSURE = 0.7, 0.45  # … if this share of its occurrences agrees; else that times this factor
+PRIOR = (0.3, 0.55, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97)  # share that is right after such a match
+SURE, UNSURE = 0.7, 0.45  # PRIOR holds if SURE of the occurrences agree; below that, UNSURE · PRIOR
 WEIGHT = 20.0  # of the prior, in copied tokens
 UNSEEN = 0.8  # share of the texts that the copying member learns before copying is counted
-COUNTED = 20_000  # copied tokens at most
+COUNTED = 20_000  # the most copied tokens that are counted
 COSTS = 0.07, {1: 1.05, 8: 1.2}  # c, and v by γ, until they are measured
 
 
 @dataclass
 class HybridConfig:
-    """`head` is a trained draft's folder, such as runs/NAME/best, or a family that needs no
-    training, and drafts up to `gamma` tokens; `copying` is the family that copies up to `depth`.
-    `alpha` is the head's acceptance by depth, the last one for further depths too (null: what the
-    run that trained it noted, or 0.4)."""
+    """`head`, which drafts up to `gamma` tokens, is the folder of a trained draft, such as
+    runs/NAME/best, or a family that needs no training. `copying` is the family that copies up to
+    `depth` tokens. `alpha` is the head's acceptance by depth; its last value also holds for deeper
+    ones. null takes what the run that trained the head noted, or 0.4."""
 
     name: str = "hybrid"
     depth: int = 8
@@ -141,7 +141,7 @@ class Hybrid(Drafter):
         config: Any = record(kind.Config, member.config, f"the config of its {name}")
         sizes = record(kind.Sizes, member.sizes, f"the sizes of its {name}")
         theirs, ours = sizes.target_vocab, self.target_vocab
-        require(theirs == ours, f"its {name} is for {theirs} tokens, not {ours}")
+        require(theirs == ours, f"its {name} has a vocabulary of {theirs} tokens, not {ours}")
         return kind(config, sizes)
 
     @classmethod
@@ -243,8 +243,8 @@ class Hybrid(Drafter):
         return (WEIGHT * prior(tried_EK.shape[1]) + right_EK) / (WEIGHT + tried_EK)
 
     def rates(self) -> tuple[list[list[float]], list[float]]:
-        """Tokens in the time of a plain step from rounds of 0, 1, 2, … copied tokens in each cell,
-        and from rounds of as many tokens of the head."""
+        """Tokens committed in the time of a plain step, by rounds of 0, 1, 2, … copied tokens in
+        each cell, and by rounds of 0, 1, 2, … tokens of the head."""
         if self._rates is None:
             alpha, v = self.config.alpha or [0.4], pass_cost(self.v)
             alpha = [*alpha, *alpha[-1:] * self.gamma]
@@ -256,8 +256,8 @@ class Hybrid(Drafter):
         return self._rates
 
     def copied(self, memory: Memory, beside: bool = False) -> list[int]:
-        """The tokens to copy at the end of a text: none where the head's should commit more, unless
-        the two stand `beside` each other."""
+        """The tokens to copy at the end of a text: none if the head should commit more, unless the
+        two stand `beside` each other."""
         found = memory.chain(self.longest)
         of_cells, of_head = self.rates()
         rates = of_cells[cell(memory)][: len(found) + 1]
@@ -265,7 +265,7 @@ class Hybrid(Drafter):
         return found[: rates.index(best)] if beside or best >= max(of_head) else []
 
     def drafted(self) -> int:
-        """How many tokens the head drafts, where it does: 0 if a plain step is faster."""
+        """How many tokens the head drafts when it is used; 0 if a plain step is faster."""
         _, rates = self.rates()
         return rates.index(max(rates))
 
@@ -332,8 +332,8 @@ def of_length(n: int) -> int:
 
 
 def prior(depths: int) -> Tensor:
-    """The share [E, K] of copied tokens that should be right: each is like the first one after a
-    match that is longer by the copied tokens before it, which were right."""
+    """The share [E, K] of copied tokens that should be right. Each counts as the first one after a
+    longer match, which includes the copied tokens before it, since those were right."""
     sure = [[PRIOR[of_length(n + k)] for k in range(depths)] for n in LENGTHS]
     return torch.tensor([[UNSURE * first, *others] for first, *others in sure] + sure)
 

@@ -64,8 +64,8 @@ def anchors_of(
     count and belong to the anchor's document. `weigh` maps the valid depths at the positions of a
     row to their weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per` "sequence"
     divides every weight by the number of valid positions in its document; "token" does not.
-    With `drafted_BTK`, the anchors are those of a decoder's rounds, and the valid depths are those
-    that were drafted: the tokens are there, and not -1.
+    With `drafted_BTK`, the anchors are those of a decoder's rounds, and a depth is valid if a
+    token was drafted there, rather than -1.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))

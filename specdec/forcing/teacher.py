@@ -90,8 +90,8 @@ class TeacherForcing(nn.Module):
     """A drafter read at all anchors of a batch: its loss, or its acceptance.
 
     `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
-    With `visited` it is trained on batches with a decoder's rounds: at their anchors, on the
-    tokens that were drafted there, and as the family drafts (`hidden`) at all of its depths.
+    With `visited`, the drafter is trained on a decoder's rounds: at their anchors, on the tokens
+    that were drafted there, at all depths, which are computed as in drafting (by `hidden`).
     Raises UserError for a reference that cannot be compared with the draft.
     """
 
@@ -210,14 +210,14 @@ class TeacherForcing(nn.Module):
                 if other_NKS is not None:
                     of.reference_log_q = self.sampler.log_probs(other_NKS[at])
                 loss_NK = self.objective.loss(of)
-                if of.confidence is not None:  # where no term reads it, a gradient of 0, not none
+                if of.confidence is not None:  # a gradient of 0, not None, if no term reads it
                     loss_NK = loss_NK + 0 * of.confidence
                 total = (loss_NK * chosen.weight_NK[rows][at] * decay_K).sum()
                 columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
                 counted_CNK = torch.stack(columns) * of.valid
                 return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
 
-            # what compares with a reference ranks the tokens of a whole chunk
+            # a term that compares with a reference ranks the tokens of a whole chunk
             size = len(some_NKD) if reference is not None else at_once(tensors[0])
             whole = size >= len(some_NKD)
             return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
@@ -255,9 +255,9 @@ class TeacherForcing(nn.Module):
     ) -> tuple[Callable[..., Piece], list[Tensor]]:
         """p, q and the other tensors that an objective may read, for a few of a chunk's anchors.
 
-        Gives a function from their slice, and their rows of the tensors that it gives, too: those
-        through which a gradient can flow, the draft's logits first. All products with unembeddings
-        are made here, once for the chunk.
+        Returns a function and some tensors: those through which a gradient can flow, the draft's
+        logits first. The function takes a slice of anchors, and their rows of each of the tensors.
+        All products with unembeddings are made here, once for the chunk.
         """
         T = batch.mask_BT.shape[1]
         depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)

@@ -41,7 +41,7 @@ class Read(NamedTuple):
 
     ctx: Context  # of the text
     final_1TD: Tensor
-    after_RKD: Tensor  # its final hidden state after the first k tokens of each draft
+    after_RKD: Tensor  # the target's final hidden state after the first k tokens of each draft
 
 
 @torch.no_grad()

@@ -287,7 +287,7 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
 
 
 def _alpha(notes: dict[str, Any]) -> list[float]:
-    """The α that training notes in a card; none if there is none that makes sense."""
+    """The α that training noted in a card; empty if the card has none that makes sense."""
     try:
         found = [float(a) for a in notes["held_out"]["by_depth"]["greedy"]]
     except (KeyError, TypeError, ValueError):

@@ -3,7 +3,7 @@
 vLLM finds a module by its target's architecture. Its loader for MiMo-V2 is the one whose block is a
 plain Llama layer (vllm/model_executor/models/mimo_v2_mtp.py in 0.32): [enorm(e); hnorm(h)] →
 eh_proj → layer → final norm, whose output the head and the next step read. It shares the embedding
-and the head with whatever target is served, but reads the module's sizes in the *target's* config,
+and the head with whatever target is served, but reads the module's sizes from the target's config,
 so the keys that a target lacks are written beside the draft, for `--hf-overrides`. Tensors of names
 that the loader does not know are skipped in silence. deepseek_mtp has latent attention and experts,
 so no module of this kind fits there; ernie_mtp has no final norm.

@@ -40,8 +40,8 @@ OnPrompt = Callable[[str], None]
 
 @dataclass
 class Subject:
-    """What is measured: a run's draft, for its target, on some data, and in turns with it another
-    draft, if there is one in `also`."""
+    """What is measured: a run's draft, for its target, on some data. A second draft, `also`,
+    may take turns with it."""
 
     name: str  # of the run
     target: Target

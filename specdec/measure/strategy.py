@@ -113,7 +113,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
 
 
 def weigh(setup: Setup, prompts: Sequence[Sequence[int]]) -> None:
-    """Have a drafter that chooses what to draft weigh it, by plain answers to some prompts."""
+    """Let a drafter that chooses its drafts weigh them, by plain answers to some prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
         found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_CHOICE)

@@ -3,9 +3,9 @@ vocabulary never exists.
 
 Training uses it twice. The hidden states of a chunk of anchors are multiplied by the two
 unembeddings, which is fast for many rows at once. The objective then reads the chunk's logits a few
-rows at a time, and leaves their gradient in the place of its many intermediate tensors, which stay
-in a processor's cache. So no product is computed twice. In blocks of the vocabulary, p and q would
-have to be computed again for the gradient, as β is not known before the last block.
+rows at a time: its many intermediate tensors stay in a processor's cache, and only the gradient of
+the logits remains. So no product is computed twice. If the vocabulary were cut into blocks, p and q
+would have to be computed again for the gradient, as β is not known before the last block.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         scale = grad_outputs[0]
-        if scale == 1:  # of a chunk within a chunk: no copy of the largest tensor there is
+        if scale == 1:  # a chunk within a chunk: do not copy the largest tensor
             return None, None, None, *ctx.saved_tensors
         return None, None, None, *(None if g is None else g * scale for g in ctx.saved_tensors)
 
@@ -69,7 +69,7 @@ class _Chunked(torch.autograd.Function):
 def chunked(
     part: Part, cut: Sequence[Tensor], parameters: Sequence[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `part` over chunks of the rows of the tensors in `cut`, all as long.
+    """Sum of `part` over chunks of the rows of the tensors in `cut`, which have equally many.
 
     `part(slice, rows of each tensor…)` returns a summed loss (scalar, float32) and detached summed
     statistics. `parameters` lists all trained parameters: those that a chunk reads get their

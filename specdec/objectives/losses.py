@@ -56,12 +56,12 @@ def top_k(piece: Piece, k: float = 10.0) -> Tensor:
 
 def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
     """`kl` on the tokens from which the draft has most to learn, 0 on the others (Hu et al. 2025,
-    AdaSPEC, arXiv 2510.19779): those whose KL exceeds a trained reference draft's by the most, the
-    share `keep` of them. ∂/∂z = P q - p on the tokens kept.
+    AdaSPEC, arXiv 2510.19779). They are the share `keep` of tokens whose KL exceeds that of a
+    trained reference draft by the most. ∂/∂z = P q - p on the tokens kept.
 
     The quantile is taken at each depth over the valid tokens of a chunk (`objective.chunk`), as the
-    authors take it over a micro-batch (yuezhouhu/adaspec, README.md). As theirs, the loss is
-    divided by all tokens, not by those kept.
+    authors take it over a micro-batch (yuezhouhu/adaspec, README.md). Like theirs, the loss is
+    divided by the number of all tokens, not of those kept.
     """
     reference = piece.reference_log_q
     require(
@@ -101,7 +101,7 @@ def nla(piece: Piece) -> Tensor:
 
 def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
     """λ KL + (1 - λ) TV with λ = exp(-η β) per token and no gradient through λ: KL dominates where
-    the draft is far off and gives way to TV as β grows. ∂/∂z is the same mixture of theirs."""
+    the draft is far off and gives way to TV as β grows. ∂/∂z mixes theirs in the same way."""
     weight = torch.exp(-eta * piece.beta.detach())
     return weight * kl(piece) + (1 - weight) * tv(piece)
 
@@ -111,8 +111,8 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
     w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid depths and
     without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
 
-    The weights are those of Lucas-TY/D-PACE (specforge/core), where the sum over a
-    batch's blocks is divided by its rows; here it is divided by the anchors, as every loss is,
+    The weights are those of Lucas-TY/D-PACE (specforge/core), where the sum over a batch's blocks
+    is divided by the number of its rows; here it is divided by that of anchors, as every loss is,
     which only scales it. An objective's weights over depth apply in addition; `objective=d_pace`
     sets them to 1.
     """
@@ -165,23 +165,23 @@ def expected_tree(
     and a_r = G_{r+1} - G_r; G_1 = β, so on a chain this is `expected_length`. Siblings drawn
     without replacement (rule recursive, the default for trees) are accepted more often: after x is
     rejected, the second is drawn from q / (1 - q(x)), which is larger wherever p can still be. So L
-    is too low for them, the more so the more of q is on few tokens.
+    is too low for them, and more so the more of q is on few tokens.
 
     Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, and only on the
     text's own branch are p and q known, whether heads are parallel or not, since p depends on the
     path in any case. The product of that branch's a_j is exact if acceptance at a depth does not
     depend on the tokens accepted above it, as `expected_length` and Sequoia (Chen et al. 2024)
-    assume; on toys whose p and q do depend on them its mean over texts is -2 to +6 % off the
-    enumerated value (tests/objectives/test_coupled.py has one). Exact for text x drawn from p would
-    be a_k Π_{j<k} a_j(x_j) / p(x_j), with a_j(x_j) the part of a_j that x_j adds; it is noisier,
-    and wrong for text drawn otherwise. Children that are the likeliest tokens (T = 0, point masses)
-    are accepted with probability p(x), which has no gradient in q.
+    assume; on toys whose p and q do depend on them, its mean over texts is -2 to +6 % off the
+    enumerated value (tests/objectives/test_coupled.py has one). For text x drawn from p, it would
+    be exact to take a_k Π_{j<k} a_j(x_j) / p(x_j), where a_j(x_j) is the part of a_j that x_j adds;
+    that is noisier, and wrong for text drawn otherwise. Children that are the likeliest tokens
+    (T = 0, point masses) are accepted with probability p(x), which has no gradient in q.
 
     Gradient: with B_r = {x: p > M_r q}, dG_r/dz = M_r q (1_B - Q_B) + Q_B dM_r/dz, Q_B = Σ_B q, and
     dM_{r+1} = dM_r - dG_r. ∂L/∂z_i = Σ_r V_{i,r} ∂a_{i,r}/∂z, where V_{i,r} sums, over the nodes
     at or below one of rank r at depth i, the product of the other factors. As in `expected_length`,
     early in a run V is computed from ã_r = (1 - s) a_r + s [r = 0], and rank 0's part is
-    V ã_0 ∂log β, so that a poor draft learns; from the share `until` of the run it is exact.
+    V ã_0 ∂log β, so that a poor draft learns; after the share `until` of the run, V is exact.
     """
     smooth *= _left(piece, until)
     levels, K = Static(paths).levels, piece.log_p.shape[1]
@@ -222,7 +222,7 @@ def expected_tree(
 def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
     """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
     width as in EAGLE-1's own code: with d their difference and b = `beta`, d²/2b where |d| < b,
-    else |d| - b/2. The gradient by the draft's state of width D is d/(bD), or sign(d)/D.
+    else |d| - b/2. The gradient for the draft's state, of width D, is d/(bD) or sign(d)/D.
 
     Raises UserError if the draft is not as wide as the target.
     """
@@ -244,9 +244,9 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     from the first rejected one on reverse KL · `decay`^k, with k counted from the round's anchor.
 
     Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone;
-    here they are exact. It divides by the sum of these weights, a decoder's rounds here by their
-    number. Gradients as for `kl` and `reverse_kl`. On plain text, where there are no rounds, it is
-    `kl`.
+    here they are exact. The code divides by the sum of these weights; here the sum over a decoder's
+    rounds is divided by their number. Gradients are those of `kl` and `reverse_kl`. On plain text,
+    where there are no rounds, it is `kl`.
     """
     if piece.accepted is None:
         return kl(piece)

@@ -82,7 +82,7 @@ class ObjectiveConfig:
         require(
             not of_trees or self.paths is not None,
             f"objective.terms.{', '.join(of_trees)} is for the tree that will be drafted: "
-            "give its paths, as decode.tree=static decode.paths=[[0],[1],[0,0]]",
+            "give its paths, such as decode.tree=static decode.paths=[[0],[1],[0,0]]",
         )
         require(
             bool(of_trees) or self.paths is None,

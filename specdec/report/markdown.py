@@ -118,8 +118,8 @@ def _also(results: Results | None) -> list[str]:
     shape = drafted(results, results.temperatures[0])
     return [
         f"## {results.drafter.capitalize()}",
-        f"The same prompts, in turns with the draft above, drafting {shape} at most. Its costs "
-        "change from round to round, so none are predicted.",
+        f"This draft answered the same prompts in turns with the one above, drafting {shape} at "
+        "most. Its costs change from round to round, so no speedup is predicted.",
         by_temperature(results.temperatures, lambda at: _counted(at, results)),
     ]
 

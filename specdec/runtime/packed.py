@@ -75,8 +75,8 @@ def product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def bucket(rows: int) -> int:
-    """The number of rows probed in place of this many. Up to 4 it is the number itself, since in
-    float32 one way may take half as long again for 4 rows as for 3, where the other does not."""
+    """The number of rows probed in place of this many. Up to 4 it is the number itself: in
+    float32, one way may take 1.5 times as long for 4 rows as for 3, while the other does not."""
     return next((n for n in (1, 2, 3, 4, 8, 16, 64) if rows <= n), 256)
 
 

@@ -116,7 +116,7 @@ class Parts:
 
     def beyond(self, k: int) -> dict[str, Tensor]:
         """The tensors of layer L + k of the checkpoint, after the L that the model has: its k-th
-        module for multi-token prediction, which transformers does not load. Empty without one."""
+        module for multi-token prediction, which transformers does not load. Empty if absent."""
         L = self.config.num_hidden_layers
         found = self.under(f"{self.prefix}.{L + k}.") if self.under else {}
         return {name: x.to(self.device) for name, x in found.items()}

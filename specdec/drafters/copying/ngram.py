@@ -33,7 +33,7 @@ class Text(Memory):
     def __init__(self, config: NgramConfig) -> None:
         super().__init__(config)
         self.ends: dict[tuple[int, ...], list[int]] = {}
-        self._found: tuple[list[int], int] = [0], 0  # where the chain's n-gram and its own ended
+        self._found: tuple[list[int], int] = [0], 0  # ends of the n-gram; the one the chain follows
 
     def push(self, token: int) -> None:
         for gram in self.last(self.config.min_ngram, self.config.max_ngram):

@@ -89,7 +89,7 @@ class LM(Pretrained):
             ) from error
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """Drafted tokens are branches of the text: one pass reads all of them behind it."""
+        """Drafted tokens are branches of the text: one pass reads all of them after it."""
         if drafted_BAk is None:
             return super().hidden(ctx, anchors_BA, None)
         ids_BM, place = with_branches(ctx, anchors_BA, drafted_BAk)
@@ -125,8 +125,8 @@ class LM(Pretrained):
 
 
 def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tuple[Tensor, Place]:
-    """A text and behind it the tokens drafted at each anchor, as ids [B, M], and their place: each
-    drafted token sees its document up to its anchor, and those drafted there before it."""
+    """The ids [B, M] of a text followed by the tokens drafted at each anchor, and their place. Each
+    drafted token sees its document up to its anchor, and the tokens drafted there before it."""
     (B, T), k, device = ctx.ids_BT.shape, drafted_BAk.shape[2], anchors_BA.device
     step_T = torch.arange(T, device=device)
     position_BT = step_T.expand(B, T) if ctx.position_BT is None else ctx.position_BT
@@ -137,7 +137,7 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tupl
     position_BX = position_BT.gather(1, anchor_BX) + 1 + step_X
     position_BM = torch.cat([position_BT, position_BX], 1)
     document_BM = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
-    last_BM = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # of the text, that each token sees
+    last_BM = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # last text token that each sees
     alike_BMT = document_BM[:, :, None] == document_BT[:, None]
     of_text_BMT = alike_BMT & (last_BM[:, :, None] >= step_T)
     own_XX = (round_X[:, None] == round_X) & (step_X[:, None] >= step_X)

@@ -3,12 +3,12 @@
 The target's features are fused once, c = RMSNorm(fc(features)), and every layer reads them as keys
 and values at the positions before the anchor. The queries are the slots of a block: slot 0 is the
 anchor's token, the others the embedding of a mask token, and they see each other. The target's own
-embedding and LM head are used as they are. Only the block's first slot depends on the text, so one
-pass drafts all depths, and a cache holds keys of the target's features and never of a block.
+embedding and LM head are used as they are. Only the first slot of a block holds a token of the
+text, so one pass drafts all depths. A cache holds keys of the target's features, never of a block.
 
-Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
-of query norms can do their work, and vLLM 0.32 on a CPU norms the features' keys of all layers by
-the first layer's weights (its kernel reads one row of the stacked weights: tried).
+Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1. The
+weights of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys of all
+layers with the first layer's weights (tried: its kernel reads one row of the stacked weights).
 
 Letters: B batch, T time, A anchors, M slots of a block, N slots of all anchors, K depth, W new
 features, F width of the features, D width, E head width, G query heads per KV head, S draft
@@ -51,10 +51,10 @@ class BlockConfig:
     """`depth` tokens drafted in one pass by `num_layers` layers.
 
     `layers` None reads as many layers of the target as the draft has, spread as in the reference.
-    `mask_token` is the id whose embedding stands for a token to be drafted, None for the last of
-    the vocabulary: a rare token, or an unused row. `draft_vocab` null keeps the whole vocabulary.
-    `start=target` copies the target's last layers and its final norm; `random` is the paper's
-    start.
+    `mask_token` is the id whose embedding stands for a token to be drafted, None for the last id
+    of the vocabulary, which is a rare token or an unused row. `draft_vocab` null keeps the whole
+    vocabulary. `start=target` copies the target's last layers and its final norm; `random` is the
+    paper's start.
     """
 
     name: str
@@ -122,9 +122,9 @@ class Block(Drafter):
         )
 
     def start(self, target: Parts) -> None:
-        """Linear weights and embeddings drawn from a normal distribution of standard deviation
-        0.02, or what fits of the target's last layers around a pass-through of the highest feature.
-        Query norms then give scores the size that they have in the target."""
+        """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
+        `start=target` then copies what fits of the target's last layers, around a pass-through of
+        the highest feature, and sets query norms so that scores have their size in the target."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -219,7 +219,7 @@ class Block(Drafter):
         return found.transpose(3, 4).flatten(3, 4)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """Always of whole blocks, since the slots of later depths may be read by earlier ones."""
+        """Always computed for whole blocks, since earlier slots may read those of later depths."""
         depths = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         return self.blocks(ctx, anchors_BA)[:, :, :depths]
 
@@ -255,8 +255,8 @@ class Block(Drafter):
         return (self.head(self.norm(x)[:, self.first :]),)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """One pass, whatever is drafted then. With a cache, it commits the keys of features that
-        are new, and forgets those of the block."""
+        """One pass, whatever is drafted from it. With a cache, it commits the keys of new features
+        and forgets those of the block."""
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1

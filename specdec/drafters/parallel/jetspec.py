@@ -1,7 +1,7 @@
 """JetSpec (arXiv 2606.18394; hao-ai-lab/JetSpec:jetspec/models/draft_head.py): a causal block.
 
-A block as in its bidirectional relative, slot j predicting the token at its own position, but a
-slot sees only itself and the slots before it. So a draft does not depend on how many slots follow.
+As in a bidirectional block, slot j predicts the token at its own position, but a slot sees only
+itself and the slots before it. So a draft does not depend on how many slots follow.
 One pass gives the marginals of all depths, from which a tree of the likeliest paths is drafted
 (`decode.tree=best_first`). It is trained with KL, all depths alike (`experiment=jetspec_paper`).
 """

@@ -3,8 +3,8 @@
 Head k maps the hidden state at a - 1 to token a + 1 + k:
 logits_k = W2_k (SiLU(W1_k h + b_k) + h), where W1 starts at zero and W2 as the target's LM head, so
 training starts from the target's own head. The paper's formula has no b; the reference's layers
-(FasterDecoding/Medusa, medusa/model/medusa_model.py) have one, which starts at random, so that its
-heads do not start as the target's exactly. Letters: B batch, K heads, D width.
+(FasterDecoding/Medusa, medusa/model/medusa_model.py) have one. It starts at random, so the
+reference's heads do not start exactly as the target's. Letters: B batch, K heads, D width.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Medusa(Heads):
         return self.blocks[k](state)
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        """The logits after a node depend only on its depth, so they are computed once a depth."""
+        """The logits after a node depend only on its depth, so they are computed once for each."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]
         return reading_no_draft(lambda k: self.unembed(hidden_BKD[:, k], k))

@@ -5,8 +5,8 @@ unembedding is shared and frozen.
 The paper's head 1 is the model's own last layer, which predicts the token after the last one that
 the trunk has read. A drafter knows that token, the anchor, so depth k is the paper's head k + 2,
 and the anchor itself is not read. The released model shares the final norm; here each head has a
-copy, as the trunk is frozen. The paper runs its heads one after another to save memory, as the
-chunked loss does anyway. Letters: B batch, A anchors, K heads, D width.
+copy, as the trunk is frozen. The paper runs its heads one after another to save memory,
+which the chunked loss saves anyway. Letters: B batch, A anchors, K heads, D width.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class MTPHeadsConfig:
-    """`depth` heads. `start=target` copies the target's last layer and final norm to each, which
-    then predicts what the target does; `random` is the paper's start."""
+    """`depth` heads. `start=target` copies the target's last layer and final norm to each head,
+    which then predicts what the target does; `random` is the paper's start."""
 
     name: str = "mtp_heads"
     depth: int = 3

@@ -1,12 +1,12 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3 that drafts all depths in one pass.
 
-Depth 0 reads the pair (x_a, feature of a - 1), as in EAGLE-3. Depth k > 0 reads the same masked
-pair at every k, only at the rotary position a - 1 + k: the embedding of a mask token, and a learned
-`mask_hidden` in the place of the target's features, which takes the same way through norms and fc.
-It sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but no drafted
+Depth 0 reads the pair (x_a, feature of a - 1), as in EAGLE-3. Every depth k > 0 reads the same
+masked pair, but at the rotary position a - 1 + k: the embedding of a mask token, and a learned
+`mask_hidden`, which goes through norms and fc in the place of the target's features. A masked pair
+sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but no drafted
 token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle); the
-masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). There the embedding is
-trained, too; here it stays the target's, so that no engine needs a second one.
+masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). The paper also trains
+the embedding; here it stays the target's, so that no engine needs a second one.
 
 Letters: B batch, T new pairs, A anchors, K depth, D width, S draft vocabulary.
 """
@@ -64,8 +64,8 @@ class PEagle(Eagle3):
         return self.target_vocab - 1 if given is None else given
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """COD sampling: the kept depths of an anchor are its first ones. Each weighs 1 over the
-        product of the shares drawn, so that the expected loss is that of all depths."""
+        """COD sampling: the kept depths of an anchor are its first ones. Each of them weighs 1
+        over the product of the shares drawn, so that the expected loss is that of all depths."""
         weight_TK = super().anchors(valid_TK, generator)
         n = int((weight_TK[:, 0] > 0).sum())
         for k in range(1, valid_TK.shape[1]):
@@ -95,7 +95,7 @@ class PEagle(Eagle3):
             return self.hidden(ctx, anchors_BA, None)
         A, K = counted_BAK.shape[1:]
         order_BA = counted_BAK.sum(-1).argsort(dim=1, descending=True, stable=True)
-        widths = counted_BAK.sum(1).amax(0).clamp_min(1).tolist()  # depth k: a row's first so many
+        widths = counted_BAK.sum(1).amax(0).clamp_min(1).tolist()  # anchors of a row with depth k
         anchors_BA = anchors_BA.gather(1, order_BA)
         steps = self.unrolled(ctx, anchors_BA, self.masks(anchors_BA, K - 1), widths)
         found_BAKD = torch.stack([pad(x, (0, 0, 0, A - x.shape[1])) for x in steps], 2)

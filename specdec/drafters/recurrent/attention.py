@@ -117,7 +117,7 @@ class Attention(nn.Module):
     def over_anchors(
         self, query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
     ) -> Tensor:
-        """`attended`, as attention's output [B, A, D]."""
+        """What `attended` gives, projected to attention's output [B, A, D]."""
         return self.joined(attended(query, shared, sight, own))
 
 

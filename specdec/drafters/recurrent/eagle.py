@@ -33,8 +33,8 @@ class EagleConfig:
     """EAGLE-1. `unroll` is the number of trained depths, null for all `depth`; 1 is the paper's
     recipe, which reads only the target's features. `noise` is the width of the uniform noise that
     training adds to the features of a text of 512 tokens (the paper uses 0.2; longer texts get
-    narrower noise); 0 adds none. `detach` trains each depth on the output of the depth before it as
-    data, without a gradient through it, as HASS does.
+    narrower noise); 0 adds none. With `detach` each depth takes the output of the depth before it
+    as data, without a gradient through it, as in HASS.
 
     `start=target` copies the target's last layer around a pass-through of the feature; `random`
     is the paper's start.
@@ -125,10 +125,10 @@ class Eagle(Recurrent):
         one of each pass i < j, from the output of pass i at t - j + i. So position t of pass j is
         depth j - 1 of the anchor with pair t - (j - 1), and it reads what our unrolled layer reads;
         but every output is detached before it is read. The reference takes one backward pass for
-        each loss, so gradients sum: `objective.depth_decay=1`. Two things of it are left out: its
-        masked scores are 0, not -inf, so that masked positions count in the denominator of its
-        softmax, and in no engine's; and its pass j also trains on the first j - 1 positions of an
-        answer, whose anchors lie before it.
+        each loss, so gradients sum: `objective.depth_decay=1`. Two things in it are left out here.
+        Its masked scores are 0, not -inf, so masked positions count in the denominator of its
+        softmax, which they do in no engine. And its pass j also trains on the first j - 1 positions
+        of an answer, whose anchors lie before the answer.
         """
         return hidden.detach() if self.config.detach else hidden
 

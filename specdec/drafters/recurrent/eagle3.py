@@ -38,9 +38,9 @@ class Eagle3Config:
     `start=target` copies the target's last `num_layers` layers and LM head and passes the highest
     feature through; `random` is the paper's start. `draft_vocab` null keeps the whole vocabulary.
 
-    EAGLE-3.1 norms what the layers add up to (vLLM 0.32, llama_eagle3.py): `norm_before_fc` the
-    concatenated features together, or `fc_norm` each of them, and `norm_output` the output that
-    the next depth reads.
+    EAGLE-3.1 norms what the layers add up to (vLLM 0.32, llama_eagle3.py): `norm_before_fc` norms
+    the concatenated features together, or `fc_norm` norms each of them, and `norm_output` norms the
+    output that the next depth reads.
     """
 
     name: str = "eagle3"
@@ -124,7 +124,7 @@ class Eagle3(Recurrent):
         for i, layer in enumerate([self.layer, *self.upper]):
             theirs, ours = target.layer(i - 1 - len(self.upper)), dict(layer.named_parameters())
             if layer is self.layer:
-                ours.pop("input_layernorm.weight")  # the target's norms the stream: the feature
+                ours.pop("input_layernorm.weight")  # the target's norm is for the feature
                 theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
             for name, weight in ours.items():
                 source = theirs.get(name, torch.empty(0))

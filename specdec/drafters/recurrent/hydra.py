@@ -1,13 +1,13 @@
-"""Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read the tokens so far.
+"""Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read drafted tokens.
 
 Head k reads c = cat[h, e(x_a), …, e(x_{a+k})], where e is the target's frozen embedding and h its
 final hidden state at a - 1. The first layer is S c + SiLU(W c), with W starting at zero and S as
 torch starts linear layers; the others are x + SiLU(W x); the LM head starts as the target's. All
 have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py).
 
-Hydra++ replaces h by the output of one decoder layer over the target's states and a norm. It reads
-committed positions only, and so does its cache. In the reference, which repeats one module, the
-layers of a head after the first share their weights; here each has its own, as in the paper.
+Hydra++ replaces h by the normed output of one decoder layer over the target's states. It reads
+only committed positions, and its cache holds no others. In the reference, which repeats one module,
+the layers of a head after the first share their weights; here each has its own, as in the paper.
 
 Letters: B batch, T time, A anchors, D width, F numbers read.
 """

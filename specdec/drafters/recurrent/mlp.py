@@ -8,7 +8,7 @@ The state starts as the target's final hidden state at a - 1. At depth i, with n
 so that about half of the last state's magnitude comes from the first. The formulas, the exact GELU
 and the start, all weights from N(0, 1/D), are those of the reference (foundation-model-stack/
 fms-extras, fms_extras/models/speculator.py; its norm is LayerNormParameterized of fms). vLLM leaves
-out w_s and divides w_e by it instead, which the norm makes the same up to its eps.
+out w_s and divides w_e by it instead; after the norm, this is the same up to its eps.
 
 Letters: D width of the state, V target vocabulary.
 """
@@ -29,10 +29,10 @@ EPS = 1e-6  # of all norms
 class MlpConfig:
     """`depth` heads, each with an embedding table, a projection, a norm and an LM head of its own.
 
-    `inner_dim` is the width of the state and of the embeddings, null that of the target's states.
-    With `tie_weights` all depths share one of each, but for the first projection, whose input has
+    `inner_dim` is the width of the state and the embeddings; null takes that of the target's state.
+    With `tie_weights` all depths share one of each, except the first projection, whose input has
     the target's width. `scale_input` divides the target's state by √2 times its root mean square.
-    `draft_vocab` null keeps the whole vocabulary, as the reference does; embeddings always have it.
+    `draft_vocab` null keeps the whole vocabulary, as the reference does; embeddings cover it all.
     """
 
     name: str = "mlp"

@@ -1,21 +1,21 @@
 """Multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437), and FastMTP's one module for all
 depths (arXiv 2509.18362).
 
-Module k reads a token and a state, the target's final one or that of module k - 1, through
+Module k reads a token and a state (the target's final one, or that of module k - 1) through
 eh_proj(cat[enorm(e), hnorm(h)]), a Llama layer and a norm of its own. The target's embedding and
 head are shared and frozen, and the draft vocabulary is the target's.
 
-`modules=1` reuses one module at every depth and unrolls it as engines do, which is how it also
-trains: depth k has the rotary position a - 1 + k and sees the pairs of the text and its own earlier
-depths in one cache. Module k of several instead sees only its own keys, those of tokens up to
-a + k, each read together with module k - 1's state at the token before, as in DeepSeek-V3's
+`modules=1` reuses one module at every depth and unrolls it as engines do, in training as well:
+depth k has the rotary position a - 1 + k and sees the pairs of the text and its own earlier depths
+in one cache. With several modules, module k sees only its own keys, which are those of tokens up to
+a + k, each read together with the state of module k - 1 at the token before, as in DeepSeek-V3's
 training. No engine serves that exactly: vLLM 0.32 runs its only module at every depth.
 
 Traps, with their sources:
-- The paper concatenates [h; e]; checkpoints, vLLM's deepseek_mtp and mimo_v2_mtp, and speculators
-  [e; h]; vLLM's mimo_mtp [h; e].
+- The paper and vLLM's mimo_mtp concatenate [h; e]. Checkpoints, speculators, and vLLM's
+  deepseek_mtp and mimo_v2_mtp concatenate [e; h].
 - FastMTP's code (speculators, models/mtp/core.py) keeps the position of depth 0 at every depth and
-  gives a depth only keys of that depth, which no engine does: positions advance there.
+  gives a depth only keys of that depth. No engine does so: in engines, positions advance.
 - The state that the next depth reads is the normed one (vLLM 0.32, speculators). In older vLLM it
   was the one before the norm.
 - deepseek_mtp replaces the embedding at position 0 by zeros; mimo_v2_mtp, whose block is Llama's
@@ -53,7 +53,7 @@ from specdec.target.parts import Parts
 
 @dataclass
 class MTPConfig:
-    """`modules` is 1, for one that is reused at every depth, or `depth`, for one a depth.
+    """`modules` is 1, for one module reused at every depth, or `depth`, for one at each depth.
 
     `start=target` starts from the target's own modules where its checkpoint has any of this kind,
     else from the target's last layer around a pass-through of the state; `random` starts from
@@ -142,8 +142,8 @@ class MTP(Recurrent):
         return [module.eh_proj for module in self.stack]
 
     def copy_from(self, target: Parts) -> None:
-        """Copy the target's own modules, of which the last serves all further depths. Where it has
-        none whose tensors all fit, because its block is not Llama's, copy its last layer."""
+        """Copy the target's own modules; the last of them serves all further depths. If it has none
+        whose tensors all fit, because its block is not Llama's, copy the target's last layer."""
         theirs: dict[str, Tensor] = {}
         for k, module in enumerate(self.stack):
             found = target.beyond(k)
@@ -235,7 +235,7 @@ class MTP(Recurrent):
         first: int,
         features: Tensor | None = None,
     ) -> Tensor:
-        """Read new tokens with the modules from `first` on; the states [B, W, D] of that one."""
+        """Read new tokens with modules `first` and up; the states [B, W, D] of module `first`."""
         B, W = tokens_BW.shape
         length_B1 = torch.tensor(cache.lengths, device=tokens_BW.device)[:, None]
         start = cache.scratch
@@ -257,7 +257,7 @@ class MTP(Recurrent):
             sight = seen_BWP & (slot_P >= k)
             sight = sight | ~sight.any(
                 -1, keepdim=True
-            )  # a token too early for k; it may not be NaN
+            )  # a token too early for module k, which must not be NaN
             query = attention.query(read, rope)
             out = module.finish(stream, attention.joined(fused(query, keys, values, sight)))
             cache.update(out[:, None], out[:, None, :, :0], len(self.layers) + k)

@@ -82,8 +82,8 @@ class Layer(nn.Module):
         return self.finish(residual, attended)
 
     def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
-        """Scale the weights that write, so that on such states, of which attention reads
-        `read_ND`, attention (over one position) and MLP together add `UPDATE` of their size."""
+        """Scale the output weights of attention and MLP so that, on states like `state_ND`, whose
+        attention reads `read_ND` at one position, both together add `UPDATE` times their size."""
         attention = self.self_attn
         values_NHE = attention.v_proj(read_ND).unflatten(-1, (attention.kv_heads, -1))
         heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
@@ -131,8 +131,8 @@ class Recurrent(Drafter):
 
     @property
     def fusions(self) -> list[nn.Linear]:
-        """What a pair enters through: the last D columns read the feature (the highest of
-        several)."""
+        """The linear maps through which a pair enters. Their last D columns read the feature (of
+        several features, the highest)."""
         return [self.fc]
 
     @property
@@ -153,7 +153,7 @@ class Recurrent(Drafter):
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
     def onward(self, hidden: Tensor) -> Tensor:
-        """What the next depth reads of the output [..., D] in the place of a feature."""
+        """What the next depth reads in the place of a feature, from the output [..., D]."""
         return hidden
 
     def copy_from(self, target: Parts) -> None:
@@ -223,7 +223,7 @@ class Recurrent(Drafter):
         pairs = self.enter(self.embed(ids_BP), feature_BPD)
         rope = self.rope(position_BP, P + k)
         shared = [self.layer.self_attn.keys_values(pairs[0], rope)]
-        for below, above in zip(layers, self.upper, strict=False):  # all pairs, but for the last
+        for below, above in zip(layers, self.upper, strict=False):  # all but the last layer
             pairs = above.enter(below.at(pairs, rope, shared[-1], sight(every_BP)))
             shared.append(above.self_attn.keys_values(pairs[0], rope))
         position_BA = position_BP.gather(1, pair_BA)
@@ -385,7 +385,7 @@ def away_from_zero(weight_D: Tensor) -> Tensor:
 
 
 def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
-    """Whether they hold all of our tensors, in our shapes and not quantised."""
+    """Whether `theirs` holds all tensors of `ours`, in the same shapes and not quantised."""
     found = [theirs.get(name, torch.empty(0)) for name in ours]
     same = [x.shape == y.shape for x, y in zip(found, ours.values(), strict=True)]
     return all(same) and all(x.element_size() > 1 for x in found)
