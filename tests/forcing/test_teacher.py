@@ -141,10 +141,10 @@ def test_per_sequence_every_text_weighs_the_same(target: Target) -> None:
 def test_every_trained_parameter_has_its_gradient(target: Target, name: str) -> None:
     """In one chunk or in many: the same gradient, and none is left out."""
     found = []
+    terms = {"nla": 1.0} | ({"confidence": 1.0} if name == "dspark" else {})
     for chunk in (1000, 3):
-        forcing = TeacherForcing(
-            make_drafter(name, target), target, Sampler(1.0), ObjectiveConfig(chunk=chunk)
-        )
+        objective = ObjectiveConfig(terms, chunk=chunk)
+        forcing = TeacherForcing(make_drafter(name, target), target, Sampler(1.0), objective)
         batch = batch_with(target, forcing.drafter, 10)
         trained = [p for p in forcing.drafter.parameters() if p.requires_grad]
         found.append(gradient(forcing, batch))
@@ -279,7 +279,7 @@ def test_chunks_within_chunks_equal_everything_at_once(
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     torch.testing.assert_close(statistics[:, 1:], columns, rtol=1e-5, atol=1e-5)
     assert (statistics[:, 2:4] > 0).all()
-    assert (statistics[:, 4] > 0).any() or name in ("eagle", "lm")  # which never agree greedily
+    assert (statistics[:, 4] > 0).any() or name != "eagle3"  # the others never agree greedily
     for got, gradient in zip(torch.autograd.grad(loss, trained), gradients, strict=True):
         scale = float(gradient.abs().max())
         torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-4 * scale)

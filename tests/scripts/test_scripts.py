@@ -176,7 +176,7 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
     stood_in(monkeypatch, target, [[1, 2, 3]], never)
     heads = {"medusa": Medusa.build(Medusa.Config(depth=2), target)}
     monkeypatch.setattr(bench, "setting", lambda *_: Setting(target, heads, [[1, 2, 3]]))
-    with pytest.raises(UserError, match="2 heads"):
+    with pytest.raises(UserError, match="at most 2 tokens"):
         bench.lossless([Path("medusa")], new=6, gamma=3)
 
 
@@ -211,6 +211,8 @@ def test_an_engine_is_spoken_to_line_by_line(
     from benches import engine
     from benches.turns import Answer
 
+    from specdec.formats.export import LAYOUTS
+
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     counts = '"num_drafts": [4], "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1]'
@@ -221,7 +223,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     )
     python.chmod(0o755)
     monkeypatch.setattr(engine, "VENV", tmp_path)
-    with engine.Engine(tmp_path, "eagle3", 2, "float32") as served:
+    with engine.Engine(tmp_path, LAYOUTS["eagle3", "hf"], 2, "float32") as served:
         assert served.answer([1, 2], 2) == Answer([7, 8], 0.5, 4, [2, 1])
         for _ in range(2):  # it has ended, or ends while it is written to
             with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
