@@ -277,6 +277,10 @@ def test_the_papers_recipes_are_composed() -> None:
     wanted = {"depth": 8, "num_layers": 4, "keep": 0.7, "keep_least": 0.2, "start": "random"}
     assert config.drafter == PEagleConfig(**wanted)  # type: ignore[arg-type]
     assert (config.objective.terms, config.objective.depth_decay) == ({"kl": 1.0}, 0.7)
+    config = compose(["experiment=hass_paper"])
+    assert config.drafter == EagleConfig(depth=3, start="random", detach=True, noise=0.2)
+    assert config.objective.terms == {"smooth_l1": 1.0, "soft_ce": 0.1, "top_k": 1.0}
+    assert (config.objective.depth_decay, config.objective.constants) == (1.0, {})  # k = 10
 
 
 @pytest.mark.parametrize(
