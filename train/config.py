@@ -61,6 +61,11 @@ class Config:
         return family(self.drafter.name)
 
     @property
+    def trains(self) -> bool:
+        """Whether the configured drafter has weights to train."""
+        return self.family.trains(self.drafter)
+
+    @property
     def trains_at_visits(self) -> bool:
         """Whether training is on a decoder's rounds, not at all positions of a text."""
         return self.data.rounds is not None or self.rounds.data == "on_policy"
@@ -68,7 +73,7 @@ class Config:
     @property
     def stores_features(self) -> bool:
         """Whether the target's features are kept on disk: only trained drafters read them."""
-        return self.family.trainable and self.features.cache == "disk"
+        return self.trains and self.features.cache == "disk"
 
 
 def register() -> None:

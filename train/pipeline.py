@@ -132,7 +132,7 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
 def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     """Write the drafter to the folder's `best`, trained if its family has weights to train."""
     cfg = job.cfg
-    if not drafter.trainable:
+    if not cfg.trains:
         if job.main:
             drafts.save(job.folder / "best", drafter, job.target.parts)
         return None

@@ -146,7 +146,7 @@ def planned(
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     step = cfg.loop.rows * cfg.data.max_length  # at most, in tokens
     work = Work(
-        epochs=cfg.loop.epochs * cfg.rounds.count if cfg.family.trainable else 0,
+        epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
         new=cfg.answers.max_new_tokens if answering else 0,
         kept=answering and cfg.stores_features,
         prompts=min(cfg.decode.prompts, len(held_out)),
@@ -175,7 +175,7 @@ def rehearsal(
 ) -> Callable[[], int]:
     """A training step of a throwaway draft, on texts as long as the run's."""
     documents = []
-    if not cfg.family.trainable:
+    if not cfg.trains:
         return lambda: 1
     for text in texts[: 8 * cfg.loop.rows]:
         if isinstance(text, Prompt):  # its answer is not written yet: repeat the prompt instead

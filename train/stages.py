@@ -66,7 +66,7 @@ def _continued(
     """The draft in `folder` with this config and up to `new_tokens` tokens of `said` added."""
     kind = family(config.name)
     require(
-        kind.trainable,
+        kind.trains(config),
         f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
     earlier = drafts.read(folder, target)

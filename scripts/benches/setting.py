@@ -85,7 +85,7 @@ def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
             found[name] = checkpoint.load(draft, target)
             continue
         counts = untrained.fit is not Drafter.fit and not untrained.copies
-        if untrained.trainable or counts:
+        if untrained.trains(untrained.Config()) or counts:
             raise UserError(
                 f"{draft} learns from texts: run `python train.py drafter={draft} name=NAME` and "
                 "give runs/NAME/best"

@@ -71,7 +71,7 @@ class Drafter(nn.Module, ABC):
     Config: ClassVar[type]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
     bounds: ClassVar[Mapping[str, int | tuple[int, int]]] = {}  # of settings; see `require_within`
-    trainable: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True  # see `trains`
     reads_body: ClassVar[bool] = False  # runs the target's own layers, so it needs a whole target
     needs: Needs = Needs()
     depth: int  # depths that are trained and measured, and the γ drafted by default
@@ -97,6 +97,11 @@ class Drafter(nn.Module, ABC):
         self.register_buffer("vocab_S", None)
         if sizes.draft_vocab:
             self.vocab_S = torch.arange(sizes.draft_vocab)
+
+    @classmethod
+    def trains(cls, config: Any) -> bool:
+        """Whether a drafter with this config has weights to train."""
+        return cls.trainable
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
@@ -325,6 +330,19 @@ def growth_at_once(
         return logits(depth, tokens_BW)
 
     return Growth(first_BS, grow, marginals)
+
+
+def growth_over(
+    cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+) -> Growth:
+    """The growth of a model with a cache of its own, which first reads the tokens committed since
+    the last round. `read` gives the logits [B, W, S] after ids [B, W] that follow the slots
+    [B, W], or as a chain if they are None; or [B, 1, S] at the indices [B, 1], if given."""
+    new = unread(cache, ctx.counts())
+    ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
+    first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)
+    cache.keep(new)
+    return Growth(first_B1S[:, 0], lambda ids, above: read(ids, above, None))
 
 
 def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:

@@ -163,7 +163,7 @@ class Hybrid(Drafter):
         if (head := earlier) is None:
             kind = cls.family(config.head)
             require(
-                not kind.trainable,
+                not kind.trains(kind.Config()),
                 f"drafter.head={config.head} must be trained first: give the folder of a draft, "
                 "such as runs/NAME/best",
             )

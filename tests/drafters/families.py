@@ -64,6 +64,7 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "lookahead": LookaheadConfig(depth=3, window=5, ngram=3),
     "copy": CopyConfig(depth=3, patience=0),
     "early_exit": EarlyExitConfig(depth=3, layers=2),
+    "early_exit with adapters": EarlyExitConfig(depth=3, layers=2, lora=LoraOptions(rank=2)),
     "sparse": SparseConfig(depth=3, budget=3, window=2, refresh=3, sink=1, pool=3),
     "hybrid": HybridConfig(depth=3, head="bigram", copying="ngram"),
     "hybrid with a head": HybridConfig(depth=3, head="eagle3", copying="suffix"),

@@ -231,7 +231,7 @@ def taught(name: str, target: Target, texts: list[list[int]]) -> Drafter:
     drafter = make_drafter(name, target, noise=0.05)
     learn(drafter, texts)
     weights = [p for p in drafter.parameters() if p.requires_grad]
-    if drafter.trainable:
+    if drafter.trains(drafter.config):
         forcing = TeacherForcing(drafter, target, Sampler(1.0))
         masks = [[True] * len(ids) for ids in texts]
         batch = batch_of(target, drafter.needs, Sampler(1.0), texts, masks)

@@ -20,7 +20,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 
-TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trainable]
+TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -22,7 +22,7 @@ from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
 from train.data.template import Document
 from train.stages import StageConfig, starting
 
-TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trainable]
+TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
 STILL = ["optim.lr=1e-30", "loop.eval_every=4"]  # moves no float32
 pytestmark = pytest.mark.usefixtures("one_thread")
 

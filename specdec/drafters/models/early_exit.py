@@ -7,45 +7,100 @@ twice. A drafted token costs E / L of a step plus the head. In targets that were
 early exit (with layer dropout and an early-exit loss), early layers agree little with the last; E
 near L agrees more and saves less.
 
-Letters: B batch, A anchors, K depth, D width.
+With `lora.rank`, those layers are trained to agree: LoRA adapters (Hu et al. 2022) are added to
+them when they draft, and only then, so p and the target's weights stay what they are. This replaces
+LayerSkip's layer dropout and losses at several exits, which train the target itself so that one
+model can leave at any layer; here it leaves at one. The adapted layers have other keys and values
+than the target's, so the draft keeps a cache of its own. That costs E / L of the memory of the
+target's cache, E layers over the prompt, and in each round one pass of the E layers over all newly
+committed tokens instead of the anchor alone. In return, depth k at anchor a is depth 0 at a + k, so
+training takes one pass over a text. Drafting over the target's keys would need a pass for each
+depth, at every anchor.
+
+Letters: B batch, T tokens of a pass, A anchors, K depth, D width, S vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.base import states
+from specdec.drafters.base import Drafter, entries, growth_over, states
+from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, shallow
-from specdec.errors import UserError
-from specdec.runtime.cache import SlotCache
+from specdec.errors import require
+from specdec.runtime.cache import SlotCache, new_cache
+from specdec.sampling.trees import Growth
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
 
 @dataclass
 class EarlyExitConfig:
-    """`layers` is E, the number of the target's layers that draft; null takes half of them."""
+    """`layers` is E, the number of the target's layers that draft; null takes half of them. With
+    `lora.rank` above 0 these layers have adapters while they draft, which are trained."""
 
     name: str = "early_exit"
     depth: int = 4
     layers: int | None = None
+    lora: LoraOptions = field(default_factory=LoraOptions)
+
+
+@dataclass(kw_only=True)
+class EarlyExitSizes(ViewSizes):
+    """`adapted`: the linear layers with adapters: name in the model, width of input and output."""
+
+    adapted: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 class EarlyExit(View):
     Config = EarlyExitConfig
+    Sizes = EarlyExitSizes
+    adapters: Any  # the pairs A, B of each adapted layer, in their order
+
+    def __init__(self, config: EarlyExitConfig, sizes: EarlyExitSizes) -> None:
+        super().__init__(config, sizes)
+        rank, plain = config.lora.rank, partial(nn.Linear, bias=False)
+        pairs = (nn.ModuleList([plain(n, rank), plain(rank, m)]) for _, n, m in sizes.adapted)
+        self.adapters = nn.ModuleList(pairs)
+        self.dropout = nn.Dropout(config.lora.dropout)
 
     @classmethod
-    def plan(cls, config: EarlyExitConfig, target: Parts) -> ViewSizes:
+    def trains(cls, config: EarlyExitConfig) -> bool:
+        return config.lora.rank > 0
+
+    @classmethod
+    def plan(cls, config: EarlyExitConfig, target: Parts) -> EarlyExitSizes:
         L = decoder_layers(target, config.name)
         E = (L + 1) // 2 if config.layers is None else config.layers
-        if not 1 <= E <= L:
-            raise UserError(f"drafter.layers={E}: give 1 to {L}, the layers of this target")
-        return ViewSizes(target_vocab=target.vocab_size, layers=E)
+        require(1 <= E <= L, f"drafter.layers={E}: give 1 to {L}, the layers of this target")
+        assert isinstance(target, Target)
+        adapted = _widths(_with_adapters(shallow(target, E), config.lora))
+        return EarlyExitSizes(target_vocab=target.vocab_size, layers=E, adapted=adapted)
+
+    @property
+    def train_depth(self) -> int:
+        return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
+
+    def start(self, target: Parts) -> None:
+        for _, up in self.adapters:
+            up.weight.zero_()  # the rest starts as in peft, which is the default of nn.Linear
 
     def view(self, target: Target) -> Any:
-        return shallow(target, self.sizes.layers)
+        """The first layers, of which those with adapters run the drafter's own."""
+        body = shallow(target, self.sizes.layers)
+        found = _with_adapters(body, self.config.lora)
+        require(
+            self.sizes.adapted == _widths(found),
+            f"the draft's adapters do not fit the layers of {target.name}: train the draft again",
+        )
+        for layer, (down, up) in zip(found.values(), self.adapters, strict=True):
+            layer.lora_A["default"], layer.lora_B["default"] = down, up
+            layer.lora_dropout["default"] = self.dropout
+        return body
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
@@ -54,6 +109,36 @@ class EarlyExit(View):
         model = self.body[0]
         return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
 
+    def new_cache(self, capacity: int | None = None) -> SlotCache | None:
+        return new_cache(self.target.config) if len(self.adapters) else None
+
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
         ctx.cache.drop()
         return ctx.cache
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        if not len(self.adapters):
+            return super().begin(ctx)
+        if cache is None:
+            return Drafter.begin(self, ctx)
+        return growth_over(cache, ctx, partial(self.over_cache, cache))
+
+    def over_cache(
+        self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
+    ) -> Tensor:
+        """Logits [B, T, S] of tokens that continue what the cache holds, or [B, 1, S] at `last`."""
+        hidden = self.continued(cache, ids_BT, parents_BT)
+        return self.unembed(hidden if last_B1 is None else entries(hidden, last_B1), 0)
+
+
+def _with_adapters(body: Any, lora: LoraOptions) -> dict[str, Any]:
+    """Put adapters without memory into a model; returns its adapted layers by name."""
+    if not lora.rank:
+        return {}
+    with torch.device("meta"):
+        with_adapters(body, lora)
+    return {name: m for name, m in body.named_modules() if hasattr(m, "lora_A")}
+
+
+def _widths(adapted: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(name, x.in_features, x.out_features) for name, x in adapted.items()]

@@ -11,6 +11,7 @@ Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes, pieces, states, unread
+from specdec.drafters.base import Drafter, Sizes, growth_over, states
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -134,15 +135,9 @@ class Pretrained(Drafter):
         return self._scale(self.model.get_output_embeddings()(hidden))
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """With a cache, first read the tokens committed since the last round."""
         if cache is None:
             return super().begin(ctx)
-        new = unread(cache, ctx.counts())
-        ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
-        last_B1 = torch.tensor(new, device=ids_BT.device)[:, None] - 1
-        logits_B1S = self.over_cache(cache, ids_BT, None, last_B1)
-        cache.keep(new)
-        return Growth(logits_B1S[:, 0], lambda ids, above: self.over_cache(cache, ids, above, None))
+        return growth_over(cache, ctx, partial(self.over_cache, cache))
 
 
 def with_adapters(model: nn.Module, lora: LoraOptions) -> Any:

@@ -33,7 +33,7 @@ class ViewSizes(Sizes):
 
 
 class View(Drafter):
-    """A drafter that runs the target's own weights and adds none. It drafts after a cache of the
+    """A drafter that runs the target's own weights. It drafts after a cache of the
     committed tokens: the anchor takes the first scratch slot, drafted tokens the next ones."""
 
     Sizes = ViewSizes
@@ -91,7 +91,7 @@ def shallow(target: Target, layers: int) -> Any:
     base = target.model.base_model
     found = twin(base)
     path = next(name for name, m in base.named_modules() if m is target.layers)
-    found.set_submodule(path, nn.ModuleList(list(target.layers)[:layers]))
+    found.set_submodule(path, found.get_submodule(path)[:layers])
     return found
 
 
@@ -107,7 +107,10 @@ def with_weights(target: Target) -> Any:
 
 
 def twin(module: nn.Module) -> Any:
-    """The same module, with its own dicts of submodules, buffers and hooks at every level."""
+    """The same module, with its own dicts of submodules, buffers and hooks at every level; linear
+    layers, which may hold a packed copy of their weight, are the very same."""
+    if isinstance(module, nn.Linear):
+        return module
     found = copy.copy(module)
     inner = module._modules.items()
     found._modules = {name: None if m is None else twin(m) for name, m in inner}
