@@ -133,6 +133,7 @@ LAYERS = 4
 DRAFTER_OVERRIDES = {
     "eagle3": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
     "eagle": ["drafter.depth=2"],
+    "falcon": ["drafter.depth=3"],
     "mtp": ["drafter.depth=2"],
     "mtp_heads": ["drafter.depth=2"],
     "medusa": ["drafter.draft_vocab=48", "drafter.depth=2"],

@@ -27,6 +27,7 @@ from specdec.drafters.parallel.mtp_heads import MTPHeads
 from specdec.drafters.parallel.peagle import PEagle
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.eagle3 import Eagle3
+from specdec.drafters.recurrent.falcon import Falcon
 from specdec.drafters.recurrent.hydra import Hydra
 from specdec.drafters.recurrent.mlp import Mlp
 from specdec.drafters.recurrent.mtp import MTP
@@ -36,6 +37,7 @@ from specdec.target.parts import Parts
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
     "eagle": Eagle,
+    "falcon": Falcon,
     "mtp": MTP,
     "mtp_heads": MTPHeads,
     "medusa": Medusa,

@@ -22,6 +22,7 @@ from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.recurrent.falcon import FalconConfig
 from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
@@ -42,6 +43,7 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
         depth=3, draft_vocab=40, num_layers=2, fc_norm=True, norm_output=True
     ),
     "eagle": EagleConfig(depth=3, start="random"),
+    "falcon": FalconConfig(depth=3),
     "mtp": MTPConfig(depth=3),
     "mtp with a module a depth": MTPConfig(depth=3, modules=3),
     "mtp_heads": MTPHeadsConfig(depth=3),

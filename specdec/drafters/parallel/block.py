@@ -37,7 +37,15 @@ from specdec.drafters.base import (
     require_rising,
     unread,
 )
-from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, attended, fused
+from specdec.drafters.recurrent.attention import (
+    KeyValue,
+    Rope,
+    Sight,
+    attended,
+    by_slot,
+    fused,
+    over_blocks,
+)
 from specdec.drafters.recurrent.recurrence import Layer, llama_of
 from specdec.errors import require_between, require_known
 from specdec.runtime.cache import SlotCache
@@ -203,20 +211,13 @@ class Block(Drafter):
 
     def _over_blocks(self, query: Tensor, shared: KeyValue, sight: Sight, own: KeyValue) -> Tensor:
         """Attention [B, Hkv, G, N, E] of all slots; the keys and values of slots are
-        [B, Hkv, N, E]. The slots of a block see the same features, so they count as further query
-        heads of their anchor, and each slot's key as one of the anchor's own."""
-        M = self.slots
-        keys, values = (x.unflatten(2, (-1, M)).unbind(3) for x in own)
-        pairs = tuple(zip(keys, values, strict=True))  # by slot, each [B, Hkv, A, E]
-        query = query.unflatten(3, (-1, M)).transpose(3, 4)  # [B, Hkv, G, M, A, E]
-        if self.causal:
-            of_slots = [
-                attended(query[:, :, :, j], shared, sight, pairs[: j + 1]) for j in range(M)
-            ]
-            found = torch.stack(of_slots, 3)
-        else:
-            found = attended(query.flatten(2, 3), shared, sight, pairs).unflatten(2, (-1, M))
-        return found.transpose(3, 4).flatten(3, 4)
+        [B, Hkv, N, E], and each slot's key counts as one of its anchor's own."""
+        M, pairs = self.slots, by_slot(own, self.slots)
+        if not self.causal:
+            return over_blocks(query, M, shared, sight, pairs)
+        queries = query.unflatten(3, (-1, M)).unbind(4)
+        found = [attended(queries[j], shared, sight, pairs[: j + 1]) for j in range(M)]
+        return torch.stack(found, 4).flatten(3, 4)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Always computed for whole blocks, since earlier slots may read those of later depths."""

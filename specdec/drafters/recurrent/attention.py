@@ -121,6 +121,23 @@ class Attention(nn.Module):
         return self.joined(attended(query, shared, sight, own))
 
 
+def over_blocks(
+    query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
+) -> Tensor:
+    """Attention [B, Hkv, G, N, E] of the N = A · `size` slots of all anchors' blocks. A block's
+    slots see the same keys, so they count as further query heads of their anchor."""
+    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, G, size, A, E]
+    found = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
+    return found.transpose(3, 4).flatten(3, 4)
+
+
+def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
+    """A key and a value [B, Hkv, A, E] for each slot of blocks, from those of all slots
+    [B, Hkv, A · size, E]."""
+    keys, values = (x.unflatten(2, (-1, size)).unbind(3) for x in keys_values)
+    return tuple(zip(keys, values, strict=True))
+
+
 def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
     """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it.
 

@@ -10,6 +10,7 @@ Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from specdec.drafters.recurrent.recurrence import (
     RecurrentSizes,
     away_from_zero,
     fits,
-    llama_of,
 )
 from specdec.errors import require_within
 from specdec.target.parts import Parts
@@ -54,7 +54,7 @@ class EagleConfig:
 
 
 class Eagle(Recurrent):
-    Config = EagleConfig
+    Config: ClassVar[type] = EagleConfig
     needs = Needs(final_hidden=True)
 
     def __init__(self, config: EagleConfig, sizes: RecurrentSizes) -> None:
@@ -62,11 +62,6 @@ class Eagle(Recurrent):
         D = self.llama.hidden_size
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.layers = nn.ModuleList([Layer(self.llama, D)])
-
-    @classmethod
-    def plan(cls, config: EagleConfig, target: Parts) -> RecurrentSizes:
-        llama = llama_of(target, config.intermediate_size)
-        return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
 
     def copy_from(self, target: Parts) -> None:
         """Copy the target's last layer whole if it has the parts of a Llama layer, else nothing.
@@ -104,13 +99,6 @@ class Eagle(Recurrent):
     @property
     def layer(self) -> Layer:
         return self.layers[0]  # type: ignore[return-value]
-
-    def features_of(self, ctx: Context) -> Tensor:
-        assert ctx.final_BTD is not None
-        return ctx.final_BTD
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.fc.weight.dtype)
 
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         pair = self.fc(torch.cat([embedding, feature], -1))

@@ -41,7 +41,6 @@ from specdec.drafters.recurrent.recurrence import (
     RecurrentSizes,
     away_from_zero,
     fits,
-    llama_of,
     position_of,
     seen_slots,
 )
@@ -124,11 +123,6 @@ class MTP(Recurrent):
         if self.several:
             self.max_depth = config.modules
 
-    @classmethod
-    def plan(cls, config: MTPConfig, target: Parts) -> RecurrentSizes:
-        llama = llama_of(target, config.intermediate_size)
-        return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
-
     @property
     def stack(self) -> list[Module]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -154,13 +148,6 @@ class MTP(Recurrent):
                 x.copy_(theirs[name])
             if not theirs:
                 module.copy_last(target)
-
-    def features_of(self, ctx: Context) -> Tensor:
-        assert ctx.final_BTD is not None
-        return ctx.final_BTD
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.layer.eh_proj.weight.dtype)
 
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.enter(embedding, feature)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Context
 from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes
 
 
@@ -34,13 +33,6 @@ class Prefix(Recurrent):
     @property
     def layer(self) -> Layer:
         return self.layers[0]  # type: ignore[return-value]
-
-    def features_of(self, ctx: Context) -> Tensor:
-        assert ctx.final_BTD is not None
-        return ctx.final_BTD
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.norm.weight.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         return ids  # which `enter` does not read

@@ -140,13 +140,19 @@ class Recurrent(Drafter):
         """The layers above the first."""
         return ()
 
-    @abstractmethod
-    def features_of(self, ctx: Context) -> Tensor:
-        """The target's features that the family reads [B, T, F]."""
+    @classmethod
+    def plan(cls, config: Any, target: Parts) -> Any:
+        llama = llama_of(target, config.intermediate_size)
+        return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
 
-    @abstractmethod
+    def features_of(self, ctx: Context) -> Tensor:
+        """The target's features that the family reads [B, T, F]; by default its final state."""
+        assert ctx.final_BTD is not None
+        return ctx.final_BTD
+
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [..., F] in the form of the layer's own output [..., D]."""
+        return features.to(self.layer.self_attn.o_proj.weight.dtype)
 
     @abstractmethod
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,26 +210,14 @@ class Recurrent(Drafter):
         ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]
         B, P = ids_BP.shape
         pair_BA = (anchors_BA - 1).clamp_min(0)
-        every_BP = position_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
-        document_BP = own_BP = None
-        if ctx.position_BT is not None and ctx.document_BT is not None:
-            position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
-            document_BP = ctx.document_BT[:, 1:]
-            of_two = ctx.position_BT[:, 1:] == 0  # the feature is from the previous document
-            own_BP = document_BP.masked_fill(of_two, -2)
-
-        def sight(pair_BA: Tensor) -> Sight:
-            if document_BP is None:
-                return Sight(pair_BA, torch.zeros_like(pair_BA))
-            first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
-            return Sight(pair_BA, first_BA, own_BP, document_BP.gather(1, pair_BA))
-
+        position_BP, sight = pairs_of(ctx)
         layers: list[Layer] = [self.layer, *self.upper]
         feature_BPD = self.fuse(self.features_of(ctx)[:, :P])
         pairs = self.enter(self.embed(ids_BP), feature_BPD)
         rope = self.rope(position_BP, P + k)
         shared = [self.layer.self_attn.keys_values(pairs[0], rope)]
         for below, above in zip(layers, self.upper, strict=False):  # all but the last layer
+            every_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
             pairs = above.enter(below.at(pairs, rope, shared[-1], sight(every_BP)))
             shared.append(above.self_attn.keys_values(pairs[0], rope))
         position_BA = position_BP.gather(1, pair_BA)
@@ -362,6 +356,27 @@ class Recurrent(Drafter):
         )
         assert hidden is not None and logits is not None
         return hidden, logits
+
+
+def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
+    """The position [B, P] of each pair of a text in its document, and what anchors with these pairs
+    [B, A] see: the pairs of their document up to their own."""
+    B, P = ctx.ids_BT[:, 1:].shape
+    position_BP = torch.arange(P, device=ctx.ids_BT.device).expand(B, P)
+    document_BP = own_BP = None
+    if ctx.position_BT is not None and ctx.document_BT is not None:
+        position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
+        document_BP = ctx.document_BT[:, 1:]
+        of_two = ctx.position_BT[:, 1:] == 0  # the feature is from the previous document
+        own_BP = document_BP.masked_fill(of_two, -2)
+
+    def sight(pair_BA: Tensor) -> Sight:
+        if document_BP is None:
+            return Sight(pair_BA, torch.zeros_like(pair_BA))
+        first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
+        return Sight(pair_BA, first_BA, own_BP, document_BP.gather(1, pair_BA))
+
+    return position_BP, sight
 
 
 def position_of(ctx: Context) -> Tensor:

@@ -1,0 +1,245 @@
+"""Falcon (Gao et al. 2024, arXiv 2412.12639; Bestpay-inc/Falcon): EAGLE's layer drafts a block of
+k = 2 tokens in each pass.
+
+Pair t is the token x_{t+1} with the target's final state h_t. At anchor a, the last k pairs are a
+block: query t = a - k + j forecasts the state h_{t+k}, from which the target's head predicts depth
+j. All queries of a block see all pairs up to a - 1. The tokens and states that a block drafts are
+the pairs of the next block. An LSTM of two layers takes the place of EAGLE's fc.
+
+This differs from the authors' code (models/cnets.py, train/glance.py) in these points:
+- Their nn.LSTM lacks `batch_first`, so by mistake it runs over the rows of a batch. In the paper it
+  runs over time. Here it reads, for each pair, the k pairs that end with it, from a zero state.
+- So keys do not depend on where blocks begin, and a cache holds them for good. Their blocks begin
+  with each round's new pairs, and after a partial acceptance k - 1 keys are computed again. If the
+  number of new pairs is odd, the last block is cut and depth 0 does not see the anchor; here a
+  block always ends at the anchor.
+- There is no dropout between the LSTM's layers (theirs: 0.1).
+
+The nodes of the paper's tree are blocks, of the same ranks in every round. Here nodes are tokens,
+so that all shapes of trees can be drafted: each k-th token of a path takes a pass, which drafts the
+next k depths.
+
+Letters: B batch, T time, P pairs (T - 1), A anchors, K depth, E width of a pair (2D), D width, X
+blocks that are read, N pairs of all blocks (X · k), W new nodes or pairs, S vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context, Moment
+from specdec.drafters.base import entries, text_after, unread
+from specdec.drafters.recurrent.attention import KeyValue, by_slot, fused, over_blocks
+from specdec.drafters.recurrent.eagle import Eagle
+from specdec.drafters.recurrent.recurrence import RecurrentSizes, pairs_of, seen_slots
+from specdec.errors import require_within
+from specdec.runtime.cache import SlotCache
+from specdec.runtime.compiled import SHORT, Compiled
+from specdec.sampling.trees import Growth
+
+BLOCK = 2  # k; the paper's best, which also tries 3 and 4
+CHUNK = 256  # states whose logits exist at a time while wrong forecasts are counted
+
+
+@dataclass
+class FalconConfig:
+    """`unroll` is the number of trained depths, null for all `depth`; the paper trains one block,
+    which is 2. `glance` is the share of wrong forecasts that is revealed as training starts; it
+    falls to 0 at the end. `noise` is the width of the uniform noise that training adds to the
+    features of a text of 512 tokens (the paper: 0.2)."""
+
+    name: str = "falcon"
+    depth: int = 4
+    unroll: int | None = None
+    glance: float = 0.4
+    noise: float = 0.0
+    intermediate_size: int | None = None  # None: the target's
+
+    def __post_init__(self) -> None:
+        require_within("drafter", self, unroll=(1, self.depth), glance=(0, 1), noise=0)
+
+
+class PairLSTM(nn.LSTM):
+    """The output [..., D] of two layers after each window of pairs [..., k, E]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(2 * width, width, num_layers=2, batch_first=True)
+
+    def forward(self, windows: Tensor) -> Tensor:  # type: ignore[override]
+        output = super().forward(windows.flatten(0, -3))[0]
+        return output[:, -1].unflatten(0, windows.shape[:-2])
+
+
+class Falcon(Eagle):
+    Config = FalconConfig
+    fc: PairLSTM  # type: ignore[assignment]
+
+    def __init__(self, config: FalconConfig, sizes: RecurrentSizes) -> None:
+        super().__init__(config, sizes)  # type: ignore[arg-type]
+        self.fc = PairLSTM(self.llama.hidden_size)
+        self.compiled = Compiled(self.forecast, SHORT)
+
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """Blocks tile a text, as in the paper, but from an offset drawn at every step. Each offset
+        is as likely as it has anchors, whose weight is 1 / that probability."""
+        weight_TK, usable = torch.zeros(valid_TK.shape), valid_TK[:, 0].nonzero()[:, 0]
+        if len(usable):
+            drawn = usable[torch.randint(len(usable), (1,), generator=generator)]
+            tiles = usable[(usable - drawn) % BLOCK == 0]
+            weight_TK[tiles] = valid_TK[tiles] * (len(usable) / len(tiles))
+        return weight_TK
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        if drafted_BAk is None:
+            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        depths, attention = drafted_BAk.shape[-1] + 1, self.layer.self_attn
+        position_BP, sight = pairs_of(ctx)
+        pair_BA = (anchors_BA - 1).clamp_min(0)
+        every_BP = torch.arange(position_BP.shape[1], device=pair_BA.device).expand_as(position_BP)
+        end, seen, own = every_BP.shape[1] + depths, sight(pair_BA), tuple[KeyValue, ...]()
+
+        def states(read_BND: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+            query = attention.query(read_BND, rope)
+            heads = attention.joined(over_blocks(query, BLOCK, shared, seen, own))
+            return self.layer.finish(read_BND, heads).unflatten(1, (-1, BLOCK))
+
+        windows_BPk = up_to(every_BP, (every_BP - position_BP).clamp_min(0))
+        read_BPD = self.fc(self.pairs(ctx, windows_BPk))
+        shared = attention.keys_values(read_BPD, self.rope(position_BP, end))
+        at_BAk = entries(windows_BPk, pair_BA)
+        at_BN, block = at_BAk.flatten(1), self.pairs(ctx, at_BAk)
+        rope = self.rope(position_BP.gather(1, at_BN), end)
+        found = [states(entries(read_BPD, at_BN), rope)]
+        for depth in range(BLOCK, depths, BLOCK):
+            tokens = drafted_BAk[..., depth - BLOCK : depth]
+            block, read_BND = self.following(block, tokens, found[-1])
+            last_BA = position_BP.gather(1, pair_BA) + depth
+            rope = self.rope(up_to(last_BA, torch.zeros_like(last_BA)).flatten(1), end)
+            own += by_slot(attention.keys_values(read_BND, rope), BLOCK)
+            found.append(states(read_BND, rope))
+        return torch.cat(found, 2)[:, :, :depths]
+
+    def pairs(self, ctx: Context, at_BXk: Tensor) -> Tensor:
+        """The pairs [B, X, k, E] of a text at these places."""
+        ids, features = ctx.ids_BT[:, 1:].gather(1, at_BXk.flatten(1)), self.features_of(ctx)
+        read = self.embed(ids), self.fuse(entries(features, at_BXk.flatten(1)))
+        return torch.cat(read, -1).view(*at_BXk.shape, -1)
+
+    def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The pairs [B, X, k, E] of the blocks that follow blocks with the pairs `before`, from the
+        tokens [B, X, k] and states [B, X, k, D] drafted there; and what attention reads [B, N, D].
+        """
+        block = torch.cat([self.embed(tokens), states], -1)
+        windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
+        return block, self.fc(windows).flatten(1, 2)
+
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """Coupled sequential glancing distillation (section 3.2). A first pass without a gradient
+        counts the wrong forecasts in the blocks of a row. In the pass that is trained, `glance` ·
+        (1 - progress) times as many random blocks begin with the pair that is k later, of the state
+        that they are to forecast there. So the rest of a block learns to depend on its beginning.
+        """
+        noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
+        drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
+        share, true_BTD = self.config.glance * (1 - moment.progress), self.features_of(ctx)
+        if share > 0:
+            with torch.no_grad():
+                guess = self.hidden(noisy, anchors_BA, drafted_BAk[..., : BLOCK - 1])
+            torch.clear_autocast_cache()  # whose casts lack gradients (pytorch/pytorch#165068)
+            at_BAk = anchors_BA[..., None] + torch.arange(guess.shape[2], device=guess.device)
+            true = entries(true_BTD, at_BAk.flatten(1).clamp_max(T - 1))
+            wrong_BAk = (self.likeliest(guess) != self.likeliest(true)).view_as(at_BAk)
+            able_BA = pairs_of(ctx)[0].gather(1, (anchors_BA - 1).clamp_min(0)) >= BLOCK - 1
+            if moment.counted_BAK is not None:
+                wrong_BAk &= moment.counted_BAK[..., : guess.shape[2]]
+                able_BA &= moment.counted_BAK[..., 0]
+            ids_BT, final_BTD = ctx.ids_BT.clone(), self.features_of(noisy).clone()
+            for b, generator in enumerate(moment.generators(torch.device("cpu"))):
+                able = anchors_BA[b, able_BA[b]]
+                order = torch.randperm(len(able), generator=generator).to(able.device)
+                drawn = able[order[: int(share * int(wrong_BAk[b].sum()))]]
+                ids_BT[b, drawn - BLOCK + 1] = ctx.ids_BT[b, drawn + 1]
+                final_BTD[b, drawn - BLOCK] = true_BTD[b, drawn].to(final_BTD)
+            noisy = replace(noisy, ids_BT=ids_BT, final_BTD=final_BTD)
+        return self.hidden(noisy, anchors_BA, drafted_BAk)
+
+    @torch.no_grad()
+    def likeliest(self, states: Tensor) -> Tensor:
+        """The likeliest token [N] after each of N states [..., D], a few at a time."""
+        few = states.flatten(0, -2).split(CHUNK)
+        return torch.cat([self.unembed(x, 0).argmax(-1) for x in few])
+
+    def forecast(
+        self, cache: SlotCache, new: Tensor, at: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The states [B, N, D] and logits [B, N, S] of queries `at` [B, N, D], which see the slots
+        of `mask`, once the `new` pairs [B, W, D] are written. `cos` and `sin` are for the new pairs
+        and, from the end, for the queries; those of a block that is its own queries are the same.
+        """
+        attention, W, N = self.layer.self_attn, new.shape[1], at.shape[1]
+        keys, values = cache.update(*attention.keys_values(new, (cos[:, :W], sin[:, :W])), 0)
+        query = attention.query(at, (cos[:, -N:], sin[:, -N:]))
+        states = self.layer.finish(at, attention.joined(fused(query, keys, values, mask)))
+        return states, self.unembed(states, 0)
+
+    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+        """With a cache, which keeps the keys of the text's pairs, each block is one pass."""
+        if cache is None:
+            return super().begin(ctx)
+        counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
+        new = unread(cache, counts)
+        known_B1, count_B1, row_B1 = (
+            torch.tensor(x, device=device)[:, None]
+            for x in (cache.lengths, counts, range(len(new)))
+        )
+        fresh_BW = (known_B1 + torch.arange(max(new), device=device)).minimum(count_B1 - 1)
+        at_BX = torch.cat([fresh_BW, up_to(count_B1 - 1, 0 * count_B1)[:, 0]], 1)
+        windows = self.pairs(ctx, up_to(at_BX, torch.zeros_like(at_BX)))
+        cache.place(fresh_BW)
+
+        def passed(read: Tensor, W: int, position: Tensor, sees: Tensor) -> list[Tensor]:
+            """Blocks after `W` new pairs: states and logits [B, X, k, …]."""
+            (cos, sin), N = self.rope(position, cache.shown + 1), sees.shape[1]
+            parts = {"new": read[:, :W], "at": read[:, -N:], "cos": cos, "sin": sin, "mask": sees}
+            found = self.compiled(cache, **parts)
+            return [x.unflatten(1, (-1, BLOCK)) for x in found if x is not None]
+
+        seen_B1P = torch.arange(cache.shown, device=device) < count_B1[..., None]
+        seen_BkP = seen_B1P.expand(-1, BLOCK, -1)
+        blocks = [windows[:, -1:], *passed(self.fc(windows), max(new), at_BX, seen_BkP)]
+        cache.keep(new)
+        depths, block_BN = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
+        tokens_BNk = block_BN[..., None].repeat(1, 1, BLOCK)  # the last on the path to it
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            nonlocal blocks, block_BN, tokens_BNk
+            last_BW, W = torch.full_like(tokens_BW, len(depths) - 1), tokens_BW.shape[1]
+            above = row_B1, last_BW if parents_BW is None else parents_BW + 1
+            block_BW, depth = block_BN[above], depths[int(above[1][0, 0])] + 1
+            tokens_BWk = torch.cat([tokens_BNk[above][..., 1:], tokens_BW[..., None]], -1)
+            if depth % BLOCK == 0:  # these nodes end a block, and each begins another
+                before, states, _ = (x[row_B1, block_BW] for x in blocks)
+                pairs, read = self.following(before, tokens_BWk, states)
+                end_BW = BLOCK * block_BW - 1  # block m fills the k slots before m · k
+                block_BW = (blocks[0].shape[1] + torch.arange(W, device=device)).expand_as(block_BW)
+                slots_BWk = up_to(BLOCK * block_BW - 2, torch.full_like(block_BW, -1))
+                slots_BWk[..., 0] = end_BW
+                place = cache.place(tokens_BWk.flatten(1), slots_BWk.flatten(1))
+                sees = seen_slots(place, cache.shown)[:, BLOCK - 1 :: BLOCK]
+                sees = sees.repeat_interleave(BLOCK, 1)
+                found = [pairs, *passed(read, W * BLOCK, place.position_BT, sees)]
+                blocks = [torch.cat(x, 1) for x in zip(blocks, found, strict=True)]
+            depths.extend([depth] * W)
+            block_BN = torch.cat([block_BN, block_BW], 1)
+            tokens_BNk = torch.cat([tokens_BNk, tokens_BWk], 1)
+            return blocks[2][row_B1, block_BW, depth % BLOCK]
+
+        return Growth(blocks[2][:, 0, 0], grow)
+
+
+def up_to(last_BX: Tensor, first_BX: Tensor) -> Tensor:
+    """The k places [B, X, k] that end with each of these, or the first one in place of those before
+    it."""
+    back = torch.arange(1 - BLOCK, 1, device=last_BX.device)
+    return torch.maximum(last_BX[..., None] + back, first_BX[..., None])
