@@ -39,6 +39,13 @@ class Context:
     texts: list[list[int]] | None = None  # the tokens of each row, where a caller has them
     cache: Any = None  # the target's own `SlotCache`, for drafters that are part of the target
 
+    def documents(self) -> tuple[Tensor, Tensor]:
+        """The position [B, T] of each token in its document, and the number of that document."""
+        if self.position_BT is not None and self.document_BT is not None:
+            return self.position_BT, self.document_BT
+        place_T = torch.arange(self.ids_BT.shape[1], device=self.ids_BT.device)
+        return place_T.expand_as(self.ids_BT), torch.zeros_like(self.ids_BT)
+
     def counts(self) -> list[int]:
         return self.lengths or [self.ids_BT.shape[1]] * len(self.ids_BT)
 

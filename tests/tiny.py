@@ -22,6 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -34,7 +35,11 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
+from specdec.context import Context, Needs
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.forcing import teacher
+from specdec.forcing.teacher import Batch
+from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from tests.device import DEVICE
@@ -211,6 +216,23 @@ def random_drafter(
         for weight in drafter.parameters():
             weight += noise * torch.randn_like(weight)
     return drafter
+
+
+def batch_of(
+    target: Target,
+    needs: Needs,
+    sampler: Sampler,
+    ids: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[bool]],
+) -> Batch:
+    """A batch of whole texts, one per row, which the target reads now."""
+    ids_BT = pad_sequence([torch.tensor(x) for x in ids], batch_first=True).to(target.device)
+    mask_BT = pad_sequence([torch.tensor(x) for x in masks], batch_first=True).to(target.device)
+    position_BT = torch.arange(ids_BT.shape[1], device=target.device).expand_as(ids_BT).contiguous()
+    length_B1 = torch.tensor([[len(x)] for x in ids], device=target.device)
+    document_BT = torch.where(position_BT < length_B1, 0, -1)
+    text = Context(ids_BT, document_BT=document_BT, position_BT=position_BT)
+    return teacher.batch_of(target, needs, sampler, text, mask_BT)
 
 
 def learn(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:

@@ -210,22 +210,19 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
 
 def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -> Results:
     """Measure the best draft with the decoder; write the report, log to W&B and export."""
-    cfg, folder, progress = job.cfg, job.folder, job.progress
+    cfg, folder = job.cfg, job.folder
     drafter, also = drafts.load(folder / "best", target), None
     if cfg.also is not None:
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         drafts.save(folder / f"with-{cfg.also}", also, target)
-    count = min(len(texts.prompts), texts.measured)
-    task = progress.add_task("decoding", total=count * len(cfg.decode.temperatures))
     results = evaluate(
         Subject(cfg.name, target, drafter, cfg.data.path, also),
         [p.ids.tolist() for p in texts.prompts],
         replace(cfg.decode, prompts=texts.measured),
-        lambda line: progress.update(task, advance=1, description=f"decoding  {line}"),
+        job.progress,
         [p.words for p in texts.prompts],
     )
-    progress.remove_task(task)
     if training is not None:
         seen = curve(folder / "metrics.jsonl")
         results.training = replace(training, curve=seen, trained_on=str(cfg.objective))

@@ -1,9 +1,8 @@
 """How much of the data fits a budget of minutes on this machine.
 
-`timed` spends a few seconds timing what the run will do: the target's passes and the drafter's
-training steps. `fitted` sets a share of the budget aside for the final evaluation and takes as
-many training conversations as fit into the rest. The plan is kept in the run's folder, so that a
-resumed run keeps its size.
+`timed` spends a few seconds timing the target's passes and the drafter's training steps. `fitted`
+sets a share of the budget aside for the final evaluation and takes as many training conversations
+as fit into the rest. The plan is kept in the run's folder, so that a resumed run keeps its size.
 """
 
 import json
@@ -23,6 +22,7 @@ from specdec.decoding.decode import decode
 from specdec.errors import require, require_within
 from specdec.files import read_record, write_whole
 from specdec.forcing.teacher import TeacherForcing
+from specdec.measure import costs
 from specdec.measure.strategy import LEARNING
 from specdec.progress import console
 from specdec.target.base import Target
@@ -50,12 +50,10 @@ FEWEST = 12  # prompts of the final evaluation, however slow the machine
 
 @dataclass
 class BudgetConfig:
-    """How long the whole run may take. `minutes` null sets no limit: all conversations are used.
-
-    At least `floor` training conversations are used, however slow the machine, and at most
-    `data.limit`. The final evaluation takes up to `decode.prompts` prompts. `spent` is the number
-    of seconds used before `train.py` began, for example by the installation.
-    """
+    """How long the whole run may take. `minutes` null: no limit. At least `floor` training
+    conversations are used, however slow the machine, and at most `data.limit`; the final evaluation
+    takes up to `decode.prompts` prompts. `spent` is the number of seconds used before `train.py`
+    began, for example by the installation."""
 
     minutes: float | None = None
     floor: int = 150
@@ -254,17 +252,8 @@ def timed(
     many = decode(target, rows, max_new_tokens=NEW, eos=())
     one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]
     last = max(many, key=lambda g: g.seconds)
-
-    def now() -> float:
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    times = []
-    for _ in range(1 + STEPS):
-        started = now()
-        tokens = train_step()
-        times.append((now() - started) / tokens)
+    steps = [costs.timed(train_step) for _ in range(1 + STEPS)]
+    times = [seconds / tokens for seconds, tokens in steps]
     return Speeds(
         read=last.prefill_seconds / len(rows) / max(map(len, rows)),
         answered=last.seconds / (NEW - 1) / len(rows),

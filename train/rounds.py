@@ -24,20 +24,20 @@ class RoundsConfig:
     """Training in `count` rounds of `loop.epochs` each, on one learning-rate schedule.
 
     `data` is what the rounds after the first train on. "target": the target's answers, sampled anew
-    if `answers.temperature` is above 0, otherwise the same. "draft": answers that the draft and the
-    target write together. The draft, as it is when the round begins, proposes `gamma` tokens at a
-    time (null: its depth); those that `rule` accepts are kept, and the target adds the next.
-    "mixed": the target alone answers every second conversation, both together answer the others.
-    "draft_alone", "mixed_alone": the same, but the draft writes without the target, as in
-    DistillSpec (Zhou et al. 2024, arXiv 2310.08461); it must not read the target's features.
-    "on_policy": in every round, even the first, the prompts are decoded losslessly with the draft,
-    and training is at the anchors that the decoder visits, on the tokens that were drafted there.
-    This is Draft-OPD (arXiv 2605.29343); `objective` may be on_policy or any other.
+    if `answers.temperature` is above 0, otherwise the same. "draft": answers that the draft, as it
+    is when the round begins, and the target write together: it proposes `gamma` tokens at a time
+    (null: its depth), those that `rule` accepts are kept, and the target adds the next. "mixed":
+    the target alone answers every second conversation, both together the others. "draft_alone",
+    "mixed_alone": the same, but the draft writes without the target, as in DistillSpec (Zhou et al.
+    2024, arXiv 2310.08461); it must not read the target's features. "on_policy": in every round,
+    even the first, the prompts are decoded losslessly with the draft, and training is at the
+    anchors that the decoder visits, on the tokens drafted there, as in Draft-OPD (arXiv
+    2605.29343); `objective` may be on_policy or any other.
 
     `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
     distribution. By default a draft token is kept with probability min(1, p / (factor · q)), so
-    that the text goes where the draft would go. The draft still learns the target's own p, taken
-    after that same text.
+    that the text goes where the draft would go; the draft still learns the target's own p after
+    that text.
     """
 
     count: int = 1

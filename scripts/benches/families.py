@@ -126,13 +126,12 @@ def tree_of(run: Path, chain: Results) -> Results | None:
     drafter = checkpoint.load(run / "best", target)
     asked = list(islice(held_out_prompts(data_of_run(run), target.tokenizer), chain.prompts))
     with bars(console) as progress:
-        task = progress.add_task(f"{chain.drafter}, trees", total=2 * len(asked))
         try:
             made = evaluate(
                 Subject(chain.name, target, drafter, chain.data),
                 [prompt.ids.tolist() for prompt in asked],
                 replace(cfg, prompts=len(asked), tree="dynamic"),
-                lambda _: progress.advance(task),
+                progress,
                 [prompt.words for prompt in asked],
             )
         except UserError as error:

@@ -48,10 +48,8 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
     rows, parts = [], []
     for name, drafter in at_hand.drafters.items():
         with bars(console) as progress:
-            task = progress.add_task(name, total=len(at_hand.prompts))
-            advance = partial(progress.advance, task)
             subject = Subject(name, at_hand.target, drafter, str(drafts[0]))
-            found = evaluate(subject, at_hand.prompts, cfg, lambda _: advance())  # noqa: B023
+            found = evaluate(subject, at_hand.prompts, cfg, progress)
         (at,) = found.temperatures
         c, v, bound = at.costs.c.value, at.costs.v.value, foreseen_speedup(at).value
         alpha = [x.value for x in at.conditional_acceptance]

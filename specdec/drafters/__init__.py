@@ -34,32 +34,12 @@ from specdec.drafters.recurrent.mtp import MTP
 from specdec.errors import UserError, nearest
 from specdec.target.parts import Parts
 
-DRAFTERS: dict[str, type[Drafter]] = {
-    "eagle3": Eagle3,
-    "eagle": Eagle,
-    "falcon": Falcon,
-    "mtp": MTP,
-    "mtp_heads": MTPHeads,
-    "medusa": Medusa,
-    "hydra": Hydra,
-    "mlp": Mlp,
-    "peagle": PEagle,
-    "dflash": DFlash,
-    "dspark": DSpark,
-    "jetspec": JetSpec,
-    "lm": LM,
-    "ngram": Ngram,
-    "seq2seq_lm": Seq2SeqLM,
-    "translated": Translated,
-    "unigram": Unigram,
-    "bigram": Bigram,
-    "suffix": Suffix,
-    "lookahead": Lookahead,
-    "copy": Copy,
-    "early_exit": EarlyExit,
-    "sparse": Sparse,
-    "hybrid": Hybrid,
-}
+FAMILIES: tuple[type[Drafter], ...] = (
+    *(Eagle3, Eagle, Falcon, MTP, MTPHeads, Medusa, Hydra, Mlp, PEagle, DFlash, DSpark, JetSpec),
+    *(LM, Ngram, Seq2SeqLM, Translated, Unigram, Bigram, Suffix, Lookahead, Copy),
+    *(EarlyExit, Sparse, Hybrid),
+)
+DRAFTERS = {kind.Config.name: kind for kind in FAMILIES}
 Hybrid.families = DRAFTERS
 
 

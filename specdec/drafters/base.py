@@ -9,16 +9,17 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from specdec.context import Context, Moment, Needs, Proposal
-from specdec.errors import UserError, require, require_between, require_within
+from specdec.errors import UserError, require, require_between, require_known, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Growth, Shape
@@ -63,12 +64,12 @@ class Sizes:
 class Drafter(nn.Module, ABC):
     """Proposes tokens. A family gives `hidden` and `unembed`; the rest has defaults.
 
-    A drafter is made from its config (the user's choices) and its sizes (which the target then
-    determines), so a draft on disk can be read without planning it again. Frozen parts that
-    belong to the target (its embedding) are attached and never saved.
+    A drafter is made from its config (the user's choices) and its sizes (what the target
+    determines), so a draft on disk can be read without planning it again. Frozen parts that belong
+    to the target (its embedding) are attached and never saved.
     """
 
-    Config: ClassVar[type]  # the dataclass that configures the family
+    Config: ClassVar[type[Any]]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
     bounds: ClassVar[Mapping[str, int | tuple[int, int]]] = {}  # of settings; see `require_within`
     trainable: ClassVar[bool] = True  # see `trains`
@@ -91,6 +92,8 @@ class Drafter(nn.Module, ABC):
         bounds = {"depth": (1, DEEPEST), "draft_vocab": 1, "intermediate_size": 1, **self.bounds}
         given = {name: bound for name, bound in bounds.items() if hasattr(config, name)}
         require_within("drafter", config, **given)
+        if hasattr(config, "start"):
+            require_known("drafter", config, start=("target", "random"))
         self.config = config
         self.sizes = sizes
         self.depth = config.depth
@@ -106,7 +109,15 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
         """The `Sizes` of a drafter with this config for this target."""
-        return cls.Sizes(target_vocab=target.vocab_size)
+        return cls.sized(config, target)
+
+    @classmethod
+    def sized(cls, config: Any, target: Parts, **more: Any) -> Any:
+        """The family's `Sizes`, given those of its own. A draft vocabulary that is not smaller than
+        the target's is None."""
+        V, given = target.vocab_size, getattr(config, "draft_vocab", None)
+        more.setdefault("draft_vocab", given if (given or V) < V else None)
+        return cls.Sizes(target_vocab=V, **more)
 
     @classmethod
     def build(
@@ -165,18 +176,14 @@ class Drafter(nn.Module, ABC):
         for name, x in self.state_dict().items():
             if name == "vocab_S":
                 continue
-            found = theirs.get(name)
-            said = "missing" if found is None else f"of shape {list(found.shape)}"
-            if found is not None and found.shape == x.shape:
+            found = theirs.get(name, torch.empty(0))
+            over_vocab = self.vocab_S is not None and x.shape[:1] == self.vocab_S.shape
+            if found.shape == x.shape:
                 x.copy_(found)
-            elif (
-                found is not None
-                and (self.vocab_S is not None and place_S is not None)
-                and x.shape[:1] == self.vocab_S.shape
-                and found.shape == (len(place_S), *x.shape[1:])
-            ):
+            elif place_S is not None and over_vocab and found.shape == x[place_S].shape:
                 x[place_S] = found.to(x)
             else:
+                said = f"of shape {list(found.shape)}" if name in theirs else "missing"
                 raise UserError(
                     f"the earlier draft's tensor {name!r} is {said}, but {list(x.shape)} is needed"
                 )
@@ -217,12 +224,19 @@ class Drafter(nn.Module, ABC):
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
         """The weight in the loss of each depth at each position of a row [T, K]; a position
-        without weight is not an anchor. By default every valid depth weighs 1. A family that draws
-        a sample weighs each anchor by 1 / its probability, so the expected loss is that of all.
+        without weight is not an anchor. By default every valid depth weighs 1, unless the config
+        has `anchors` to draw: each of a sample weighs 1 / its probability, so the expected loss is
+        that of all.
 
         `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
         """
-        return valid_TK.float()
+        return getattr(self.config, "anchors", AnchorsConfig()).draw(valid_TK, generator)
+
+    def features_of(self, ctx: Context) -> Tensor:
+        """The target's features that the drafter reads [B, T, F]: layers, or the final state."""
+        features = ctx.layers_BTF if self.needs.layers else ctx.final_BTD
+        assert features is not None
+        return features
 
     @abstractmethod
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -294,24 +308,20 @@ class Drafter(nn.Module, ABC):
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
 
-        def logits(paths: list[list[list[int]]]) -> Tensor:
-            drafted_BWk = torch.tensor(paths, dtype=torch.long, device=anchor_B1.device)
-            _, W, k = drafted_BWk.shape
+        def logits(W: int) -> Tensor:
+            last = [known[-W:] for known in paths]
+            drafted_BWk = torch.tensor(last, dtype=torch.long, device=anchor_B1.device)
+            k = drafted_BWk.shape[2]
             hidden = self.hidden(ctx, anchor_B1.expand(-1, W), drafted_BWk)
             return self.unembed(hidden[:, :, k], k)
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             above = [[-1]] * len(paths) if parents_BW is None else (parents_BW + 1).tolist()
-            rows = zip(paths, above, tokens_BW.tolist(), strict=True)
-            new = [
-                [[*known[place], token] for place, token in zip(places, tokens, strict=True)]
-                for known, places, tokens in rows
-            ]
-            for known, more in zip(paths, new, strict=True):
-                known += more
-            return logits(new)
+            for known, places, tokens in zip(paths, above, tokens_BW.tolist(), strict=True):
+                known += [[*known[at], token] for at, token in zip(places, tokens, strict=True)]
+            return logits(tokens_BW.shape[1])
 
-        return Growth(logits(paths)[:, 0], grow)
+        return Growth(logits(1)[:, 0], grow)
 
 
 def growth_at_once(
@@ -322,14 +332,22 @@ def growth_at_once(
     """The growth of a drafter that has read all depths at once. `first_BS` are the logits of depth
     0. The logits [B, W, S] of another depth may depend on the tokens [B, W] just before it, but on
     no other drafted token."""
+    grow = with_depth(lambda tokens_BW, parents_BW, depth: logits(depth, tokens_BW))
+    return Growth(first_BS, grow, marginals)
+
+
+def with_depth(
+    grow: Callable[[Tensor, Tensor | None, int], Tensor],
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`Growth.grow` from a function that also takes the depth of the new nodes."""
     depths = [0]  # the depth of the anchor, then of every node
 
-    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+    def told(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
         depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
         depths.extend([depth] * tokens_BW.shape[1])
-        return logits(depth, tokens_BW)
+        return grow(tokens_BW, parents_BW, depth)
 
-    return Growth(first_BS, grow, marginals)
+    return told
 
 
 def growth_over(
@@ -367,11 +385,6 @@ def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: P
     return list(layers)
 
 
-def pruned_vocab(draft_vocab: int | None, target: Parts) -> int | None:
-    """The size of a draft vocabulary; None for the target's own, also if that is not larger."""
-    return draft_vocab if (draft_vocab or 0) < target.vocab_size else None
-
-
 def require_rising(layers: Sequence[int] | None) -> None:
     """Raise UserError unless layers to read are unset, or distinct and in rising order."""
     require(
@@ -392,19 +405,34 @@ def states(
     a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAk is None:
         return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
-    found = []
+    each = alone(ctx, anchors_BA, drafted_BAk)
+    found = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
+    return found.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+
+
+def alone(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> Iterator[tuple[int, Context]]:
+    """For each anchor, its place in its document, and that document up to the anchor followed by
+    the tokens drafted there, with the target's final states of what precedes the anchor."""
     for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
-        for i, (a, first) in enumerate(zip(anchors, firsts, strict=True)):
-            ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
-            found.append(over_text(ids, None, None)[0, a - first :])
-    return torch.stack(found).view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+        for a, first, drafted_k in zip(anchors, firsts, drafted_BAk[b], strict=True):
+            ids_1T = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_k])[None]
+            one, lacking = Context(ids_1T), 1 + len(drafted_k)
+            if ctx.final_BTD is not None:
+                one.final_BTD = pad(ctx.final_BTD[b : b + 1, first:a], (0, 0, 0, lacking))
+            yield a - first, one
 
 
 def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
     """Where the document of each anchor [B, A] begins."""
-    if ctx.position_BT is None:
-        return torch.zeros_like(anchors_BA).tolist()
-    return (anchors_BA - ctx.position_BT.gather(1, anchors_BA)).tolist()
+    return (anchors_BA - ctx.documents()[0].gather(1, anchors_BA)).tolist()
+
+
+def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None, depth: int) -> Tensor:
+    """The tokens [B, A, K] that depths 0, 1, … are the first to read: the anchor, and the drafted
+    tokens or, for K = `depth`, the text's own."""
+    if drafted_BAk is None:
+        return text_after(ctx.ids_BT, anchors_BA - 1, depth)
+    return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)
 
 
 def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes, entries, pruned_vocab, text_after
+from specdec.drafters.base import Drafter, Sizes, entries, tokens_from, with_depth
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
@@ -48,8 +48,7 @@ class Heads(Drafter):
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
-        pruned = pruned_vocab(config.draft_vocab, target)
-        return cls.Sizes(target_vocab=target.vocab_size, draft_vocab=pruned, width=target.width)
+        return cls.sized(config, target, width=target.width)
 
     def copy_head(self, target: Parts) -> None:
         """Start all LM heads as the target's."""
@@ -59,8 +58,7 @@ class Heads(Drafter):
 
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""
-        assert ctx.final_BTD is not None
-        last_BAD = entries(ctx.final_BTD, (anchors_BA - 1).clamp_min(0))
+        last_BAD = entries(self.features_of(ctx), (anchors_BA - 1).clamp_min(0))
         return last_BAD.to(self.lm_heads[0].weight.dtype)  # type: ignore[arg-type]
 
     @abstractmethod
@@ -85,9 +83,7 @@ class Heads(Drafter):
         output: Callable[[Tensor, int], Tensor],
     ) -> Tensor:
         """`hidden`, with an `output` that may differ in training."""
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        tokens_BAK = torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)
+        tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         state, found = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):
             state = self.step(state, tokens_BAK[..., k], k)
@@ -98,15 +94,12 @@ class Heads(Drafter):
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         before = self.first(ctx, anchor_B1, cache)
         nodes_BNF = self.step(before, ctx.ids_BT.gather(1, anchor_B1), 0)  # the anchor is the first
-        depths = [0]
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None, k: int) -> Tensor:
             nonlocal nodes_BNF
-            k = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
             above = nodes_BNF[:, -1:] if parents_BW is None else entries(nodes_BNF, parents_BW + 1)
             state = self.step(above, tokens_BW, k)
             nodes_BNF = torch.cat([nodes_BNF, state], 1)
-            depths.extend([k] * tokens_BW.shape[1])
             return self.unembed(self.output(state, k), k)
 
-        return Growth(self.unembed(self.output(nodes_BNF, 0), 0)[:, 0], grow)
+        return Growth(self.unembed(self.output(nodes_BNF, 0), 0)[:, 0], with_depth(grow))

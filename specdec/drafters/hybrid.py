@@ -1,16 +1,15 @@
 """A hybrid: a drafter that copies where the text repeats, and another one, its head, elsewhere.
 
-The two find almost disjoint tokens, so together they commit more than either. In each round every
-row drafts what should commit the most tokens per second: m copied tokens, γ tokens of the head, or
-none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023 with acceptance by depth) gives the
-rate of each: for the head from its α and its cost c; for copied tokens, which cost nothing, from
-the share that is right at each depth after matches of the same length and frequency. These shares
-start from `prior`, are counted in `fit`, and are scaled at each temperature to what `weigh` finds.
+The two find almost disjoint tokens. In each round every row drafts what should commit the most
+tokens per second: m copied tokens, γ tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8
+of Leviathan et al. 2023 with acceptance by depth) gives the rate of each: for the head from its α
+and its cost c; for copied tokens, which cost nothing, from the share that is right at each depth
+after matches of the same length and frequency. These shares start from `prior`, are counted in
+`fit`, and are scaled at each temperature to what `weigh` finds.
 
 The choice reads nothing but the text, so it is the same in every batch and with every cache, and
-it is lossless at any temperature: a copied token is a point mass. In a tree whose nodes are not
-drawn at random the two stand side by side: the copied chain becomes a branch of the head's tree,
-and a beginning that both share is stored once. In a tree of drawn siblings one of them is chosen.
+lossless: a copied token is a point mass. In a tree whose nodes are not drawn at random, the copied
+chain becomes a branch of the head's tree; in a tree of drawn siblings one of the two is chosen.
 
 Letters: B batch, A anchors, N nodes, K depth, D width, V vocabulary, E cells of evidence.
 """

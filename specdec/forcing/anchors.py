@@ -59,13 +59,12 @@ def anchors_of(
 ) -> Anchors:
     """Anchors of some rows: positions a >= 1 of a document whose token a + 1 counts.
 
-    `mask_BT` marks the tokens that count; `document_BT` and `position_BT` give each token's
-    document and its place there. Depth k at an anchor is valid if its token and all before it
-    count and belong to the anchor's document. `weigh` maps the valid depths at the positions of a
-    row to their weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per` "sequence"
-    divides every weight by the number of valid positions in its document; "token" does not.
-    With `drafted_BTK`, the anchors are those of a decoder's rounds, and a depth is valid if a
-    token was drafted there, rather than -1.
+    `mask_BT` marks the tokens that count; `document_BT` and `position_BT` are those of `Context`.
+    Depth k at an anchor is valid if its token and all before it count and belong to the anchor's
+    document; with `drafted_BTK`, which has the anchors of a decoder's rounds, if a token was
+    drafted there, rather than -1. `weigh` maps the valid depths at the positions of a row to their
+    weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per` "sequence" divides every
+    weight by the number of valid positions in its document.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))

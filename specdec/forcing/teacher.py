@@ -1,8 +1,8 @@
 """Teacher forcing: what a drafter would do at every anchor of a known text.
 
-The loss and every teacher-forced α come from the same pairs of p and q, made here. Only one
-chunk's logits exist at a time: p over the draft vocabulary, normalised over the full vocabulary,
-is computed from the target's hidden state and three numbers per position (`sampler.Summary`).
+The loss and every teacher-forced α come from the same pairs of p and q, made here. Only one chunk's
+logits exist at a time: p over the draft vocabulary, normalised over the full one, is computed from
+the target's hidden state and three numbers per position (`sampler.Summary`).
 
 Letters: B batch, T time, A anchors of a row, N anchors of all rows, K depth, D width, S draft
 vocabulary, U positions.
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter, entries
@@ -47,8 +46,7 @@ class Batch:
 
     def anchors(self, depth: int, per: str) -> Anchors:
         """All valid positions, or all visited ones; see `anchors_of`."""
-        document_BT, position_BT = self.ctx.document_BT, self.ctx.position_BT
-        assert document_BT is not None and position_BT is not None
+        position_BT, document_BT = self.ctx.documents()
         drafted = None if self.visited is None else self.visited.drafted_BTK(self.mask_BT)
         text = self.mask_BT, document_BT, position_BT
         return anchors_of(*text, depth, per=per, drafted_BTK=drafted)
@@ -70,19 +68,13 @@ def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 1
 
 @torch.no_grad()
 def batch_of(
-    target: Target,
-    needs: Needs,
-    sampler: Sampler,
-    ids: Sequence[Sequence[int]],
-    masks: Sequence[Sequence[bool]],
+    target: Target, needs: Needs, sampler: Sampler, text: Context, mask_BT: Tensor
 ) -> Batch:
-    """A batch of whole texts, one per row, which the target reads now."""
-    ids_BT = pad_sequence([torch.tensor(x) for x in ids], batch_first=True).to(target.device)
-    mask_BT = pad_sequence([torch.tensor(x) for x in masks], batch_first=True).to(target.device)
-    position_BT = torch.arange(ids_BT.shape[1], device=target.device).expand_as(ids_BT).contiguous()
-    length_B1 = torch.tensor([[len(x)] for x in ids], device=target.device)
-    document_BT = torch.where(position_BT < length_B1, 0, -1)
-    ctx, final = target.features(ids_BT, needs, position_BT=position_BT, document_BT=document_BT)
+    """A batch of the texts in a context without features, which the target reads now."""
+    position_BT, document_BT = text.documents()
+    ctx, final = target.features(
+        text.ids_BT, needs, position_BT=position_BT, document_BT=document_BT
+    )
     return Batch(ctx, final, summarise(target, final, sampler), mask_BT)
 
 
@@ -170,10 +162,10 @@ class TeacherForcing(nn.Module):
         more: Columns | None = None,
     ) -> tuple[Tensor, Tensor] | Table:
         """The summed loss and the statistics [K, 5] in `STATISTICS`; with `measure`, a `Table` with
-        the columns that `more` computes.
+        the columns that `more` computes. Both go through `forward`, so that DDP and FSDP see every
+        use of the weights.
 
-        `anchors` has those of each row; None (and `measure`) takes all valid positions. Both go
-        through `forward`, so that DDP and FSDP see every use of the weights. The loss is
+        `anchors` has those of each row; None (and `measure`) takes all valid positions. The loss is
         Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total.
         """
         if measure:
@@ -253,12 +245,10 @@ class TeacherForcing(nn.Module):
     def _pieces(
         self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
     ) -> tuple[Callable[..., Piece], list[Tensor]]:
-        """p, q and the other tensors that an objective may read, for a few of a chunk's anchors.
-
-        Returns a function and some tensors: those through which a gradient can flow, the draft's
-        logits first. The function takes a slice of anchors, and their rows of each of the tensors.
-        All products with unembeddings are made here, once for the chunk.
-        """
+        """p, q and the other tensors that an objective may read: a function from a slice of a
+        chunk's anchors, and from their rows of each of the tensors that come with it, to a piece.
+        Gradients can flow through those tensors, the draft's logits first. All products with
+        unembeddings are made here, once for the chunk."""
         T = batch.mask_BT.shape[1]
         depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
         row_N1 = anchors.row_N[rows, None]
@@ -316,11 +306,8 @@ def _at(anchors: Anchors, batch: Batch, read: Callable[[Tensor], Tensor]) -> Ten
 
 
 def answers(table: Table, batch: Batch) -> list[Acceptance]:
-    """Cut a table into answers, each [T, K] from the anchor of a decoder's first round to the last
-    anchor whose depths are all valid.
-
-    Prefill emits an answer's first token, so the round that would predict it does not occur.
-    """
+    """Cut a table into answers, each [T, K] from the anchor of a decoder's first round (prefill
+    emits an answer's first token) to the last anchor whose depths are all valid."""
     row_N, position_N = table.anchors.row_N, table.anchors.position_N
     usable_N = table.anchors.valid_NK.all(-1) & batch.mask_BT[row_N, position_N]
     place_U = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()

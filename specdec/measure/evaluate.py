@@ -1,15 +1,17 @@
 """Evaluation: a drafter on held-out prompts, measured by the decoder and by teacher forcing.
 
-For each temperature, every batch of prompts is answered plainly and speculatively in turn in the
-same process. α is taken over the target's own plain text at all positions, and over the decoded
-text at the anchors where the decoder's rounds started. Intervals are bootstraps over prompts,
-those of seconds over batches.
+For each temperature, every batch of prompts is answered plainly and speculatively in turn. α is
+taken over the target's own plain text at all positions, and over the decoded text at the anchors
+where rounds started. Intervals are bootstraps over prompts, those of seconds over batches.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+
+from rich.progress import Progress
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
@@ -26,6 +28,7 @@ from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, Results, Sample
 from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, Strategy, strategy
+from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
@@ -35,7 +38,6 @@ from specdec.theory.leviathan import pass_cost
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
 SHOWN = 6  # samples that are kept
-OnPrompt = Callable[[str], None]
 
 
 @dataclass
@@ -54,7 +56,7 @@ def evaluate(
     subject: Subject,
     prompts: Sequence[Sequence[int]],
     cfg: DecodeConfig,
-    on_prompt: OnPrompt = lambda line: None,
+    progress: Progress | None = None,
     words: Sequence[str] = (),
     log: Path | None = None,
 ) -> Results:
@@ -62,8 +64,7 @@ def evaluate(
     first, it is chosen on the prompts after those.
 
     `words` are what the user says in each prompt, for the samples (default: the decoded prompt).
-    `on_prompt` is called with a line of progress after each prompt at each temperature. The rounds
-    are appended to the file `log`. Raises UserError if there is no prompt.
+    The rounds are appended to the file `log`. Raises UserError if there is no prompt.
     """
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
@@ -77,11 +78,13 @@ def evaluate(
         cfgs[subject.also] = replace(cfg, gamma=cfg.gamma if cfg.tree else None)
     found = {each: list[AtTemperature]() for each in cfgs}
     known: dict[tuple[Drafter, str], Costs] = {}
+    progress = progress or bars(console, shown=False)
+    task = progress.add_task("decoding", total=len(chosen) * len(cfg.temperatures))
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
         setups = [Setup(target, each, cfgs[each], sampler) for each in cfgs]
         hows = [strategy(setup, learning) for setup in setups]
-        answers = _answered(setups, hows, chosen, on_prompt)
+        answers = _answered(setups, hows, chosen, partial(progress.update, task))
         for setup, how, made in zip(setups, hows, answers, strict=True):
             key = setup.drafter, repr(how.shape)
             cost = known[key] = known.get(key) or costs(setup, chosen[0], how.shape)
@@ -91,6 +94,7 @@ def evaluate(
                     log_rounds(log, made.drafted)
                 at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
             found[setup.drafter].append(at)
+    progress.remove_task(task)
 
     def results(each: Drafter, also: Results | None) -> Results:
         setup = Setup(target, each, cfgs[each], sampler)
@@ -135,10 +139,10 @@ class Answered:
 
 
 def _answered(
-    setups: Sequence[Setup], hows: Sequence[Strategy], prompts: list[list[int]], on_prompt: OnPrompt
+    setups: Sequence[Setup], hows: Sequence[Strategy], prompts: list[list[int]], tell: Callable
 ) -> list[Answered]:
     """Answer every batch `cfg.repeats` times plainly and with each draft, in turn; counts are from
-    the first time, seconds are medians."""
+    the first time, seconds are medians. `tell` takes the progress after each batch."""
     cfg, many = setups[0].cfg, [Answered() for _ in setups]
     policies, untimed = ([how.length and how.length() for how in hows] for _ in range(2))
 
@@ -168,8 +172,8 @@ def _answered(
             made.spent.append(slowest.spent | {"other": other})
         taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
         said = " and ".join(f"{tau:.2f}" for tau in taus)
-        for _ in plain:
-            on_prompt(f"T={setups[0].sampler.temperature:g}  τ {said}")
+        at = f"decoding  T={setups[0].sampler.temperature:g}"
+        tell(advance=len(plain), description=f"{at}  τ {said}")
     return many
 
 

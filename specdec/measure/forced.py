@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.context import Context
 from specdec.decoding.answers import Generation
 from specdec.drafters.base import Drafter
 from specdec.forcing.teacher import TeacherForcing, batch_of, predicted_rounds
@@ -68,8 +69,9 @@ def along(
     count = 5 + len(LENIENCES)
     columns = [torch.zeros(len(ids), drafter.depth, dtype=torch.float64) for _ in range(count)]
     if len(read) > 1:
-        mask = [False] * len(prompt) + [True] * len(read)
-        batch = batch_of(target, drafter.needs, forcing.sampler, [[*prompt, *read]], [mask])
+        text = Context(torch.tensor([[*prompt, *read]], device=target.device))
+        mask_1T = text.documents()[0] >= len(prompt)
+        batch = batch_of(target, drafter.needs, forcing.sampler, text, mask_1T)
         table = forcing(batch, measure=True, more=beyond_acceptance)
         at_N = table.anchors.position_N.cpu() - len(prompt)
         for column_TK, found_NK in zip(columns, (*table.alpha, *table.more), strict=True):
@@ -92,12 +94,10 @@ def whole(found: Along, length: int, depth: int) -> Text:
 
 
 def decoded(found: Along, made: Generation, gamma: int, greedy: bool) -> Text:
-    """The anchors at which a decoding's rounds started; `found` is measured along its text.
-
-    At T = 0 all of them: a depth past the end of the text was not accepted, so the products of
-    greedy acceptance are the decoder's own counts, round by round. Otherwise only those with γ
-    tokens of text after them, since sampled acceptance past the end is unknown.
-    """
+    """The anchors at which a decoding's rounds started; `found` is measured along its text. At T =
+    0 all of them, so that the products of greedy acceptance are the decoder's own counts: a depth
+    past the end of the text was not accepted. Otherwise those with γ tokens of text after them,
+    since sampled acceptance past the end is unknown."""
     length = len(made.ids) + len(made.overrun)
     rounds = [(r.anchor - len(made.prompt), r.drafted) for r in made.rounds]
     kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]

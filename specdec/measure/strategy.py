@@ -1,8 +1,6 @@
-"""What a round drafts at one temperature, measured first if `DecodeConfig` leaves it open.
-
-A tree is chosen by the acceptance of each rank and by the times of whole rounds, a draft length
-by costs or by a stop classifier. Everything is learned at the temperature at which it is used,
-since acceptance at T = 1 differs from that of greedy decoding.
+"""What a round drafts at one temperature, measured first if `DecodeConfig` leaves it open: a tree
+by the acceptance of each rank and the times of whole rounds, a draft length by costs or by a stop
+classifier. All is learned at the temperature at which it is used, since acceptance differs.
 
 Letters: D depths, R ranks among siblings.
 """
@@ -59,11 +57,9 @@ class Strategy:
 
 
 def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
-    """The shape and the length that a configuration asks for.
-
-    Whatever must be measured is measured on the first of `prompts`, which should differ from the
-    prompts of the evaluation. Raises UserError if the drafter cannot do it.
-    """
+    """The shape and the length that a configuration asks for. Whatever must be measured is measured
+    on the first of `prompts`, which should not be those of the evaluation. Raises UserError if the
+    drafter cannot do it."""
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
@@ -128,8 +124,8 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]]) -> None:
 
 def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
-    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds, which are measured
-    while decoding `prompts`."""
+    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds when decoding
+    `prompts`."""
     depth = len(acceptance_DR)
     sizes = SIZES.get(setup.target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]

@@ -1,11 +1,11 @@
 """A loss over many rows, computed chunk by chunk, so that a tensor over all tokens and the
 vocabulary never exists.
 
-Training uses it twice. The hidden states of a chunk of anchors are multiplied by the two
-unembeddings, which is fast for many rows at once. The objective then reads the chunk's logits a few
-rows at a time: its many intermediate tensors stay in a processor's cache, and only the gradient of
-the logits remains. So no product is computed twice. If the vocabulary were cut into blocks, p and q
-would have to be computed again for the gradient, as β is not known before the last block.
+Training uses it twice. A chunk of anchors' hidden states is multiplied by the two unembeddings,
+which is fast for many rows at once. The objective then reads the chunk's logits a few rows at a
+time: its intermediate tensors stay in a processor's cache, and only the gradient of the logits
+remains, so no product is computed twice. (Blocks of the vocabulary would need p and q again for the
+gradient, as β is not known before the last one.)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,8 @@ AT_ONCE, AT_ONCE_ON_GPU = 1 << 20, 1 << 26  # logits; see `at_once`
 
 
 class _Chunked(torch.autograd.Function):
-    """Runs a loss chunk by chunk and takes each chunk's gradient at once.
-
-    A chunk's logits are freed before the next chunk's are made; the backward pass makes none, as it
-    only scales the gradients computed in the forward pass.
-    """
+    """Runs a loss chunk by chunk and takes each chunk's gradient at once. The backward pass only
+    scales these gradients, so a chunk's logits are freed before the next chunk's are made."""
 
     @staticmethod
     def forward(
@@ -72,10 +69,9 @@ def chunked(
     """Sum of `part` over chunks of the rows of the tensors in `cut`, which have equally many.
 
     `part(slice, rows of each tensor…)` returns a summed loss (scalar, float32) and detached summed
-    statistics. `parameters` lists all trained parameters: those that a chunk reads get their
-    gradient, the others none. At most one chunk's intermediate tensors exist at a time. Without
-    gradients, nothing is kept at all. Raises RuntimeError if a chunk reads a trained tensor that is
-    not among `parameters`, because its gradient would be lost silently.
+    statistics. Those of `parameters` that a chunk reads get their gradient. At most one chunk's
+    intermediate tensors exist at a time. Raises RuntimeError if a chunk reads a trained tensor that
+    is not among `parameters`, because its gradient would be lost silently.
     """
     if len(cut[0]) == 0:
         raise ValueError("chunked: no rows")

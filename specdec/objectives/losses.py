@@ -1,11 +1,10 @@
 """The terms of an objective: functions from a `Piece` to a loss [N, K].
 
-A term does not reduce, mask or weigh: `objective.py` does that once for all terms. A term's
-constants are keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
-q = softmax(z) and P = Σ_S p <= 1, the docstrings give the gradient ∂L/∂z, which the tests check in
-float64.
+A term does not reduce, mask or weigh: `objective.py` does that once for all. Its constants are
+keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
+q = softmax(z) and P = Σ_S p <= 1, the docstrings give ∂L/∂z, which the tests check in float64.
 
-Letters: N anchors, K depths, S draft vocabulary, D width, β = Σ min(p, q) of one position.
+Letters: N anchors, K depths, S draft vocabulary, β = Σ min(p, q) of one position.
 """
 
 import math
@@ -55,13 +54,13 @@ def top_k(piece: Piece, k: float = 10.0) -> Tensor:
 
 
 def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
-    """`kl` on the tokens from which the draft has most to learn, 0 on the others (Hu et al. 2025,
-    AdaSPEC, arXiv 2510.19779). They are the share `keep` of tokens whose KL exceeds that of a
-    trained reference draft by the most. ∂/∂z = P q - p on the tokens kept.
+    """`kl` on the share `keep` of tokens whose KL exceeds that of a trained reference draft by the
+    most, 0 on the others (Hu et al. 2025, AdaSPEC, arXiv 2510.19779). ∂/∂z = P q - p on the tokens
+    kept.
 
     The quantile is taken at each depth over the valid tokens of a chunk (`objective.chunk`), as the
     authors take it over a micro-batch (yuezhouhu/adaspec, README.md). Like theirs, the loss is
-    divided by the number of all tokens, not of those kept.
+    divided by the number of all tokens.
     """
     reference = piece.reference_log_q
     require(
@@ -111,10 +110,9 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
     w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid depths and
     without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
 
-    The weights are those of Lucas-TY/D-PACE (specforge/core), where the sum over a batch's blocks
-    is divided by the number of its rows; here it is divided by that of anchors, as every loss is,
-    which only scales it. An objective's weights over depth apply in addition; `objective=d_pace`
-    sets them to 1.
+    The weights are those of Lucas-TY/D-PACE (specforge/core), which divides the sum over a batch's
+    blocks by its rows, not by anchors: a factor. `objective=d_pace` sets an objective's own weights
+    over depth to 1.
     """
     loss_NK = ce(piece)
     known_NK = (-loss_NK.detach()).exp() * (piece.label >= 0)
@@ -126,15 +124,13 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
     is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with a
     separate acceptance at each depth).
 
-    Gradient: β_i is a factor of every product that includes depth i, so
-    ∂L/∂log β_i = w_i = Σ_{k>=i} Π_{j<=k} β_j, and ∂(γ - L)/∂z_i = w_i ∂(-log β_i)/∂z_i: `nla`,
-    each depth weighted by the tokens that depend on it. A product vanishes with any of its
+    Gradient: ∂L/∂log β_i = w_i = Σ_{k>=i} Π_{j<=k} β_j, so ∂(γ - L)/∂z_i = w_i ∂(-log β_i)/∂z_i:
+    `nla`, each depth weighted by the tokens that depend on it. A product vanishes with any of its
     factors, so a draft that is poor at depth 0 would learn nothing at deeper ones and little at 0.
-    So early in a run w_i is computed from β̃ = s + (1 - s) β, as D-PACE smooths its weights
-    (arXiv 2605.18810, s = ½): s falls from `smooth` at the start to 0 when the share `until` of
-    the run is done (`until=0`: s stays), and from then on the gradient is exact. Depths after
-    an answer's end do not count. An objective's weights over depth apply in addition;
-    `objective=expected_length` sets them to 1.
+    So early in a run w_i is computed from β̃ = s + (1 - s) β, as in D-PACE (arXiv 2605.18810,
+    s = ½): s falls from `smooth` at the start to 0 when the share `until` of the run is done
+    (`until=0`: s stays). Depths after an answer's end do not count. `objective=expected_length`
+    sets an objective's own weights over depth to 1.
     """
     smooth *= _left(piece, until)
     loss_NK = nla(piece)
@@ -163,25 +159,21 @@ def expected_tree(
         m_r = 1 - G_r,  G_r = Σ_x min(p, M_r q),  M_0 = 0,  M_{r+1} = M_r + 1 - G_r,
 
     and a_r = G_{r+1} - G_r; G_1 = β, so on a chain this is `expected_length`. Siblings drawn
-    without replacement (rule recursive, the default for trees) are accepted more often: after x is
-    rejected, the second is drawn from q / (1 - q(x)), which is larger wherever p can still be. So L
-    is too low for them, and more so the more of q is on few tokens.
+    without replacement (rule recursive, the default for trees) are accepted more often: L is too
+    low for them, and more so the more of q is on few tokens.
 
-    Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, and only on the
-    text's own branch are p and q known, whether heads are parallel or not, since p depends on the
-    path in any case. The product of that branch's a_j is exact if acceptance at a depth does not
-    depend on the tokens accepted above it, as `expected_length` and Sequoia (Chen et al. 2024)
-    assume; on toys whose p and q do depend on them, its mean over texts is -2 to +6 % off the
-    enumerated value (tests/objectives/test_coupled.py has one). For text x drawn from p, it would
-    be exact to take a_k Π_{j<k} a_j(x_j) / p(x_j), where a_j(x_j) is the part of a_j that x_j adds;
-    that is noisier, and wrong for text drawn otherwise. Children that are the likeliest tokens
-    (T = 0, point masses) are accepted with probability p(x), which has no gradient in q.
+    Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, but p and q are known
+    on the text's own branch alone. The product of its a_j is exact if acceptance at a depth does
+    not depend on the tokens accepted above it, as `expected_length` and Sequoia (Chen et al. 2024)
+    assume; on toys where it does, its mean over texts is -2 to +6 % off
+    (tests/objectives/test_coupled.py). Children that are the likeliest tokens (T = 0) are accepted
+    with probability p(x), which has no gradient in q.
 
     Gradient: with B_r = {x: p > M_r q}, dG_r/dz = M_r q (1_B - Q_B) + Q_B dM_r/dz, Q_B = Σ_B q, and
-    dM_{r+1} = dM_r - dG_r. ∂L/∂z_i = Σ_r V_{i,r} ∂a_{i,r}/∂z, where V_{i,r} sums, over the nodes
-    at or below one of rank r at depth i, the product of the other factors. As in `expected_length`,
+    dM_{r+1} = dM_r - dG_r. ∂L/∂z_i = Σ_r V_{i,r} ∂a_{i,r}/∂z, where V_{i,r} sums, over the nodes at
+    or below one of rank r at depth i, the product of the other factors. As in `expected_length`,
     early in a run V is computed from ã_r = (1 - s) a_r + s [r = 0], and rank 0's part is
-    V ã_0 ∂log β, so that a poor draft learns; after the share `until` of the run, V is exact.
+    V ã_0 ∂log β; after the share `until` of the run, V is exact.
     """
     smooth *= _left(piece, until)
     levels, K = Static(paths).levels, piece.log_p.shape[1]
@@ -221,11 +213,8 @@ def expected_tree(
 
 def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
     """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
-    width as in EAGLE-1's own code: with d their difference and b = `beta`, d²/2b where |d| < b,
-    else |d| - b/2. The gradient for the draft's state, of width D, is d/(bD) or sign(d)/D.
-
-    Raises UserError if the draft is not as wide as the target.
-    """
+    width D as in EAGLE-1's code: with d their difference and b = `beta`, d²/2b where |d| < b, else
+    |d| - b/2. Its gradient is d/(bD) or sign(d)/D. Raises UserError if the widths differ."""
     hidden, features = piece.hidden, piece.features
     if hidden.shape != features.shape:
         raise UserError(
@@ -242,11 +231,10 @@ def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
 def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token, and
     from the first rejected one on reverse KL · `decay`^k, with k counted from the round's anchor.
+    On plain text, where there are no rounds, it is `kl`.
 
-    Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone;
-    here they are exact. The code divides by the sum of these weights; here the sum over a decoder's
-    rounds is divided by their number. Gradients are those of `kl` and `reverse_kl`. On plain text,
-    where there are no rounds, it is `kl`.
+    Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone and
+    divides by the sum of these weights; here they are exact, and divided by the number of rounds.
     """
     if piece.accepted is None:
         return kl(piece)
@@ -257,10 +245,7 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
 def confidence(piece: Piece) -> Tensor:
     """Binary cross-entropy of the family's own estimate c of its acceptance against β, as DSpark
     trains it: -β log c - (1 - β) log(1 - c), with no gradient through β. With c = σ(x),
-    ∂/∂x = c - β.
-
-    Raises UserError for a family that makes no such estimate.
-    """
+    ∂/∂x = c - β. Raises UserError for a family that makes no such estimate."""
     if piece.confidence is None:
         raise UserError(
             "objective.terms.confidence trains a family's own estimate of its acceptance, and this "

@@ -5,7 +5,6 @@ Letters: N anchors, K depths.
 
 import inspect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -58,9 +57,7 @@ class ObjectiveConfig:
                     require_between(where, value, 0, 1)
                 whole = float(value).is_integer() and value >= 1
                 require(key != "k" or whole, f"{where}={value}: give a whole number from 1")
-        for name, weight in self.terms.items():
-            _require_weight(f"objective.terms.{name}", weight)
-        require(any(self._used()), "objective.terms is empty: give one, such as {nla: 1}")
+        require(bool(self._used()), "objective.terms is empty: give one, such as {nla: 1}")
 
     def require_complete(self, drafted: list[list[int]] | None) -> None:
         """Take the paths of the tree that will be `drafted` if a term reads them and none are
@@ -94,49 +91,32 @@ class ObjectiveConfig:
     def loss(self, piece: Piece) -> Tensor:
         """The weighted sum of the terms [N, K]."""
         terms = []
-        for name in self._used():
+        for name, (first, last, until) in self._used().items():
             given: dict[str, Any] = dict(self.constants.get(name, {}))
             if name in OF_TREES:
                 given["paths"] = self.paths
-            weight = _weight(self.terms[name], piece.progress)
+            weight = first + (last - first) * min(1.0, piece.progress / until)
             terms.append(weight * TERMS[name](piece, **given))
         return reduce(Tensor.add, terms)
 
     def __str__(self) -> str:
-        terms = " + ".join(f"{_shown(self.terms[name])} {name}" for name in self._used())
-        return f"{terms}, depth k weighs {self.depth_decay:g}^k, per {self.per}"
+        terms = []
+        for name, (first, last, until) in self._used().items():
+            ramp = f"({first:g} to {last:g} over {until:.0%} of the run)"
+            terms.append(f"{f'{first:g}' if first == last else ramp} {name}")
+        return f"{' + '.join(terms)}, depth k weighs {self.depth_decay:g}^k, per {self.per}"
 
-    def _used(self) -> list[str]:
-        """The terms whose weight is not 0 throughout."""
-        return [name for name, w in self.terms.items() if (any(w[:2]) if _ramp(w) else w)]
-
-
-def _ramp(weight: Any) -> bool:
-    return isinstance(weight, Sequence) and not isinstance(weight, str)
-
-
-def _weight(weight: Any, progress: float) -> float:
-    """A term's weight when the share `progress` of a run is done."""
-    if not _ramp(weight):
-        return float(weight)
-    first, last, until = weight
-    return float(first + (last - first) * min(1.0, progress / until))
-
-
-def _shown(weight: Any) -> str:
-    if not _ramp(weight):
-        return f"{weight:g}"
-    first, last, until = weight
-    return f"({first:g} to {last:g} over {until:.0%} of the run)"
-
-
-def _require_weight(where: str, weight: Any) -> None:
-    numbers = weight if _ramp(weight) else [weight]
-    finite = all(
-        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in numbers
-    )
-    require(
-        finite and (not _ramp(weight) or (len(weight) == 3 and 0 < weight[2] <= 1)),
-        f"{where}={weight}: give a finite weight, or [FROM, TO, UNTIL] such as [0, 1, 0.5], where "
-        "UNTIL is a share of the run above 0, up to 1",
-    )
+    def _used(self) -> dict[str, tuple[float, float, float]]:
+        """FROM, TO and UNTIL of the terms whose weight is not 0 throughout."""
+        found: dict[str, Any] = {}
+        for name, weight in self.terms.items():
+            ramp = weight if isinstance(weight, list | tuple) else (weight, weight, 1)
+            finite = all(type(x) in (int, float) and math.isfinite(x) for x in ramp)
+            require(
+                finite and len(ramp) == 3 and 0 < ramp[2] <= 1,
+                f"objective.terms.{name}={weight}: give a finite weight, or [FROM, TO, UNTIL] such "
+                "as [0, 1, 0.5], where UNTIL is a share of the run above 0, up to 1",
+            )
+            if any(ramp[:2]):
+                found[name] = ramp
+        return found

@@ -26,6 +26,13 @@ class Place(NamedTuple):
     mask_BTP: Tensor | None = None  # None: plain causal attention is right
     slot_position_BP: Tensor | None = None  # positions of the slots; None: the slots' numbers
 
+    def seen(self, shown: int) -> Tensor:
+        """Which of the `shown` slots each token sees [B, T, P], also where the mask is None."""
+        if self.mask_BTP is not None:
+            return self.mask_BTP
+        slot_P = torch.arange(shown, device=self.position_BT.device)
+        return slot_P <= self.position_BT[..., None]
+
 
 class SlotLayer(CacheLayerMixin):
     """Keys and values [B, H, P, E] of one layer, written where the cache says."""

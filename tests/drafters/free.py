@@ -8,12 +8,12 @@ import torch
 from specdec.context import Context, Needs, Proposal
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.base import pieces
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape, Static
 from specdec.target.base import Target
-from tests.tiny import architectures, random_target
+from tests.tiny import architectures, batch_of, random_target
 
 V, L = 40, 4
 TARGETS = architectures(V, L)

@@ -15,13 +15,13 @@ from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.parallel.dspark import DSpark, DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain
 from specdec.target.base import Target
-from tests.tiny import architectures, compose, random_drafter, random_target
+from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
 
 V, D, E, T = 61, 32, 8, 20
 CONFIGS = {

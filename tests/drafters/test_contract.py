@@ -16,7 +16,7 @@ from specdec.context import Context, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.models.lm import LMConfig
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -38,6 +38,7 @@ from tests.drafters.families import (
 from tests.tiny import (
     DRAFTER_OVERRIDES,
     REPOSITORY,
+    batch_of,
     learn,
     random_target,
 )

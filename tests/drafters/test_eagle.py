@@ -12,11 +12,11 @@ from specdec.context import Context, Moment
 from specdec.drafters.recurrent.eagle import Eagle, EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.recurrent.recurrence import UPDATE
-from specdec.forcing.teacher import Batch, TeacherForcing, batch_of
+from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
-from tests.tiny import architectures, compose, random_drafter, random_target
+from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
 
 V, D = 61, 32
 

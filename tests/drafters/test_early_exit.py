@@ -17,7 +17,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.drafters.models.early_exit import EarlyExit, EarlyExitConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
 from specdec.runtime.packed import PackedLinear
@@ -25,7 +25,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
 from tests.runs import require_same_run
-from tests.tiny import Tiny, architectures, losses, random_drafter, random_target
+from tests.tiny import Tiny, architectures, batch_of, losses, random_drafter, random_target
 
 RANK, EXIT = 4, 2
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]

@@ -15,14 +15,14 @@ from specdec.drafters.models.lm import LM, LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
 from tests.runs import require_same_run
-from tests.tiny import Tiny, architectures, losses, random_drafter, random_target
+from tests.tiny import Tiny, architectures, batch_of, losses, random_drafter, random_target
 
 RANK = 4
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]

@@ -19,7 +19,7 @@ from specdec.decoding.verify import law
 from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.models.translated import Translated, TranslatedConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import Table, TeacherForcing, batch_of
+from specdec.forcing.teacher import Table, TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -27,7 +27,7 @@ from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from specdec.target.loading import TargetConfig, load_target
-from tests.tiny import WORDS, architectures, make_tokenizer
+from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
 
 TEXT = "the old man and the sea. a cat by the door. we walk home by night. why not? " * 3
 METHODS = ("tli", "slem")

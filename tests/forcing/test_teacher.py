@@ -13,12 +13,13 @@ from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import AnchorsConfig, Drafter
 from specdec.forcing.anchors import Anchors, anchors_of, together
-from specdec.forcing.teacher import Batch, TeacherForcing, batch_of
+from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.objectives import chunked
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
+from tests.tiny import batch_of
 
 TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
 pytestmark = pytest.mark.usefixtures("one_thread")

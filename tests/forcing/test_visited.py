@@ -18,7 +18,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.logs import log_rounds, rounds_of
 from specdec.drafters import Drafter
 from specdec.errors import UserError
-from specdec.forcing.teacher import Batch, Table, TeacherForcing, batch_of
+from specdec.forcing.teacher import Batch, Table, TeacherForcing
 from specdec.objectives.losses import kl, on_policy, reverse_kl
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
@@ -27,6 +27,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
 from specdec.target.base import Target
 from tests.drafters.families import make_drafter, make_target, text
+from tests.tiny import batch_of
 from train.data.answers import logged, of_answer
 from train.data.packing import Row, pack
 from train.data.template import Prompt

@@ -36,7 +36,7 @@ from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import Table, TeacherForcing, batch_of
+from specdec.forcing.teacher import Table, TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
@@ -44,7 +44,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.causal import CausalTarget
 from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqTarget
-from tests.tiny import make_tiny, make_tokenizer
+from tests.tiny import batch_of, make_tiny, make_tokenizer
 
 V = 53
 T5 = dict(

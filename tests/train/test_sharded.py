@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
 from tests.drafters.families import make_drafter, make_target, text
 from tests.runs import draft
-from tests.tiny import Tiny, losses, process
+from tests.tiny import Tiny, batch_of, losses, process
 from train import checkpoint
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import nn
 from specdec.forcing.teacher import TeacherForcing
 from specdec.target.loading import load_target
 from tests.runs import rows_of
-from tests.tiny import Tiny, losses, records
+from tests.tiny import Tiny, batch_of, losses, records
 from train import optim
 from train.loop import OBJECTIVES, LoopConfig, _plan
 from train.optim import OptimConfig
@@ -72,7 +72,6 @@ def test_the_held_out_figures_are_those_of_the_best_draft(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """Read back from disk and measured anew, by another path: one row at a time, online."""
-    from specdec.forcing.teacher import batch_of
     from specdec.formats import draft as checkpoint
     from train.data.split import split_documents
 

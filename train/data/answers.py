@@ -72,10 +72,9 @@ def answered(
     """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
 
     As each batch ends, its answers are appended to a file, each with the name of its prompt: an
-    interrupted run continues where it stopped, and a run with more conversations answers only the
-    new prompts. Each prompt has its own seed, so its answer does not depend on the batch, on
-    interruptions, or on how many processes share the work. `keep` stores the features that the
-    target computes as it answers.
+    interrupted run continues there, and a larger one answers only the new prompts. Each prompt has
+    its own seed, so its answer does not depend on the batch, on interruptions, or on how many
+    processes share the work. `keep` stores the features that the target computes as it answers.
     """
     folder = make_folder(author.folder if author else Path(cfg.root) / _key(target.parts, cfg))
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}

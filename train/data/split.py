@@ -97,14 +97,10 @@ def load(
     ask: Callable[[Conversation], Prompt] | None = None,
 ) -> Split[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
-    the held-out ones.
-
-    The side of a conversation depends only on its opening prompt (`is_held_out`): it stays the
-    same when data or a limit is added. Near-duplicates that fall on both sides are dropped from
-    the training side, never from the held-out side.
-
-    Raises UserError where the data is missing, has no conversation in it, or none is usable.
-    """
+    the held-out ones. The side of a conversation depends only on its opening prompt
+    (`is_held_out`), so it stays when data or a limit is added. Near-duplicates that fall on both
+    sides are dropped from the training side. Raises UserError where the data is missing, has no
+    conversation, or none is usable."""
     split, train = Split[T](), list[T]()
     openings: dict[bool, list[str]] = {True: [], False: []}
     for conversation, made in read(cfg, split.tally, use):
@@ -146,12 +142,9 @@ def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
 
 
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
-    """The held-out prompts of a split, one by one as they are read.
-
-    The training side is neither kept nor compared with them; it is tokenised only if `cfg.limit`
-    has to count the usable conversations of both sides. Raises UserError if the data is missing or
-    has no conversation in it.
-    """
+    """The held-out prompts of a split, one by one as they are read. The training side is tokenised
+    only if `cfg.limit` has to count the usable conversations of both sides. Raises UserError if the
+    data is missing or has no conversation in it."""
     chat = Chat(tokenizer)
 
     def use(conversation: Conversation) -> bool:
@@ -170,11 +163,9 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
 
 
 def is_held_out(opening: str, fraction: float) -> bool:
-    """Whether a conversation is held out. A hash of the words of its opening prompt decides,
-    ignoring case, punctuation and spaces, so the answer does not depend on any other data.
-
-    A locality-sensitive hash would not do: if most prompts share a long instruction, it would put
-    nearly all of them on one side. `near_duplicates` finds similar prompts on opposite sides.
+    """Whether a conversation is held out: by a hash of the words of its opening prompt, ignoring
+    case, punctuation and spaces, so the answer does not depend on any other data. (A
+    locality-sensitive hash would put nearly all prompts that share a long instruction on one side.)
     """
     key = " ".join(_words(opening)) or opening
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
@@ -183,12 +174,10 @@ def is_held_out(opening: str, fraction: float) -> bool:
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
     """Indices into `train` of the opening prompts that nearly equal a held-out one: the Jaccard
-    similarity of their word 3-shingles is at least NEAR percent.
-
-    This is exact, where MinHash would miss some: if the shingles of both are in one order, rarest
-    first, two sets this similar share one of the first n − ⌈n·NEAR/100⌉ + 1 (Chaudhuri et al.
-    2006, prefix filtering), so only those are looked up, and each hit is verified.
-    """
+    similarity of their word 3-shingles is at least NEAR percent. This is exact: if the shingles of
+    both are in one order, rarest first, two sets this similar share one of the first n −
+    ⌈n·NEAR/100⌉ + 1 (Chaudhuri et al. 2006, prefix filtering), so only those are looked up, and
+    each hit is verified."""
     theirs = list({_shingles(prompt) for prompt in held_out})
     frequency = Counter(s for shingles in theirs for s in shingles)
 

@@ -75,13 +75,10 @@ class Chat:
         self.has_blocks = bool(re.search(r"{%-?\s*generation\s*-?%}", self.template))
 
     def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
-        """A conversation up to its last answer.
-
-        The ids are those of the chat template. The assistant's spans come from the template's
-        `{% generation %}` blocks or, without them, from comparing the text that it renders up to a
-        turn and past it. If a span is uncertain, or a token crosses its edge, there is no
-        document.
-        """
+        """A conversation up to its last answer, with the ids of the chat template. The assistant's
+        spans come from the template's `{% generation %}` blocks or, without them, from comparing
+        the text that it renders up to a turn and past it. If a span is uncertain, or a token
+        crosses its edge, there is no document."""
         messages = conversation.messages
         while messages and messages[-1].role != "assistant":
             messages = messages[:-1]

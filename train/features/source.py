@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Needs
-from specdec.forcing.teacher import Batch, summarise
+from specdec.forcing.teacher import Batch, batch_of, summarise
 from specdec.forcing.visited import Visited, read_drafts
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.target.base import Target
@@ -47,11 +47,7 @@ class Online:
         rows = [self.rows[i] for i in indices]
         if rows[0].rounds is not None:
             return assembled(rows, self.target.device, self.needs, self.document)
-        text, mask_BT = texts(rows, self.target.device)
-        ctx, final_BTD = self.target.features(
-            text.ids_BT, self.needs, position_BT=text.position_BT, document_BT=text.document_BT
-        )
-        return Batch(ctx, final_BTD, summarise(self.target, final_BTD, self.sampler), mask_BT)
+        return batch_of(self.target, self.needs, self.sampler, *texts(rows, self.target.device))
 
     def document(self, row: Row, x: slice) -> Features:
         """The features of one document with rounds, and those after its drafted tokens."""

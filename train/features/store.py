@@ -155,12 +155,9 @@ class Store:
 
     def record(self, target: Target) -> Record:
         """Makes `decode` keep, for `write` to store, the features that the target computes as it
-        answers, so that it need not read its own text again.
-
-        The target emits the last token of an answer but never reads it, so its features are stored
-        as 0. Nothing uses them: that token's p is at the position before it, and anchors end
-        earlier still.
-        """
+        answers, so that it need not read its own text again. It never reads the last token of an
+        answer, whose features are stored as 0 and used by nothing: that token's p is at the
+        position before it, and anchors end earlier still."""
 
         def keep(text: list[int], ctx: Context) -> None:
             final = ctx.final_BTD

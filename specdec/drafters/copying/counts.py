@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes, text_after
+from specdec.drafters.base import Drafter, Sizes, tokens_from
 from specdec.errors import require
 
 
@@ -62,10 +62,7 @@ class Unigram(Drafter):
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The token before each drafted one [B, A, K, 1]; float32 holds ids up to 2^24 exactly."""
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
-        return torch.cat([anchor_BA1, drafted_BAk], -1)[..., None].float()
+        return tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)[..., None].float()
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """log q [..., V] itself."""

@@ -3,14 +3,12 @@
 A window of W columns and N - 1 levels stands after the anchor: level l of column j guesses the
 token l + j + 1 places ahead, and was made one iteration before level l + 1. The target reads the
 window as scouts in the verifying pass, which gives each column's next guess. The N tokens of a
-column are then an n-gram that the target itself produced in this context; they go to a pool, as the
-n-grams of the text do. The pool keeps the latest G n-grams for each first token, and the draft is
-taken from those that begin with the anchor.
+column, which the target itself produced in this context, go to a pool, as the text's n-grams do. It
+keeps the latest G n-grams for each first token; drafts are those that begin with the anchor.
 
-The window makes every pass W (N - 1) tokens wider. It pays where such a pass costs little more than
-one over a few tokens, and where prompt lookup, which finds the text's own n-grams for free, finds
-too few. The window's content depends on the rounds so far; teacher forcing sees only the n-grams of
-the text, so its α is a lower bound on the decoder's.
+Every pass is W (N - 1) tokens wider, which pays where that costs little and prompt lookup, which
+finds the text's own n-grams for free, finds too few. The window depends on the rounds so far;
+teacher forcing sees only the n-grams of the text, so its α is a lower bound on the decoder's.
 
 Letters: B batch, X scouts, W columns, V vocabulary.
 """

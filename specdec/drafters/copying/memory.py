@@ -103,11 +103,11 @@ class Copying(Drafter):
         """The first `depth` numbers [B, A, K, 1] that `found` gives for the memory at each anchor,
         -1 after them."""
         copied = []
-        for b, (ids, anchors) in enumerate(zip(ctx.ids_BT.tolist(), anchors_BA.tolist())):
-            position = None if ctx.position_BT is None else ctx.position_BT[b].tolist()
+        rows = (x.tolist() for x in (ctx.ids_BT, ctx.documents()[0], anchors_BA))
+        for ids, position, anchors in zip(*rows, strict=True):
             chains, wanted, memory = {}, set(anchors), self.memory()
             for t in range(max(anchors, default=-1) + 1):
-                if position is not None and position[t] == 0:
+                if position[t] == 0:
                     memory = self.memory()
                 memory.push(ids[t])
                 if t in wanted:

@@ -3,14 +3,12 @@
 Two indices are searched for the end of the text: one of a corpus (the answers seen in training),
 one of the text itself. Where the last n tokens occur, the draft follows the tree of their
 continuations and weighs each path by its frequencies, D(path) = Π count(child) / count(parent)
-(their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every
-n and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
+(their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every n
+and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
 
-The corpus is held as a suffix array, the compact form of a suffix tree, in buffers of the module.
-The index of the text itself lists the positions of each token, from which matches of every length
-are updated with each new token. A node of either tree holds the places at which its path occurs.
-
-Letters: N tokens of the corpus, R sampled tokens of the corpus.
+The corpus is a suffix array in buffers of the module. The index of the text lists the positions of
+each token, from which matches of every length are updated with each new token. A node of either
+tree holds the places at which its path occurs. Letters: N tokens of the corpus, R sampled ones.
 """
 
 import heapq
@@ -159,9 +157,9 @@ class Suffixes(Memory):
         return self._in_corpus
 
     def chain(self, count: int) -> list[int]:
-        found = [(*self._followed(n, path, count), (n, path)) for n, path in self.matches()]
-        _, tokens, self._best = max(found, key=lambda x: x[0], default=(0.0, [], None))
-        return tokens
+        found = [(*self._spread(n, at, count, count, 1), (n, at)) for n, at in self.matches()]
+        _, nodes, self._best = max(found, key=lambda x: x[0], default=(0.0, [], None))
+        return [token for token, _ in nodes]
 
     def evidence(self) -> tuple[int, float]:
         if self._best is None:
@@ -171,34 +169,23 @@ class Suffixes(Memory):
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         """The `nodes` nodes of one match's tree with the largest D, the likeliest first."""
-        found = [self._spread(n, path, depth, nodes) for n, path in self.matches()]
+        found = [self._spread(n, at, depth, nodes, nodes) for n, at in self.matches()]
         return max(found, key=lambda x: x[0], default=(0.0, []))[1]
 
-    def _followed(self, match: int, at: Places, count: int) -> tuple[float, list[int]]:
-        """Σ D and the tokens of the draft along the most frequent children."""
-        tokens: list[int] = []
-        weight, score = 1.0, 0.0
-        while len(tokens) < self._most(match, count) and (ranked := at.children(1)):
-            ((token, child),) = ranked
-            if weight * child.count / at.count < self.config.threshold:
-                break
-            weight *= child.count / at.count
-            tokens.append(token)
-            score, at = score + weight, child
-        return score, tokens
-
     def _spread(
-        self, match: int, at: Places, depth: int, nodes: int
+        self, match: int, at: Places, depth: int, nodes: int, width: int
     ) -> tuple[float, list[TreeNode]]:
-        """Σ D and the nodes of the tree, which always grows at the largest D."""
+        """Σ D and the nodes of a tree of the `width` most frequent children of each node, which
+        always grows at the largest D."""
+        deepest = min(depth, max(1, int(self.config.factor * match)), SORTED - match)
         found: list[TreeNode] = []
         heap: list[tuple[float, int, int, int, int, Places]] = []
         score, order = 0.0, 0  # `order` settles ties: the earlier first
         weight, parent, level = 1.0, -1, 1
         while True:
-            if level <= self._most(match, depth):
-                for token, child in at.children(nodes):
-                    share = weight * child.count / at.count
+            if level <= deepest:
+                for token, child in at.children(width):
+                    share = weight * (child.count / at.count)
                     if share >= self.config.threshold:
                         heapq.heappush(heap, (-share, order, token, parent, level + 1, child))
                         order += 1
@@ -208,9 +195,6 @@ class Suffixes(Memory):
             weight, parent = -less, len(found)
             found.append((token, above))
             score += weight
-
-    def _most(self, match: int, depth: int) -> int:
-        return min(depth, max(1, int(self.config.factor * match)), SORTED - match)
 
 
 @dataclass(kw_only=True)

@@ -79,7 +79,7 @@ class EarlyExit(View):
         require(1 <= E <= L, f"drafter.layers={E}: give 1 to {L}, the layers of this target")
         assert isinstance(target, Target)
         adapted = _widths(_with_adapters(shallow(target, E), config.lora))
-        return EarlyExitSizes(target_vocab=target.vocab_size, layers=E, adapted=adapted)
+        return cls.sized(config, target, layers=E, adapted=adapted)
 
     @property
     def train_depth(self) -> int:

@@ -73,7 +73,7 @@ class LM(Pretrained):
                 f"drafter.source={config.source!r}: no draft can be made from this "
                 f"{model['model_type']} ({first_line(error)}): give random, a hub name or a folder"
             ) from error
-        return LMSizes(target_vocab=target.vocab_size, model=model)
+        return cls.sized(config, target, model=model)
 
     def start(self, target: Parts) -> None:
         if self.config.source != "target":
@@ -128,9 +128,7 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tupl
     """The ids [B, M] of a text followed by the tokens drafted at each anchor, and their place. Each
     drafted token sees its document up to its anchor, and the tokens drafted there before it."""
     (B, T), k, device = ctx.ids_BT.shape, drafted_BAk.shape[2], anchors_BA.device
-    step_T = torch.arange(T, device=device)
-    position_BT = step_T.expand(B, T) if ctx.position_BT is None else ctx.position_BT
-    document_BT = torch.zeros_like(position_BT) if ctx.document_BT is None else ctx.document_BT
+    step_T, (position_BT, document_BT) = torch.arange(T, device=device), ctx.documents()
     anchor_BX = anchors_BA.repeat_interleave(k, 1)
     step_X = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
     round_X = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)

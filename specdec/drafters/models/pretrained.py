@@ -51,13 +51,10 @@ class LoraOptions:
 
 @dataclass
 class DraftLMConfig:
-    """Where the draft comes from.
-
-    `source` is a hub name, a folder, or "random": the target's architecture with `overrides` of
-    its config and fresh weights. `train_embeddings=false` freezes the embedding and the LM head,
-    which are most of a small model's weights and cost. `lora.rank` above 0 trains only adapters,
-    which are added to the weights when the draft is saved.
-    """
+    """Where the draft comes from. `source` is a hub name, a folder, or "random": the target's
+    architecture with `overrides` of its config and fresh weights. `train_embeddings=false` freezes
+    the embedding and the LM head, most of a small model's weights and cost. `lora.rank` above 0
+    trains only adapters, which are added to the weights when the draft is saved."""
 
     name: str
     depth: int

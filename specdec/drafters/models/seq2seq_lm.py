@@ -54,7 +54,7 @@ class Seq2SeqLM(Pretrained):
         start = target.seq2seq.start
         alike = {"vocab_size": target.vocab_size, "decoder_start_token_id": start}
         require_alike(config, model, alike)
-        return LMSizes(target_vocab=target.vocab_size, model=model)
+        return cls.sized(config, target, model=model)
 
     def attach(self, target: Parts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)

@@ -1,21 +1,19 @@
 """Self-speculation over a sparse KV cache (MagicDec, Chen et al. 2024): the whole target drafts,
 but over only some of the context's keys and values.
 
-The small cache keeps the last tokens and, from those before them, `budget` positions:
-streaming: the first ones (attention sinks) and the latest (StreamingLLM, Xiao et al. 2024);
-snapkv: those to which the last `window` tokens attend most. Each KV head chooses for itself; the
-  votes of its query heads are averaged and smoothed over neighbours (Li et al. 2024).
-With either method, layers with a sliding window of their own keep the latest positions.
+The small cache keeps the last tokens and, from those before them, `budget` positions. streaming:
+the first ones (attention sinks) and the latest (StreamingLLM, Xiao et al. 2024). snapkv: those to
+which the last `window` tokens attend most; each KV head chooses for itself by the mean vote of its
+query heads, smoothed over neighbours (Li et al. 2024). With either, layers with a sliding window of
+their own keep the latest positions.
 
-A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this family is
-for long contexts in large batches. The small cache is gathered from the target's cache. Each round
-adds the committed tokens; every `refresh` tokens the positions are chosen again, and the complete
-tail shrinks to `window` tokens. (SnapKV's paper chooses once, at the end of the prompt. Choosing on
-a grid of positions makes the choice depend only on the text, so α by teacher forcing is the
-decoder's.) The target's cache holds no queries, so choosing takes a pass over `window` tokens.
-
-Tokens keep their true positions: cached keys were rotated by them, and a drafted token's position
-is the length of the whole text before it.
+A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
+long contexts in large batches. The small cache is gathered from the target's. Each round adds the
+committed tokens; every `refresh` tokens the positions are chosen again, and the complete tail
+shrinks to `window` tokens. (SnapKV chooses once, at the end of the prompt. On a grid of positions
+the choice depends only on the text, so α by teacher forcing is the decoder's.) The target's cache
+holds no queries, so choosing takes a pass over `window` tokens. Tokens keep their true positions,
+by which cached keys were rotated.
 
 Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P slots, H KV heads, Q query
 heads, w the window, C kept positions, E head width.
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import first_tokens, text_after
+from specdec.drafters.base import first_tokens, tokens_from
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import Place, SlotCache, model_inputs
@@ -67,15 +65,14 @@ class SparseCache(SlotCache):
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
         """Like `SlotCache.place`, but with the tokens' true positions."""
-        position_BT, mask_BTP, slot_position_BP = super().place(ids_BT, parents_BT)
-        slot_P = torch.arange(self.shown, device=ids_BT.device)
-        if mask_BTP is None:
-            mask_BTP = slot_P <= position_BT[..., None]
+        place = super().place(ids_BT, parents_BT)
+        slot_position_BP = place.slot_position_BP
         if slot_position_BP is None:
-            slot_position_BP = slot_P[None]
+            slot_position_BP = torch.arange(self.shown, device=ids_BT.device)[None]
         ahead = [n - slots for n, slots in zip(self.seen, self.lengths, strict=True)]
         ahead_B1 = torch.tensor(ahead, device=ids_BT.device)[:, None]
-        return Place(position_BT + ahead_B1, mask_BTP, slot_position_BP + ahead_B1)
+        seen_BTP = place.seen(self.shown)
+        return Place(place.position_BT + ahead_B1, seen_BTP, slot_position_BP + ahead_B1)
 
     def select(self, rows: Sequence[int]) -> None:
         if self.seen:  # else nothing was drafted yet
@@ -97,8 +94,7 @@ class Sparse(View):
 
     @classmethod
     def plan(cls, config: SparseConfig, target: Parts) -> ViewSizes:
-        layers = decoder_layers(target, config.name)
-        return ViewSizes(target_vocab=target.vocab_size, layers=layers)
+        return cls.sized(config, target, layers=decoder_layers(target, config.name))
 
     def attach(self, target: Parts) -> None:
         super().attach(target)
@@ -113,10 +109,7 @@ class Sparse(View):
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The states that decoding would compute [B, A, K, D]: each anchor is a row with its own
         small cache, gathered from one pass over its document."""
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
-        block_BAK = torch.cat([anchor_BA1, drafted_BAk], -1)
+        block_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         rows = []
         for b, firsts in enumerate(first_tokens(ctx, anchors_BA)):
             first_A, order, parts = torch.tensor(firsts), [], []

@@ -5,16 +5,14 @@ Every round turns the target's text into the draft's own tokens again; the draft
 to the first token that differs. There are two ways back to the target's tokens:
 
 - `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
-  both vocabularies have, so q is a distribution over the target's vocabulary, and every
-  verification rule and draft shape works. Teacher forcing reads what the decoder would read at
-  each anchor. If one of the text's tokens before a depth is outside the intersection, nothing
-  counts as drafted at that depth, because a decoder never gets there.
-- `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft
-  writes greedily, its text is turned into target tokens, and these are proposed with q None, so
-  a token x is kept with probability p(x). It can draft any token, but only chains. As with prompt
-  lookup, its teacher forcing shows what is drafted from each anchor, however the text continues.
-  That is exact at T = 0, where a depth counts only if all before it were right; at T > 0 depth 0
-  is exact, and later depths belong to a proposal from which the text may have departed.
+  both vocabularies have, so every verification rule and draft shape works. Teacher forcing reads
+  what the decoder would read at each anchor. A depth after a token outside the intersection does
+  not count as drafted, because a decoder never gets there.
+- `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft writes
+  greedily, and its text, turned into target tokens, is proposed with q None. It can draft any
+  token, but only chains. As with prompt lookup, teacher forcing shows what is drafted from each
+  anchor, however the text continues: exact at T = 0 and at depth 0; at T > 0 later depths belong to
+  a proposal from which the text may have departed.
 
 Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """
@@ -22,6 +20,8 @@ Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersecti
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import torch
@@ -97,9 +97,8 @@ class Translated(Drafter):
                 f"drafter.source={config.source!r} has no token in common with the target's "
                 "vocabulary: give drafter.method=slem",
             )
-        return TranslatedSizes(
-            target_vocab=target.vocab_size, draft_vocab=common, draft_fingerprint=lm.fingerprint()
-        )
+        own = {"draft_vocab": common, "draft_fingerprint": lm.fingerprint()}
+        return cls.sized(config, target, **own)
 
     def start(self, target: Parts) -> None:
         if self.vocab_S is not None:
@@ -167,7 +166,7 @@ class Translated(Drafter):
         """The draft's hidden states [B, D] after texts in target tokens."""
         owns = [self._fitting(self.bridge.to_draft(ids)) for ids in texts]
         before = cache.tokens or [[] for _ in owns]
-        cache.lengths = [_shared(*pair) for pair in zip(before, owns, strict=True)]
+        cache.lengths = [sum(takewhile(bool, map(eq, *pair))) for pair in zip(before, owns)]
         new = unread(cache, list(map(len, owns)))
         longest = max(new)
         tails = [own[len(own) - n :] + [0] * (longest - n) for own, n in zip(owns, new)]
@@ -259,8 +258,3 @@ def _load(source: str, dtype: str, device: str) -> Target:
     )
     lm.new_cache()  # raises where a rejected token cannot be dropped
     return lm
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """How many leading entries are the same."""
-    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

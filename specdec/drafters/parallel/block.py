@@ -1,14 +1,14 @@
 """A block of tokens drafted in one pass: the common part of the parallel block drafters.
 
 The target's features are fused once, c = RMSNorm(fc(features)), and every layer reads them as keys
-and values at the positions before the anchor. The queries are the slots of a block: slot 0 is the
-anchor's token, the others the embedding of a mask token, and they see each other. The target's own
-embedding and LM head are used as they are. Only the first slot of a block holds a token of the
-text, so one pass drafts all depths. A cache holds keys of the target's features, never of a block.
+and values at the positions before the anchor. The queries are the slots of a block, which see each
+other: slot 0 is the anchor's token, the others the embedding of a mask token, so one pass drafts
+all depths. The target's own embedding and LM head are used as they are. A cache holds keys of the
+target's features, never of a block.
 
-Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1. The
-weights of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys of all
-layers with the first layer's weights (tried: its kernel reads one row of the stacked weights).
+Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
+of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys of all layers
+with the first layer's weights (its kernel reads one row of the stacked weights).
 
 Letters: B batch, T time, A anchors, M slots of a block, N slots of all anchors, K depth, W new
 features, F width of the features, D width, E head width, G query heads per KV head, S draft
@@ -32,7 +32,6 @@ from specdec.drafters.base import (
     chosen_layers,
     last_of,
     pieces,
-    pruned_vocab,
     reading_no_draft,
     require_rising,
     unread,
@@ -47,7 +46,7 @@ from specdec.drafters.recurrent.attention import (
     over_blocks,
 )
 from specdec.drafters.recurrent.recurrence import Layer, llama_of
-from specdec.errors import require_between, require_known
+from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
@@ -97,7 +96,6 @@ class Block(Drafter):
 
     def __init__(self, config: BlockConfig, sizes: BlockSizes) -> None:
         super().__init__(config, sizes)
-        require_known("drafter", config, start=("target", "random"))
         require_between("drafter.mask_token", sizes.mask_token, 0, sizes.target_vocab - 1)
         self.needs = Needs(layers=tuple(sizes.layers))
         self.llama = LlamaConfig(**sizes.llama)
@@ -121,9 +119,9 @@ class Block(Drafter):
         L, n = target.config.num_hidden_layers, config.num_layers
         spread = [2 + round(i * (L - 4) / (n - 1)) for i in range(n)] if n > 1 else [L // 2 + 1]
         mask = config.mask_token
-        return BlockSizes(
-            target_vocab=target.vocab_size,
-            draft_vocab=pruned_vocab(config.draft_vocab, target),
+        return cls.sized(
+            config,
+            target,
             layers=chosen_layers(config.layers, spread, target),
             llama=llama_of(target, config.intermediate_size),
             mask_token=target.vocab_size - 1 if mask is None else mask,
@@ -171,9 +169,6 @@ class Block(Drafter):
         """The weights [S, D] of the target's head for the draft vocabulary."""
         return self._target[0].head.weight[slice(None) if self.vocab_S is None else self.vocab_S]
 
-    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        return self.config.anchors.draw(valid_TK, generator)
-
     def fuse(self, features: Tensor) -> Tensor:
         """The keys' input c [B, T, D] of the target's features [B, T, F]."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -186,16 +181,11 @@ class Block(Drafter):
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""
-        assert ctx.layers_BTF is not None
-        context_BTD, M = self.fuse(ctx.layers_BTF), self.slots
-        B, T = context_BTD.shape[:2]
+        context_BTD, M = self.fuse(self.features_of(ctx)), self.slots
+        T = context_BTD.shape[1]
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
-        position_BT = torch.arange(T, device=pair_BA.device).expand(B, T)
-        sight = Sight(pair_BA, torch.zeros_like(pair_BA))
-        if ctx.position_BT is not None and ctx.document_BT is not None:
-            position_BT, document_BT = ctx.position_BT[:, :T], ctx.document_BT[:, :T]
-            first_BA = (pair_BA - position_BT.gather(1, pair_BA)).clamp_min(0)
-            sight = Sight(pair_BA, first_BA, document_BT, document_BT.gather(1, pair_BA))
+        position_BT, document_BT = (x[:, :T] for x in ctx.documents())
+        sight = Sight.of(pair_BA, position_BT, document_BT)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
         position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
@@ -267,10 +257,9 @@ class Block(Drafter):
         return self.growth(logits_BKS, anchor_B)
 
     def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> Tensor:
-        assert ctx.layers_BTF is not None
         new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
         W = max(new)
-        features = pieces(ctx.layers_BTF, cache.lengths, W)
+        features = pieces(self.features_of(ctx), cache.lengths, W)
         known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
         cache.place(anchor_B.new_zeros(len(new), W + M))
         steps = torch.arange(W + M, device=device)

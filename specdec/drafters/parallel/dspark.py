@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.base import growth_at_once, text_after
+from specdec.drafters.base import growth_at_once, tokens_from
 from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
 from specdec.sampling.trees import Growth
 
@@ -43,10 +43,7 @@ class DSpark(Block):
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The block's states and W1 of the token before each depth [B, A, K, D + R]."""
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
-        previous = self.markov_w1(torch.cat([anchor_BA1, drafted_BAk], -1))
+        previous = self.markov_w1(tokens_from(ctx, anchors_BA, drafted_BAk, self.depth))
         return torch.cat([super().hidden(ctx, anchors_BA, drafted_BAk), previous], -1)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes, reading_no_draft
 from specdec.drafters.recurrent.prefix import Prefix
-from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes, fits, llama_of
-from specdec.errors import require, require_known
+from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes, copy_last, llama_of
+from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
@@ -46,18 +46,17 @@ class MTPHeadsSizes(RecurrentSizes):
 class Head(Prefix):
     """One head: a layer and a final norm on the trunk."""
 
-    def features_of(self, ctx: Context) -> Tensor:
-        assert ctx.layers_BTF is not None
-        return ctx.layers_BTF
+    def __init__(self, sizes: MTPHeadsSizes) -> None:
+        super().__init__(sizes.llama, sizes.target_vocab)
+        self.needs = Needs(layers=(sizes.trunk,))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return Recurrent.unembed(self, self.norm(hidden), k)
 
     def copy_from(self, target: Parts) -> None:
-        theirs = target.layer(-1) | {"norm.weight": getattr(target.norm, "weight", torch.empty(0))}
-        ours = dict(self.layer.named_parameters()) | {"norm.weight": self.norm.weight}
-        for name, x in ours.items() if fits(theirs, ours) else ():
-            x.copy_(theirs[name])
+        after = copy_last(target, dict(self.layer.named_parameters()))
+        if after is not None:
+            self.norm.weight.copy_(after)
 
 
 class Caches(list[SlotCache]):
@@ -75,19 +74,16 @@ class MTPHeads(Drafter):
 
     def __init__(self, config: MTPHeadsConfig, sizes: MTPHeadsSizes) -> None:
         super().__init__(config, sizes)
-        require_known("drafter", config, start=("target", "random"))
         self.needs = Needs(layers=(sizes.trunk,))
         self.max_depth = config.depth
-        self.heads: Any = nn.ModuleList(
-            Head(sizes.llama, sizes.target_vocab) for _ in range(config.depth)
-        )
+        self.heads: Any = nn.ModuleList(Head(sizes) for _ in range(config.depth))
 
     @classmethod
     def plan(cls, config: MTPHeadsConfig, target: Parts) -> MTPHeadsSizes:
         trunk = target.config.num_hidden_layers - 1
         llama = llama_of(target, config.intermediate_size)
         require(trunk > 0, f"drafter=mtp_heads: {target.name} has no layer below its last one")
-        return MTPHeadsSizes(target_vocab=target.vocab_size, llama=llama, trunk=trunk)
+        return cls.sized(config, target, llama=llama, trunk=trunk)
 
     def start(self, target: Parts) -> None:
         for head in self.heads:
@@ -100,9 +96,8 @@ class MTPHeads(Drafter):
             head.attach(target)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        count, none = self.depth, anchors_BA[..., None][..., :0]
-        if drafted_BAk is not None:
-            count = drafted_BAk.shape[-1] + 1
+        count = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        none = anchors_BA[..., None][..., :0]
         return torch.cat([head.hidden(ctx, anchors_BA, none) for head in self.heads[:count]], 2)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:

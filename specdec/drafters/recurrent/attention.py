@@ -2,8 +2,7 @@
 belong to one anchor each.
 
 An anchor sees the shared keys of its document up to its own pair and, at depth k, one more key for
-each of its drafted tokens 1 … k. No other anchor sees those keys, so one pass reads all anchors of
-a text.
+each of its drafted tokens 1 … k, which no other anchor sees: one pass reads all anchors of a text.
 
 Letters: B batch, P shared keys, A anchors, D width, H heads, G query heads per KV head, E head
 width.
@@ -11,7 +10,7 @@ width.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +38,22 @@ class Sight(NamedTuple):
 
     pair_BA: Tensor  # the anchor's own key, which it always sees
     first_BA: Tensor  # the first key of the anchor's document
-    document_BP: Tensor | None = None  # the key's document, -2 for none; None: all of one document
-    document_BA: Tensor | None = None
+    document_BA: Tensor
+    document_BP: Tensor  # the key's document, -2 for none
+
+    @classmethod
+    def of(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
+        """The sight of anchors with these pairs, by each key's place in its document."""
+        first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
+        return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
 
     def mask(self, anchors: slice, keys: slice) -> Tensor:
         """The mask [B, a, p] of these anchors and keys."""
         pair_BA1 = self.pair_BA[:, anchors, None]
         key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
-        seen_BAP = key_P <= pair_BA1
-        if self.document_BP is not None and self.document_BA is not None:
-            seen_BAP &= self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
-            seen_BAP |= key_P == pair_BA1  # a row without any key would be NaN
-        return seen_BAP
+        alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
+        # a row without any key would be NaN
+        return (key_P <= pair_BA1) & alike_BAP | (key_P == pair_BA1)
 
     def tiles(self, anchors: slice) -> slice:
         """The tiles of `BLOCK` keys that hold all that these anchors see."""
@@ -114,12 +117,6 @@ class Attention(nn.Module):
         """The heads' outputs [B, Hkv, G, A, E] -> [B, A, D]"""
         return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
 
-    def over_anchors(
-        self, query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
-    ) -> Tensor:
-        """What `attended` gives, projected to attention's output [B, A, D]."""
-        return self.joined(attended(query, shared, sight, own))
-
 
 def over_blocks(
     query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
@@ -139,12 +136,10 @@ def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
 
 
 def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it.
-
-    `own` holds a key and a value [B, Hkv, A, E] for each drafted token; anchor i sees entry i of
-    each. The scores of a long text are never held at once and are computed again in the backward
-    pass, so memory grows with the text's length, not with its square.
-    """
+    """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it. `own` holds a key
+    and a value [B, Hkv, A, E] for each drafted token, of which anchor i sees entry i. The scores of
+    a long text are never held at once and are computed again in the backward pass, so memory grows
+    with the text's length, not with its square."""
     if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
         return _whole(query, shared, sight, own)
     return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
@@ -195,13 +190,12 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
     The anchors' own keys follow the shared ones, depth by depth."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
-    pair_BA, _, document_BP, document_BA = sight
+    pair_BA, _, document_BA, document_BP = sight
 
     def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
         pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
-        seen = place <= pair
-        if document_BP is not None and document_BA is not None:
-            seen = seen & (document_BA[b, anchor] == document_BP[b, place]) | (place == pair)
+        alike = document_BA[b, anchor] == document_BP[b, place]
+        seen = (place <= pair) & alike | (place == pair)
         return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
 
     built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function
@@ -232,7 +226,7 @@ def _probed(
     ]
     query, pairs = drawn[0], tuple(zip(drawn[1::2], drawn[2::2], strict=True))
     position_BA = torch.arange(A, device=device)[None]
-    sight = Sight(position_BA, torch.zeros_like(position_BA))
+    sight = Sight.of(position_BA, position_BA, torch.zeros_like(position_BA))
 
     def gradient(read: Callable[..., Tensor]) -> Tensor:
         out = read(query, pairs[0], sight, pairs[1:])

@@ -9,45 +9,39 @@ tensors have the names and shapes that vLLM and SGLang load.
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs
-from specdec.drafters.base import AnchorsConfig, text_after
+from specdec.drafters.base import text_after
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
+    RecurrentConfig,
     RecurrentSizes,
     away_from_zero,
-    fits,
+    copy_last,
 )
 from specdec.errors import require_within
 from specdec.target.parts import Parts
 
 
 @dataclass
-class EagleConfig:
+class EagleConfig(RecurrentConfig):
     """EAGLE-1. `unroll` is the number of trained depths, null for all `depth`; 1 is the paper's
     recipe, which reads only the target's features. `noise` is the width of the uniform noise that
     training adds to the features of a text of 512 tokens (the paper uses 0.2; longer texts get
     narrower noise); 0 adds none. With `detach` each depth takes the output of the depth before it
-    as data, without a gradient through it, as in HASS.
-
-    `start=target` copies the target's last layer around a pass-through of the feature; `random`
-    is the paper's start.
-    """
+    as data, without a gradient through it, as in HASS. `start=target` copies the target's last
+    layer."""
 
     name: str = "eagle"
-    depth: int = 3
     unroll: int | None = None
     noise: float = 0.0
     detach: bool = False
-    start: str = "target"
-    intermediate_size: int | None = None  # None: the target's
-    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
         require_within("drafter", self, unroll=(1, self.depth), noise=0)
@@ -67,24 +61,22 @@ class Eagle(Recurrent):
         """Copy the target's last layer whole if it has the parts of a Llama layer, else nothing.
 
         The copy works on states after the final norm; the original reads and writes the residual
-        stream. So weights that read the state are divided by the final norm's weight (q, k and v
-        also take in the weight of the norm before attention), and weights that write are
-        multiplied by the final norm's. The state does not show how large the stream was, so the
-        layer's addition is scaled to `UPDATE` of a random state.
+        stream. So weights that read the state are divided by the final norm's (q, k and v also take
+        in the weight of the norm before attention), and weights that write are multiplied by it.
+        The state does not show how large the stream was, so the layer's addition is scaled to
+        `UPDATE` of a random state.
         """
-        layer = self.layer
-        ours, theirs = dict(layer.named_parameters()), target.layer(-1)
-        before, after = theirs.get("input_layernorm.weight"), getattr(target.norm, "weight", None)
-        if before is None or after is None or not fits(theirs, ours):
+        layer, norm = self.layer, self.layer.post_attention_layernorm
+        before_D = torch.empty_like(norm.weight)
+        ours = dict(layer.named_parameters()) | {"input_layernorm.weight": before_D}
+        if (after := copy_last(target, ours)) is None:
             return
-        for name, x in ours.items():
-            x.copy_(theirs[name])
-        before_D, after_D = before.to(self.fc.weight), after.to(self.fc.weight)
+        after_D = after.to(before_D)
         divisor_D = away_from_zero(after_D)
         drawn_ND = torch.randn(256, len(after_D), generator=torch.Generator().manual_seed(0))
         state_ND = drawn_ND.to(after_D) * after_D
         length = state_ND.square().mean().sqrt()
-        attention, norm = layer.self_attn, layer.post_attention_layernorm
+        attention = layer.self_attn
         for reads in (attention.q_proj, attention.k_proj, attention.v_proj):
             reads.weight.mul_(before_D / divisor_D)
         norm.weight.mul_(length / divisor_D)
@@ -96,10 +88,6 @@ class Eagle(Recurrent):
     def train_depth(self) -> int:
         return self.config.unroll or self.depth
 
-    @property
-    def layer(self) -> Layer:
-        return self.layers[0]  # type: ignore[return-value]
-
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         pair = self.fc(torch.cat([embedding, feature], -1))
         return pair, pair
@@ -109,14 +97,13 @@ class Eagle(Recurrent):
         HArmonizedSS/HASS, model/cnets_hass.py).
 
         There, pass j reads every position t of the text. Its query and residual come from the
-        output of pass j - 1 at t - 1; its keys are those of true features up to t - (j - 1) and
-        one of each pass i < j, from the output of pass i at t - j + i. So position t of pass j is
-        depth j - 1 of the anchor with pair t - (j - 1), and it reads what our unrolled layer reads;
-        but every output is detached before it is read. The reference takes one backward pass for
-        each loss, so gradients sum: `objective.depth_decay=1`. Two things in it are left out here.
-        Its masked scores are 0, not -inf, so masked positions count in the denominator of its
-        softmax, which they do in no engine. And its pass j also trains on the first j - 1 positions
-        of an answer, whose anchors lie before the answer.
+        output of pass j - 1 at t - 1; its keys are those of true features up to t - (j - 1) and one
+        of each pass i < j, from the output of pass i at t - j + i. So it is depth j - 1 of the
+        anchor with pair t - (j - 1), which reads what our unrolled layer reads, but detached. The
+        reference takes one backward pass for each loss, so gradients sum:
+        `objective.depth_decay=1`. Two things in it are left out. Its masked scores are 0, not -inf,
+        so masked positions count in its softmax's denominator, as in no engine. And its pass j also
+        trains on the first j - 1 positions of an answer, whose anchors lie before the answer.
         """
         return hidden.detach() if self.config.detach else hidden
 

@@ -9,20 +9,19 @@ Letters: D width, F features, S draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Context, Needs
-from specdec.drafters.base import AnchorsConfig, chosen_layers, pruned_vocab, require_rising
+from specdec.context import Needs
+from specdec.drafters.base import chosen_layers, require_rising
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
+    RecurrentConfig,
     RecurrentSizes,
-    UpperLayer,
     llama_of,
 )
 from specdec.errors import require
@@ -32,11 +31,11 @@ MOST_LAYERS = 64
 
 
 @dataclass
-class Eagle3Config:
+class Eagle3Config(RecurrentConfig):
     """EAGLE-3. `layers` None reads the residual after 2, L/2 and L - 3 layers, as engines do.
 
     `start=target` copies the target's last `num_layers` layers and LM head and passes the highest
-    feature through; `random` is the paper's start. `draft_vocab` null keeps the whole vocabulary.
+    feature through. `draft_vocab` null keeps the whole vocabulary.
 
     EAGLE-3.1 norms what the layers add up to (vLLM 0.32, llama_eagle3.py): `norm_before_fc` norms
     the concatenated features together, or `fc_norm` norms each of them, and `norm_output` norms the
@@ -44,17 +43,13 @@ class Eagle3Config:
     """
 
     name: str = "eagle3"
-    depth: int = 3
     layers: list[int] | None = None
     draft_vocab: int | None = 8192
-    start: str = "target"
     num_layers: int = 1
-    intermediate_size: int | None = None  # None: the target's
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
         require_rising(self.layers)
@@ -71,16 +66,6 @@ class Eagle3Sizes(RecurrentSizes):
     layers: list[int]
 
 
-class PairLayer(Layer):
-    """Llama's layer over the concatenation of embedding and feature, each with its own norm."""
-
-    input_layernorm: LlamaRMSNorm  # of the embedding
-    hidden_norm: LlamaRMSNorm  # of the feature
-
-    def __init__(self, llama: LlamaConfig) -> None:
-        super().__init__(llama, 2 * llama.hidden_size, ("input_layernorm", "hidden_norm"))
-
-
 class Eagle3(Recurrent):
     Config = Eagle3Config
     Sizes = Eagle3Sizes
@@ -94,8 +79,10 @@ class Eagle3(Recurrent):
         norms = (LlamaRMSNorm(D, eps) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(count * D, D, bias=False)
-        self.midlayer = PairLayer(self.llama)
-        above = {str(i): UpperLayer(self.llama) for i in range(1, config.num_layers)}
+        # the norms of the embedding and of the feature
+        self.midlayer = Layer(self.llama, 2 * D, ("input_layernorm", "hidden_norm"))
+        made = range(1, config.num_layers)
+        above = {str(i): Layer(self.llama, D, ("input_layernorm",)) for i in made}
         self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
         self.norm = LlamaRMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
@@ -108,12 +95,9 @@ class Eagle3(Recurrent):
             f"drafter.num_layers={config.num_layers}: this target has only {L} layers to start "
             "from; give drafter.start=random",
         )
-        return Eagle3Sizes(
-            target_vocab=target.vocab_size,
-            draft_vocab=pruned_vocab(config.draft_vocab, target),
-            layers=chosen_layers(config.layers, [2, L // 2, L - 3], target),
-            llama=llama_of(target, config.intermediate_size),
-        )
+        layers = chosen_layers(config.layers, [2, L // 2, L - 3], target)
+        llama = llama_of(target, config.intermediate_size)
+        return cls.sized(config, target, llama=llama, layers=layers)
 
     def copy_from(self, target: Parts) -> None:
         """Also copy the head and the final norm. If the target's layers do not have the parts of
@@ -140,16 +124,12 @@ class Eagle3(Recurrent):
     def layer(self) -> Layer:
         return self.midlayer
 
-    def features_of(self, ctx: Context) -> Tensor:
-        assert ctx.layers_BTF is not None
-        return ctx.layers_BTF
-
     @property
-    def upper(self) -> Sequence[UpperLayer]:
-        return [*self.layers.values()]  # type: ignore[list-item]
+    def upper(self) -> Sequence[Layer]:
+        return [*self.layers.values()]
 
     def fuse(self, features: Tensor) -> Tensor:
-        features = features.to(self.fc.weight.dtype)
+        features = super().fuse(features)
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:

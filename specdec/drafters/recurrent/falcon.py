@@ -32,7 +32,7 @@ from specdec.context import Context, Moment
 from specdec.drafters.base import entries, text_after, unread
 from specdec.drafters.recurrent.attention import KeyValue, by_slot, fused, over_blocks
 from specdec.drafters.recurrent.eagle import Eagle
-from specdec.drafters.recurrent.recurrence import RecurrentSizes, pairs_of, seen_slots
+from specdec.drafters.recurrent.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -226,7 +226,7 @@ class Falcon(Eagle):
                 slots_BWk = up_to(BLOCK * block_BW - 2, torch.full_like(block_BW, -1))
                 slots_BWk[..., 0] = end_BW
                 place = cache.place(tokens_BWk.flatten(1), slots_BWk.flatten(1))
-                sees = seen_slots(place, cache.shown)[:, BLOCK - 1 :: BLOCK]
+                sees = place.seen(cache.shown)[:, BLOCK - 1 :: BLOCK]
                 sees = sees.repeat_interleave(BLOCK, 1)
                 found = [pairs, *passed(read, W * BLOCK, place.position_BT, sees)]
                 blocks = [torch.cat(x, 1) for x in zip(blocks, found, strict=True)]

@@ -5,9 +5,9 @@ final hidden state at a - 1. The first layer is S c + SiLU(W c), with W starting
 torch starts linear layers; the others are x + SiLU(W x); the LM head starts as the target's. All
 have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py).
 
-Hydra++ replaces h by the normed output of one decoder layer over the target's states. It reads
-only committed positions, and its cache holds no others. In the reference, which repeats one module,
-the layers of a head after the first share their weights; here each has its own, as in the paper.
+Hydra++ replaces h by the normed output of one decoder layer over the target's states, at committed
+positions only. In the reference, which repeats one module, the layers of a head after the first
+share their weights; here each has its own, as in the paper.
 
 Letters: B batch, T time, A anchors, D width, F numbers read.
 """

@@ -24,7 +24,7 @@ Traps, with their sources:
 Letters: B batch, T time, P pairs (T - 1), A anchors, W new tokens, K depths, D width.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import AnchorsConfig, entries, first_tokens, pieces, unread
+from specdec.drafters.base import alone, entries, pieces, unread, with_depth
 from specdec.drafters.recurrent.attention import Sight, fused
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
+    RecurrentConfig,
     RecurrentSizes,
     away_from_zero,
+    copy_last,
     fits,
-    position_of,
-    seen_slots,
 )
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
@@ -51,20 +51,15 @@ from specdec.target.parts import Parts
 
 
 @dataclass
-class MTPConfig:
+class MTPConfig(RecurrentConfig):
     """`modules` is 1, for one module reused at every depth, or `depth`, for one at each depth.
 
     `start=target` starts from the target's own modules where its checkpoint has any of this kind,
-    else from the target's last layer around a pass-through of the state; `random` starts from
-    neither.
+    else from the target's last layer.
     """
 
     name: str = "mtp"
-    depth: int = 3
     modules: int = 1
-    start: str = "target"
-    intermediate_size: int | None = None  # None: the target's
-    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -79,7 +74,6 @@ class Module(Layer):
 
     enorm: LlamaRMSNorm
     hnorm: LlamaRMSNorm
-    input_layernorm: LlamaRMSNorm
     final_layernorm: LlamaRMSNorm
 
     def __init__(self, llama: LlamaConfig) -> None:
@@ -88,8 +82,7 @@ class Module(Layer):
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
 
     def enter(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        stream = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        return self.input_layernorm(stream), stream
+        return self.entered(self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1)))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         return self.final_layernorm(super().finish(residual, attended))
@@ -97,13 +90,10 @@ class Module(Layer):
     def copy_last(self, target: Parts) -> None:
         """Copy the target's last layer if it is Llama's. The state comes from after the final
         norm, so `hnorm` divides by that norm's weight and `final_layernorm` applies it again."""
-        theirs, after = target.layer(-1), getattr(target.norm, "weight", None)
         own = ("enorm.", "hnorm.", "final_layernorm.", "eh_proj.")
         block = {n: x for n, x in self.named_parameters() if not n.startswith(own)}
-        if after is None or not fits(theirs, block):
+        if (after := copy_last(target, block)) is None:
             return
-        for name, x in block.items():
-            x.copy_(theirs[name])
         self.final_layernorm.weight.copy_(after)
         self.hnorm.weight.copy_(1 / away_from_zero(after.to(self.hnorm.weight)))
         generator = torch.Generator().manual_seed(0)
@@ -125,7 +115,7 @@ class MTP(Recurrent):
 
     @property
     def stack(self) -> list[Module]:
-        return list(self.layers)  # type: ignore[arg-type]
+        return list(self.layers)
 
     @property
     def layer(self) -> Module:
@@ -161,29 +151,22 @@ class MTP(Recurrent):
             at = [(anchors_BA - 1 + k).clamp(0, last) for k in range(self.depth)]
             return torch.stack([entries(states_BPKD[:, :, k], at[k]) for k in range(self.depth)], 2)
         depths = torch.arange(drafted_BAk.shape[-1] + 1, device=anchors_BA.device)
-        firsts, found = first_tokens(ctx, anchors_BA), []
-        for b, anchors in enumerate(anchors_BA.tolist()):
-            for i, (a, first) in enumerate(zip(anchors, firsts[b], strict=True)):
-                ids = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_BAk[b, i]])[None]
-                known = self.features_of(ctx)[b : b + 1, first:a]
-                alone = Context(ids, final_BTD=pad(known, (0, 0, 0, len(depths))))
-                found.append(self.over_text(alone)[0, a - 1 - first + depths, depths])
+        each = alone(ctx, anchors_BA, drafted_BAk)
+        found = [self.over_text(one)[0, a - 1 + depths, depths] for a, one in each]
         return torch.stack(found).view(*anchors_BA.shape, len(depths), -1)
 
     def over_text(self, ctx: Context) -> Tensor:
         """Every module's state [B, P, K, D] for each token of a text but the first."""
         (B, T), device = ctx.ids_BT.shape, ctx.ids_BT.device
-        position_BT, document_BT = position_of(ctx), ctx.document_BT
-        if document_BT is None:
-            document_BT = torch.zeros_like(position_BT)
-        position_BP, document_BP = (position_BT[:, 1:] - 1).clamp_min(0), document_BT[:, 1:]
+        place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
+        position_BP = (place_BP - 1).clamp_min(0)
         every_BP = torch.arange(T - 1, device=device).expand(B, T - 1)
-        first_BP = (every_BP - position_BP).clamp_min(0)
+        every = Sight.of(every_BP, position_BP, document_BP)
         embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
         state, found = self.fuse(self.features_of(ctx)[:, : T - 1]), []
         for k, module in enumerate(self.stack):
-            early = position_BT[:, 1:] <= k  # tokens before which module k - 1 has no state
-            sight = Sight(every_BP, first_BP, document_BP.masked_fill(early, -2), document_BP)
+            early = place_BP <= k  # tokens before which module k - 1 has no state
+            sight = every._replace(document_BP=document_BP.masked_fill(early, -2))
             pairs = module.enter(embedding, state)
             shared = module.self_attn.keys_values(pairs[0], rope)
             found.append(module.at(pairs, rope, shared, sight))
@@ -205,14 +188,11 @@ class MTP(Recurrent):
         state_BWD = self._through(cache, tokens, None, 0, features)
         cache.keep(new)
         last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1
-        depths = [0]  # the depth of the anchor, then of every node
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
-            depths.extend([depth] * tokens_BW.shape[1])
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
             return self.unembed(self._through(cache, tokens_BW, parents_BW, depth), depth)
 
-        return Growth(self.unembed(entries(state_BWD, last_B1)[:, 0], 0), grow)
+        return Growth(self.unembed(entries(state_BWD, last_B1)[:, 0], 0), with_depth(grow))
 
     def _through(
         self,
@@ -228,7 +208,7 @@ class MTP(Recurrent):
         start = cache.scratch
         place = cache.place(tokens_BW, parents_BW)
         slot_P = torch.arange(cache.shown, device=tokens_BW.device)
-        seen_BWP = seen_slots(place, cache.shown)
+        seen_BWP = place.seen(cache.shown)
         if parents_BW is None:
             parents_BW = torch.arange(start - 1, start + W - 1, device=slot_P.device).expand(B, W)
         above_BW = (length_B1 + parents_BW).clamp_min(0)  # the slot of the token before
@@ -242,9 +222,7 @@ class MTP(Recurrent):
             read, stream = module.enter(embedding, state)
             keys, values = cache.update(*attention.keys_values(read, rope), k)
             sight = seen_BWP & (slot_P >= k)
-            sight = sight | ~sight.any(
-                -1, keepdim=True
-            )  # a token too early for module k, which must not be NaN
+            sight |= ~sight.any(-1, keepdim=True)  # a token too early for module k: not NaN
             query = attention.query(read, rope)
             out = module.finish(stream, attention.joined(fused(query, keys, values, sight)))
             cache.update(out[:, None], out[:, None, :, :0], len(self.layers) + k)

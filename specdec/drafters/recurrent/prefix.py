@@ -30,15 +30,11 @@ class Prefix(Recurrent):
         self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
         self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
 
-    @property
-    def layer(self) -> Layer:
-        return self.layers[0]  # type: ignore[return-value]
-
     def embed(self, ids: Tensor) -> Tensor:
         return ids  # which `enter` does not read
 
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer.input_layernorm(feature), feature  # type: ignore[operator]
+        return self.layer.entered(feature)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.norm(hidden)

@@ -13,7 +13,7 @@ K depth, D width, F features, E head width, S draft vocabulary.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,21 +22,34 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.context import Context, Moment
-from specdec.drafters.base import Drafter, Sizes, entries, pieces, text_after, unread
-from specdec.drafters.recurrent.attention import (
-    Attention,
-    KeyValue,
-    Rope,
-    Sight,
-    fused,
+from specdec.drafters.base import (
+    AnchorsConfig,
+    Drafter,
+    Sizes,
+    entries,
+    pieces,
+    text_after,
+    unread,
 )
-from specdec.errors import require_known
-from specdec.runtime.cache import Place, SlotCache
+from specdec.drafters.recurrent.attention import Attention, KeyValue, Rope, Sight, attended, fused
+from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
+
+
+@dataclass
+class RecurrentConfig:
+    """`start=target` starts from parts of the target, around a pass-through of the feature;
+    `random` is the papers' start."""
+
+    name: str
+    depth: int = 3
+    start: str = "target"
+    intermediate_size: int | None = None  # None: the target's
+    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +62,9 @@ class RecurrentSizes(Sizes):
 class Layer(nn.Module):
     """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`; with
     `head_norms`, a Qwen3 layer."""
+
+    input_layernorm: LlamaRMSNorm
+    hidden_norm: LlamaRMSNorm
 
     def __init__(
         self,
@@ -64,6 +80,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
         self.mlp = LlamaMLP(llama)
 
+    def entered(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads of the stream [..., D] below, and the residual."""
+        return self.input_layernorm(stream), stream
+
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         stream = residual + attended
         return stream + self.mlp(self.post_attention_layernorm(stream))
@@ -78,8 +98,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The output [B, A, D] at anchors, given what attention reads there and the residual."""
         attention, (read, residual) = self.self_attn, pairs
-        attended = attention.over_anchors(attention.query(read, rope), shared, sight, own)
-        return self.finish(residual, attended)
+        heads = attended(attention.query(read, rope), shared, sight, own)
+        return self.finish(residual, attention.joined(heads))
 
     def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
         """Scale the output weights of attention and MLP so that, on states like `state_ND`, whose
@@ -94,40 +114,34 @@ class Layer(nn.Module):
             writes.weight.mul_(UPDATE * size / added)
 
 
-class UpperLayer(Layer):
-    """A Llama layer above the first: it reads the stream alone, and no embedding."""
-
-    input_layernorm: LlamaRMSNorm
-
-    def __init__(self, llama: LlamaConfig) -> None:
-        super().__init__(llama, llama.hidden_size, ("input_layernorm",))
-
-    def enter(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        return self.input_layernorm(stream), stream
-
-
 class Recurrent(Drafter):
-    """A family gives its first `layer`, the features that it reads, and how a pair enters the
-    layer. All pairs of a text are keys, but queries of the last layer and later steps are computed
-    only at anchors, so training on a sample of anchors saves most of the work."""
+    """A family gives its `layers` and how a pair enters the first of them. All pairs of a text are
+    keys, but queries of the last layer and later steps are computed only at anchors, so training on
+    a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     fc: nn.Linear
+    layers: Any
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
-        if hasattr(config, "start"):
-            require_known("drafter", config, start=("target", "random"))
         self.llama = LlamaConfig(**sizes.llama)
-        self._embedding: tuple[nn.Module, ...] = ()
-        self._head: Callable[[Tensor], Tensor] | None = None
-        self._head_dtype = torch.float32
+        self._target: tuple[Parts, ...] = ()  # in a tuple, so that it is neither moved nor saved
         self.rope = Rope(self.llama)
         self.compiled = Compiled(self.run, SHORT)
 
+    @classmethod
+    def plan(cls, config: Any, target: Parts) -> Any:
+        return cls.sized(config, target, llama=llama_of(target, config.intermediate_size))
+
     @property
-    @abstractmethod
-    def layer(self) -> Layer: ...
+    def layer(self) -> Layer:
+        """The first layer."""
+        return self.layers[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.self_attn.o_proj.weight.dtype
 
     @property
     def fusions(self) -> list[nn.Linear]:
@@ -136,23 +150,13 @@ class Recurrent(Drafter):
         return [self.fc]
 
     @property
-    def upper(self) -> Sequence[UpperLayer]:
-        """The layers above the first."""
+    def upper(self) -> Sequence[Layer]:
+        """The layers above the first, which read the stream alone, and no embedding."""
         return ()
-
-    @classmethod
-    def plan(cls, config: Any, target: Parts) -> Any:
-        llama = llama_of(target, config.intermediate_size)
-        return RecurrentSizes(target_vocab=target.vocab_size, llama=llama)
-
-    def features_of(self, ctx: Context) -> Tensor:
-        """The target's features that the family reads [B, T, F]; by default its final state."""
-        assert ctx.final_BTD is not None
-        return ctx.final_BTD
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [..., F] in the form of the layer's own output [..., D]."""
-        return features.to(self.layer.self_attn.o_proj.weight.dtype)
+        return features.to(self.dtype)
 
     @abstractmethod
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,19 +183,14 @@ class Recurrent(Drafter):
             self.copy_from(target)
 
     def attach(self, target: Parts) -> None:
-        self._embedding = (target.embedding,)
-        self._head, self._head_dtype = target.logits, target.dtype
+        self._target = (target,)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """The target's own head, frozen, unless the family has one."""
-        assert self._head is not None
-        return self._head(hidden.to(self._head_dtype))
-
-    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        return self.config.anchors.draw(valid_TK, generator)
+        return self._target[0].logits(hidden.to(self._target[0].dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._embedding[0](ids).to(self.layer.self_attn.o_proj.weight.dtype)
+        return self._target[0].embedding(ids).to(self.dtype)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
@@ -218,7 +217,7 @@ class Recurrent(Drafter):
         shared = [self.layer.self_attn.keys_values(pairs[0], rope)]
         for below, above in zip(layers, self.upper, strict=False):  # all but the last layer
             every_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
-            pairs = above.enter(below.at(pairs, rope, shared[-1], sight(every_BP)))
+            pairs = above.entered(below.at(pairs, rope, shared[-1], sight(every_BP)))
             shared.append(above.self_attn.keys_values(pairs[0], rope))
         position_BA = position_BP.gather(1, pair_BA)
         pairs = entries(pairs[0], pair_BA), entries(pairs[1], pair_BA)
@@ -240,7 +239,7 @@ class Recurrent(Drafter):
             pairs = self.enter(self.embed(token_BA), self.onward(stream))
             for i, layer in enumerate(layers):
                 if i > 0:
-                    pairs = self.upper[i - 1].enter(stream)
+                    pairs = self.upper[i - 1].entered(stream)
                 own[i] = *own[i], layer.self_attn.keys_values(pairs[0], rope)
                 stream = layer.at(pairs, rope, shared[i], seen, own[i])
             steps.append(stream)
@@ -251,8 +250,8 @@ class Recurrent(Drafter):
         n tokens. The features that the objective compares with get no noise."""
         if not self.config.noise:
             return ctx
-        assert ctx.position_BT is not None and ctx.document_BT is not None
-        which_BT, real_BT = (ctx.position_BT == 0).cumsum(1) - 1, (ctx.document_BT >= 0).long()
+        position_BT, document_BT = ctx.documents()
+        which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
         count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
         width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
         final_BTD = self.features_of(ctx)
@@ -293,12 +292,10 @@ class Recurrent(Drafter):
             if last is not None and i == len(self.upper):
                 read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
                 mask = None if mask is None else entries(mask, last)
-            attended = attention.joined(
-                fused(attention.query(read, (cos, sin)), keys, values, mask)
-            )
-            hidden = layer.finish(residual, attended)
+            heads = fused(attention.query(read, (cos, sin)), keys, values, mask)
+            hidden = layer.finish(residual, attention.joined(heads))
             if i < len(self.upper):
-                read, residual = self.upper[i].enter(hidden)
+                read, residual = self.upper[i].entered(hidden)
         return hidden, self.unembed(hidden, 0)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
@@ -361,36 +358,14 @@ class Recurrent(Drafter):
 def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     """The position [B, P] of each pair of a text in its document, and what anchors with these pairs
     [B, A] see: the pairs of their document up to their own."""
-    B, P = ctx.ids_BT[:, 1:].shape
-    position_BP = torch.arange(P, device=ctx.ids_BT.device).expand(B, P)
-    document_BP = own_BP = None
-    if ctx.position_BT is not None and ctx.document_BT is not None:
-        position_BP = (ctx.position_BT[:, 1:] - 1).clamp_min(0)
-        document_BP = ctx.document_BT[:, 1:]
-        of_two = ctx.position_BT[:, 1:] == 0  # the feature is from the previous document
-        own_BP = document_BP.masked_fill(of_two, -2)
+    place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
+    position_BP = (place_BP - 1).clamp_min(0)
+    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # else the feature is of the one before
 
     def sight(pair_BA: Tensor) -> Sight:
-        if document_BP is None:
-            return Sight(pair_BA, torch.zeros_like(pair_BA))
-        first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
-        return Sight(pair_BA, first_BA, own_BP, document_BP.gather(1, pair_BA))
+        return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
 
     return position_BP, sight
-
-
-def position_of(ctx: Context) -> Tensor:
-    """The position of each token in its document [B, T]."""
-    if ctx.position_BT is not None:
-        return ctx.position_BT
-    return torch.arange(ctx.ids_BT.shape[1], device=ctx.ids_BT.device).expand_as(ctx.ids_BT)
-
-
-def seen_slots(place: Place, shown: int) -> Tensor:
-    """The slots that each token of a pass sees [B, W, P], also where the plain mask is right."""
-    if place.mask_BTP is not None:
-        return place.mask_BTP
-    return torch.arange(shown, device=place.position_BT.device) <= place.position_BT[..., None]
 
 
 def away_from_zero(weight_D: Tensor) -> Tensor:
@@ -404,6 +379,17 @@ def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     found = [theirs.get(name, torch.empty(0)) for name in ours]
     same = [x.shape == y.shape for x, y in zip(found, ours.values(), strict=True)]
     return all(same) and all(x.element_size() > 1 for x in found)
+
+
+def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
+    """Copy tensors of the target's last layer to those of the same names. Returns the weight of
+    the norm after that layer; None, with nothing copied, if there is none or a tensor unlike."""
+    theirs, after = target.layer(-1), getattr(target.norm, "weight", None)
+    if after is None or not fits(theirs, ours):
+        return None
+    for name, x in ours.items():
+        x.copy_(theirs[name])
+    return after
 
 
 def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:
