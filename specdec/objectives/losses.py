@@ -63,12 +63,11 @@ def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
     divided by the number of all tokens.
     """
     reference = piece.reference_log_q
-    require(
-        reference is not None,
-        "objective.terms.adaspec compares with a draft trained before: give "
-        "objective.reference=runs/NAME/best",
-    )
-    assert reference is not None
+    if reference is None:
+        raise UserError(
+            "objective.terms.adaspec compares with a draft trained before: give "
+            "objective.reference=runs/NAME/best"
+        )
     with torch.no_grad():
         more_NK = (piece.p * (_floor(reference) - _floor(piece.log_q))).sum(-1)
         valid_NK = more_NK.masked_fill(~piece.valid, torch.nan)

@@ -34,7 +34,7 @@ DYNAMO = {  # without these limits it would silently stop after 8 graphs
     "fail_on_recompile_limit_hit": True,
 }
 
-Pass = Callable[..., tuple[Tensor | None, ...]]  # (SlotCache, **inputs) -> tensors
+Pass = Callable[..., tuple[Any, ...]]  # (SlotCache, **inputs) -> tensors, or None
 
 
 class Compiled:
@@ -47,7 +47,7 @@ class Compiled:
         self.graph: Pass | None = None
         self.ways: dict[Hashable, Pass] = {}  # by the shapes of a pass
 
-    def __call__(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor | None, ...]:
+    def __call__(self, cache: SlotCache, **inputs: Any) -> tuple[Any, ...]:
         slots = cache.slots
         if not cache.fixed or isinstance(slots, slice) or slots.shape[-1] > self.longest:
             return self.run(cache, **inputs)
@@ -101,7 +101,7 @@ class Compiled:
 def _graph(run: Pass, device: torch.device) -> Pass:
     """`run` through torch.compile, which builds a graph for every new combination of shapes."""
 
-    def own(cache: SlotCache, **inputs: Any) -> tuple[Tensor | None, ...]:
+    def own(cache: SlotCache, **inputs: Any) -> tuple[Any, ...]:
         return run(cache, **inputs)
 
     # Dynamo keeps graphs by code object, which closures of one `def` share

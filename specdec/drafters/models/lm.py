@@ -114,7 +114,6 @@ class LM(Pretrained):
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
         (logits,) = self.compiled(cache, last=last_B1, input_ids=ids_BT, **inputs)
-        assert logits is not None
         return logits
 
     def run(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:

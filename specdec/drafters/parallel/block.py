@@ -276,6 +276,5 @@ class Block(Drafter):
             sin=sin,
             mask=mask_BMP.expand(-1, M, -1),
         )
-        assert logits_BKS is not None
         cache.keep(new)
         return logits_BKS

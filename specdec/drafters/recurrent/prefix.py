@@ -3,29 +3,21 @@
 Letters: B batch, T time, D width.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentSizes
-
-
-@dataclass
-class PrefixConfig:
-    depth: int = 1
-    start: str = "random"
+from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentConfig, RecurrentSizes
 
 
 class Prefix(Recurrent):
     """This layer is a recurrent draft that reads features alone, is used at depth 0 only, and
     has a norm in place of an LM head."""
 
-    Config = PrefixConfig
-
     def __init__(self, llama: dict[str, Any], vocab: int) -> None:
-        super().__init__(PrefixConfig(), RecurrentSizes(target_vocab=vocab, llama=llama))
+        config = RecurrentConfig("prefix", depth=1, start="random")
+        super().__init__(config, RecurrentSizes(target_vocab=vocab, llama=llama))
         D = self.llama.hidden_size
         self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
         self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)

@@ -279,11 +279,9 @@ class Recurrent(Drafter):
         """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S], or with
         `last` [B, L] only those of these pairs of each row. The pairs have the target's `features`
         [B, W, F] or the layers' `own` earlier output [B, W, D]."""
-        if features is None:
-            assert own is not None
-            feature = self.onward(own)
-        else:
-            feature = self.fuse(features)
+        given = features if own is None else own
+        assert given is not None
+        feature = self.fuse(given) if own is None else self.onward(given)
         read, residual = self.enter(embedding, feature)
         layers: list[Layer] = [self.layer, *self.upper]
         for i, layer in enumerate(layers):
@@ -351,7 +349,6 @@ class Recurrent(Drafter):
             mask=mask,
             last=last,
         )
-        assert hidden is not None and logits is not None
         return hidden, logits
 
 
