@@ -2,16 +2,20 @@
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
 With the serving engine: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env)
+With -n 2 --dist loadgroup, as in scripts/test, one worker trains and tests each drafter.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
+from filelock import FileLock
 
 import train
 from specdec.decoding.answers import Generation
@@ -70,38 +74,55 @@ class Shared(TargetOnDemand):
         pass
 
 
+Runs = Callable[[str], Path]  # the folder of a drafter's run
+
+
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each drafter trained for some seconds, anew in every session: drafts, answers and features of
-    an earlier one would hide what was broken since. The first is trained through `python train.py`
-    as a user's, the others by the same job in this process, with its answers and one target."""
-    folder = tmp_path_factory.mktemp("runs")
-    caches = [f"answers.root={folder / 'answers'}", f"features.root={folder / 'features'}"]
-    cache = f"target.cache={ROOT / 'cache/targets'}"
-    first, *others = [
-        [
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Trains a drafter for some seconds when a test first asks for it, anew in every session: a
+    draft of an earlier one would hide what was broken since. eagle3 is trained by `python train.py`
+    as a user's is, the others by the same job in this process, with one target. All share answers
+    and features, also over the workers of a session: the first run, which trains nothing, writes
+    the answers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
+    folder.mkdir(exist_ok=True)
+
+    def run(name: str) -> Path:
+        if (folder / name / "report").exists():
+            return folder / name
+        given = [
             f"name={name}",
             f"drafter={name.split('-')[0]}",
             *TRAINING,
             *OVERRIDES.get(name, []),
-            *caches,
-            cache,
+            f"answers.root={folder / 'answers'}",
+            f"features.root={folder / 'features'}",
+            f"target.cache={ROOT / 'cache/targets'}",
         ]
-        for name in DRAFTERS
-    ]
-    subprocess.run(
-        [sys.executable, "train.py", *first, f"hydra.run.dir={folder / DRAFTERS[0]}"],
-        cwd=ROOT,
-        check=True,
-        env={**os.environ, "WANDB_MODE": "offline"},
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "TargetOnDemand", Shared)
-        for name, given in zip(DRAFTERS[1:], others, strict=True):
+        if name == "eagle3":
+            subprocess.run(
+                [sys.executable, "train.py", *given, f"hydra.run.dir={folder / name}"],
+                cwd=ROOT,
+                check=True,
+                env={**os.environ, "WANDB_MODE": "offline"},
+            )
+        else:
             quiet = ["track=none", "decode.temperatures=[0]"]
-            train.run(compose([*given, *quiet]), folder / name)
-    Shared.loaded = None
-    return folder
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pipeline, "TargetOnDemand", Shared)
+                train.run(compose([*given, *quiet]), folder / name)
+        return folder / name
+
+    with FileLock(folder / "answering"):
+        if not (folder / "ngram" / "report").exists():
+            run("ngram")
+    return run
+
+
+def of_one_worker(name: str, *more: str) -> ParameterSet:
+    """Parameters of a test of this drafter, which one worker trains and tests."""
+    return pytest.param(name, *more, marks=pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +133,8 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def asked(runs: Path, target: Target) -> list[list[int]]:
-    data = data_of_run(runs / "eagle3")
+def asked(runs: Runs, target: Target) -> list[list[int]]:
+    data = data_of_run(runs("ngram"))
     return [p.ids.tolist() for p in islice(held_out_prompts(data, target.tokenizer), PROMPTS)]
 
 
@@ -127,13 +148,13 @@ def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Ge
     return [generate(target, p, max_new_tokens=NEW, drafter=drafter, gamma=gamma) for p in asked]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", map(of_one_worker, DRAFTERS))
 def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
-    runs: Path, target: Target, asked: list[list[int]], plain: list[list[int]], name: str
+    runs: Runs, target: Target, asked: list[list[int]], plain: list[list[int]], name: str
 ) -> None:
     """Identity token for token, and teacher forcing over exactly the anchors that the decoder
     visited accepting what the decoder accepted, depth by depth."""
-    drafter = checkpoint.load(runs / name / "best", target)
+    drafter = checkpoint.load(runs(name) / "best", target)
     results = decoded(target, drafter, asked)
     assert [r.ids for r in results] == plain
     assert sum(r.accepted for g in results for r in g.rounds) > 0  # it does draft
@@ -151,14 +172,14 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
             assert walked[: len(starts)] == starts
 
 
-@pytest.mark.parametrize("name", ["eagle3", "ngram"])
+@pytest.mark.parametrize("name", map(of_one_worker, ["eagle3", "ngram"]))
 def test_sampled_acceptance_is_beta_at_the_anchors_visited(
-    runs: Path, target: Target, asked: list[list[int]], name: str
+    runs: Runs, target: Target, asked: list[list[int]], name: str
 ) -> None:
     """T = 1, rejection: whether a round accepts its first token is a coin of bias β, computed by
     teacher forcing on the text as it turned out. The sum of coin minus β over n rounds has mean
     0 and variance Σ β (1 - β): within 4 standard deviations."""
-    drafter = checkpoint.load(runs / name / "best", target)
+    drafter = checkpoint.load(runs(name) / "best", target)
     forcing = TeacherForcing(drafting(drafter, 2), target, Sampler(1.0))
     gap = variance = rounds = 0.0
     for seed, prompt in enumerate(asked * 2):
@@ -183,8 +204,9 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
     assert abs(gap) < 4 * max(variance, 1) ** 0.5
 
 
-def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
-    run = runs / "eagle3"
+@pytest.mark.xdist_group("eagle3")
+def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
+    run = runs("eagle3")
     greedy, sampled = Results.read(run / "report").temperatures
     assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
     assert sum(greedy.accepted_lengths) == greedy.rounds
@@ -203,20 +225,11 @@ def test_a_run_leaves_report_export_and_metrics(runs: Path) -> None:
 @pytest.mark.serving
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("eagle3", "float32"),
-        ("eagle3-layers", "float32"),
-        ("eagle", "float32"),
-        ("medusa", "float32"),
-        ("mtp", "float32"),
-        ("peagle", "float32"),
-        ("dflash", "float32"),
-        ("lm", "float32"),
-        ("eagle3", "bfloat16"),
-    ],
+    [of_one_worker(name, "float32") for name in DRAFTERS if name != "ngram"]
+    + [of_one_worker("eagle3", "bfloat16")],
 )
 def test_vllm_accepts_what_our_decoder_accepts(
-    runs: Path,
+    runs: Runs,
     asked: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -227,11 +240,14 @@ def test_vllm_accepts_what_our_decoder_accepts(
     bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote: within
     2 %."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # a core for each worker's engine
+        core = int(worker.removeprefix("gw")) % (os.cpu_count() or 1)
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(core))
     from benches.engine import Engine, on_shared_text
     from benches.turns import tau
 
     target = load_target(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
-    drafter = checkpoint.load(runs / name / "best", target)
+    drafter = checkpoint.load(runs(name) / "best", target)
     results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)
     target.save(tmp_path / "target")

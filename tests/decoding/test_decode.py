@@ -334,7 +334,7 @@ def test_a_tree_path_needs_its_parent_and_prompts_their_room(target: Target) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "lm"])
+@pytest.mark.parametrize("name", ["eagle3", "lm"])
 def test_compiled_passes_decode_the_same(
     target: Target, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,8 @@ def test_many_anchors_in_one_pass_equal_one_truncated_context_each(
         one = logits(
             drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1])
         )
-        torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-4, rtol=1e-4)
+        # the longer pass rounds otherwise, which layers of random weights enlarge
+        torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-3, rtol=1e-3)
 
 
 def test_teacher_forcing_is_drafting_the_texts_own_tokens(target: Target, drafter: Drafter) -> None:
@@ -270,9 +271,12 @@ def test_no_family_is_forgotten() -> None:
     assert set(DRAFTER_OVERRIDES) | set(elsewhere) == set(DRAFTERS)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*(("llama", shape) for shape in SHAPES), ("mistral", SHAPES[1]), ("gemma2", SHAPES[2])],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
 def test_trees_and_batches_are_greedy_decoding(kind: str, name: str, shape: Shape) -> None:
     """Rows of unequal length that end at different times, each as if it were alone: the same
     tokens, and the same rounds."""
@@ -291,30 +295,38 @@ def test_trees_and_batches_are_greedy_decoding(kind: str, name: str, shape: Shap
 TREE = Static([[0], [1], [0, 0], [0, 1], [1, 0]])
 
 
+RULES: list[tuple[str, bool, Shape]] = [  # of every family: q of a chain, of siblings, no q
+    ("block", False, Chain(2)),
+    ("recursive", False, TREE),
+    ("point_mass", False, Dynamic(2, 6, 3)),
+]
+MORE_RULES: list[tuple[str, bool, Shape]] = [
+    ("rejection", False, Chain(2)),
+    ("block", True, Chain(2)),
+    ("specinfer", False, TREE),
+    ("kseq", False, TREE),
+    ("traversal", False, TREE),
+    ("point_mass", True, TREE),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rule,greedy_draft,shape",
-    [
-        ("rejection", False, Chain(2)),
-        ("block", False, Chain(2)),
-        ("block", True, Chain(2)),
-        ("recursive", False, TREE),
-        ("specinfer", False, TREE),
-        ("kseq", False, TREE),
-        ("traversal", False, TREE),
-        ("point_mass", True, TREE),
-        ("point_mass", False, Dynamic(2, 6, 3)),
-    ],
+    ("name", "rule", "greedy_draft", "shape"),
+    [(name, *rule) for name in CONFIGS for rule in RULES]
+    + [(name, *rule) for name in ("eagle3", "medusa") for rule in MORE_RULES],
 )
 def test_committed_tokens_follow_p(
-    target: Target, drafter: Drafter, rule: str, greedy_draft: bool, shape: Shape
+    target: Target, name: str, rule: str, greedy_draft: bool, shape: Shape
 ) -> None:
     """Enumerated exactly for the rules in test_verify.py; here end to end, by counting.
 
-    The first two tokens of many generations against p computed by the target. With n draws the
+    Rules know no family: all run with a family that reads drafted tokens and one that does not. The
+    first two tokens of many generations against p computed by the target. With n draws the
     L1 distance of an empirical distribution over its c cells is about sqrt(2 c / (π n)); twice
     that is the bound, which a rule that keeps every draft exceeds many times over.
     """
+    drafter = make_drafter(name, target)
     sampler, prompt, n = Sampler(0.7, top_k=4), text(9, 8)[0].tolist(), 1500
     ids = torch.tensor([prompt])
     first = sampler.probs(target.logits(target.features(ids, drafter.needs)[1][:, -1]))[0]

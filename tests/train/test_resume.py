@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +61,6 @@ from tests.tiny import compose
 from train import checkpoint, optim, pipeline
 from train.tracking import Tracker
 pipeline._finish = lambda *_: {"temperatures": []}  # decoding and report are not at stake
-plan = json.loads(sys.argv[1])
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -84,41 +83,53 @@ OWNERS = {"log": (Tracker, "log"), "checkpoint": (checkpoint, "save"), "best": (
           "rename": (os, "rename"), "json": (json, "dumps"),
           "half": (checkpoint, "save_file"), "half_best": (drafts, "save_file"),
           "lr": (optim, "learning_rate")}
-for where, n, after in plan["kills"] + [(None, 0, 0)]:
-    child = os.fork()
-    if child == 0:
-        sys.stdout = sys.stderr = open(plan["log"], "a")
-        if where:
-            nth(*OWNERS[where], n, after)
-        code = 1
-        try:
-            pipeline.run(compose(plan["overrides"]), plan["folder"])
-            code = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    print(where, n, os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
-    sys.stdout.flush()
+for line in sys.stdin:
+    plan, ends = json.loads(line), []
+    for where, n, after in plan["kills"] + [(None, 0, 0)]:
+        child = os.fork()
+        if child == 0:
+            sys.stdout = sys.stderr = open(plan["log"], "a")
+            if where:
+                nth(*OWNERS[where], n, after)
+            code = 1
+            try:
+                pipeline.run(compose(plan["overrides"]), plan["folder"])
+                code = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        status = os.waitpid(child, 0)[1]
+        ends.append(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
+    print(json.dumps(ends), flush=True)
 """
+Life = Callable[..., list[int]]
 
 
-def killed(
-    tiny: Tiny, folder: Path, drafter: str, kills: list[tuple[str, int, int]], *more: str
-) -> list[int]:
-    """Run a job that dies of SIGKILL at each of these places in turn, and then goes on to its
-    end. Returns the signals. One Python start for all: each life is a fork."""
-    plan = {
-        "overrides": tiny.overrides(drafter, *more),
-        "folder": str(folder),
-        "kills": kills,
-        "log": str(folder.with_suffix(".log")),
-    }
-    done = process(["-c", DRIVER, json.dumps(plan)])
-    assert done.returncode == 0, done.stderr
-    signals = [int(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert signals[-1] == 0, folder.with_suffix(".log").read_text()[-3000:]
-    return signals[:-1]
+@pytest.fixture(scope="module")
+def killed(tiny: Tiny) -> Iterator[Life]:
+    """Runs a job that dies of SIGKILL at each of the given places in turn, and then goes on to its
+    end. Returns the signals. One Python start for all jobs: each life is a fork."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        cwd=REPOSITORY,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+
+    def run(folder: Path, drafter: str, kills: list[tuple[str, int, int]], *more: str) -> list[int]:
+        log = folder.with_suffix(".log")
+        plan = {"overrides": tiny.overrides(drafter, *more), "folder": str(folder)}
+        plan |= {"kills": kills, "log": str(log)}
+        print(json.dumps(plan), file=driver.stdin, flush=True)
+        *signals, end = json.loads(driver.stdout.readline())
+        assert end == 0, log.read_text()[-3000:]
+        return signals
+
+    yield run
+    driver.communicate()
 
 
 KILLS = {
@@ -136,13 +147,13 @@ PLACES += [(n, "between_checkpoints") for n in TRAINABLE if n != "eagle3"]
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny) -> Callable[[str], Path]:
+def whole(tiny: Tiny, killed: Life) -> Callable[[str], Path]:
     """The folder of an uninterrupted run of each family, made as the killed ones are."""
 
     @functools.cache
     def run(name: str) -> Path:
         folder = tiny.root / f"whole-{name}"
-        assert killed(tiny, folder, name, [], *OFTEN) == []
+        assert killed(folder, name, [], *OFTEN) == []
         return folder
 
     return run
@@ -151,12 +162,12 @@ def whole(tiny: Tiny) -> Callable[[str], Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kills"), PLACES)
 def test_killed_and_resumed_is_bit_identical(
-    tiny: Tiny, tmp_path: Path, whole: Callable[[str], Path], name: str, kills: str
+    tmp_path: Path, killed: Life, whole: Callable[[str], Path], name: str, kills: str
 ) -> None:
     """Saves every 2 steps and evaluates every 3: records lie after the newest checkpoint, and
     best drafts that it does not know of. The features are made anew, in a cache of its own."""
     more = (*OFTEN, f"features.root={tmp_path / 'features'}")
-    signals = killed(tiny, tmp_path / "cut", name, KILLS[kills], *more)
+    signals = killed(tmp_path / "cut", name, KILLS[kills], *more)
     assert signals == [signal.SIGKILL] * len(KILLS[kills])
     require_same_run(tmp_path / "cut", whole(name))
     assert not list(tmp_path.rglob("*.partial")), "half-written folders are left behind"
@@ -328,33 +339,56 @@ def test_a_damaged_description_of_a_feature_cache_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINABLE)
 def test_two_processes_are_one_that_accumulates(
-    tiny: Tiny, tmp_path: Path, training_alone: None, name: str
+    tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """1e-5 relative: the same micro-batches, and the same sum of their gradients but for its
     order and the all-reduce's two halves (a mean times two): float32 rounding, 6e-8 an
     operation, grows over 12 steps of AdamW to some 1e-6. torchrun, since `accelerate launch
-    --cpu` starts several processes through MPI alone; the variable is what it sets for them."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    tail = ["decode.prompts=1", f"features.root={tmp_path / 'features'}"]
-    tiny.job(one, name, *tail)
-    command = [*TORCHRUN, *tiny.command(two, name, *tail, "loop.accumulate=1")]
-    both = process(command, ACCELERATE_USE_CPU="true")
+    --cpu` starts several processes through MPI alone; the variable is what it sets for them.
+    All families are trained by one start of the processes, which takes longer than training."""
+    tail = f"features.root={tmp_path / 'features'}"
+    jobs = [
+        (tiny.overrides(name, tail, "loop.accumulate=1"), str(tmp_path / f"two-{name}"))
+        for name in TRAINABLE
+    ]
+    for name in TRAINABLE:
+        tiny.job(tmp_path / name, name, tail)
+    (tmp_path / "driver.py").write_text(SEVERAL)
+    command = [*TORCHRUN, str(tmp_path / "driver.py"), json.dumps(jobs)]
+    both = process(command, timeout=400, ACCELERATE_USE_CPU="true")
     assert both.returncode == 0, reasons(both.stderr)
+    for name in TRAINABLE:
+        require_equal(name, tmp_path / f"two-{name}", tmp_path / name)
+
+
+SEVERAL = """
+import json, sys
+from tests.tiny import compose
+from train import pipeline
+pipeline._finish = lambda *_: {"temperatures": []}
+for overrides, folder in json.loads(sys.argv[1]):
+    pipeline.run(compose(overrides), folder)
+"""
+
+
+def require_equal(name: str, two: Path, one: Path) -> None:
+    """That both runs of a family have the same steps, figures and weights, but for rounding."""
     pairs = list(zip(losses(two), losses(one), strict=True))
-    assert len(pairs) == 12
+    assert len(pairs) == 12, name
     for (step, ours), (_, theirs) in pairs:
         for key in ("loss", "sampled", "greedy_draft", "greedy"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), (step, key)
-        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4), step
+            expected = pytest.approx(theirs[key], rel=1e-5, abs=1e-7)
+            assert ours[key] == expected, (name, step, key)
+        expected = pytest.approx(theirs["gradient_norm"], rel=1e-4)
+        assert ours["gradient_norm"] == expected, (name, step)
         assert ours["lr"] == theirs["lr"]
     figures = [[r["held_out"] for r in records(f) if "held_out" in r] for f in (two, one)]
     assert len(figures[0]) == 3
     for a, b in zip(*figures, strict=True):
-        assert a["positions"] == b["positions"]  # no row is counted twice
+        assert a["positions"] == b["positions"], name  # no row is counted twice
         for key in OBJECTIVES:
-            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+            assert a[key] == pytest.approx(b[key], rel=1e-4), (name, key)
     ours, theirs = draft(two), draft(one)
     assert ours.keys() == theirs.keys()
     for weight in ours:
