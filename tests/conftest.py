@@ -27,6 +27,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one drafter on the real target stand together, so that a worker seldom waits for a
+    draft that another one trains."""
+    at = [n for n, item in enumerate(items) if item.path.name == "test_end_to_end.py"]
+    together = sorted((items[n] for n in at), key=_drafter)
+    for n, item in zip(at, together, strict=True):
+        items[n] = item
+
+
+def _drafter(item: pytest.Item) -> str:
+    spec = getattr(item, "callspec", None)
+    return spec.params.get("name", "eagle3") if spec else "eagle3"
+
+
 @pytest.fixture
 def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what follows training: decoding, report and export have tests of their own."""

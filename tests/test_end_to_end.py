@@ -2,7 +2,7 @@
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
 With the serving engine: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env)
-With -n 2 --dist loadgroup, as in scripts/test, one worker trains and tests each drafter.
+With -n 2, as in scripts/test, the workers share out the drafters (see conftest.py).
 """
 
 import json
@@ -10,11 +10,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 from filelock import FileLock
 
 import train
@@ -75,20 +75,21 @@ class Shared(TargetOnDemand):
 
 
 Runs = Callable[[str], Path]  # the folder of a drafter's run
+Served = Callable[[str], tuple[Drafter, list[Generation]]]
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Trains a drafter for some seconds when a test first asks for it, anew in every session: a
     draft of an earlier one would hide what was broken since. eagle3 is trained by `python train.py`
-    as a user's is, the others by the same job in this process, with one target. All share answers
-    and features, also over the workers of a session: the first run, which trains nothing, writes
-    the answers."""
+    as a user's is, the others by the same job in this process, with one target. All workers of a
+    session share runs, answers and features. The first run, which trains nothing, writes the
+    answers."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
     folder.mkdir(exist_ok=True)
 
-    def run(name: str) -> Path:
+    def train_once(name: str) -> Path:
         if (folder / name / "report").exists():
             return folder / name
         given = [
@@ -114,22 +115,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 train.run(compose([*given, *quiet]), folder / name)
         return folder / name
 
-    with FileLock(folder / "answering"):
-        if not (folder / "ngram" / "report").exists():
-            run("ngram")
+    def run(name: str) -> Path:
+        with FileLock(folder / f"{name}.lock"):
+            return train_once(name)
+
+    run("ngram")
     return run
 
 
-def of_one_worker(name: str, *more: str) -> ParameterSet:
-    """Parameters of a test of this drafter, which one worker trains and tests."""
-    return pytest.param(name, *more, marks=pytest.mark.xdist_group(name))
+def loaded(dtype: str) -> Target:
+    folder = str(ROOT / "cache/targets")
+    return load_target(TargetConfig(path=SMOLLM2, dtype=dtype, cache=folder))
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return load_target(
-        TargetConfig(path=SMOLLM2, dtype="float32", cache=str(ROOT / "cache/targets"))
-    )
+    return loaded("float32")
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +149,25 @@ def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Ge
     return [generate(target, p, max_new_tokens=NEW, drafter=drafter, gamma=gamma) for p in asked]
 
 
-@pytest.mark.parametrize("name", map(of_one_worker, DRAFTERS))
+@pytest.fixture(scope="module")
+def served(runs: Runs, target: Target, asked: list[list[int]]) -> Served:
+    """A draft, and the answers of our decoder with it in float32."""
+
+    @cache
+    def of(name: str) -> tuple[Drafter, list[Generation]]:
+        drafter = checkpoint.load(runs(name) / "best", target)
+        return drafter, decoded(target, drafter, asked)
+
+    return of
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
-    runs: Runs, target: Target, asked: list[list[int]], plain: list[list[int]], name: str
+    target: Target, served: Served, plain: list[list[int]], name: str
 ) -> None:
     """Identity token for token, and teacher forcing over exactly the anchors that the decoder
     visited accepting what the decoder accepted, depth by depth."""
-    drafter = checkpoint.load(runs(name) / "best", target)
-    results = decoded(target, drafter, asked)
+    drafter, results = served(name)
     assert [r.ids for r in results] == plain
     assert sum(r.accepted for g in results for r in g.rounds) > 0  # it does draft
     forced_as = drafting(drafter, min(3, drafter.depth))
@@ -172,14 +184,13 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
             assert walked[: len(starts)] == starts
 
 
-@pytest.mark.parametrize("name", map(of_one_worker, ["eagle3", "ngram"]))
 def test_sampled_acceptance_is_beta_at_the_anchors_visited(
-    runs: Runs, target: Target, asked: list[list[int]], name: str
+    target: Target, served: Served, asked: list[list[int]]
 ) -> None:
     """T = 1, rejection: whether a round accepts its first token is a coin of bias β, computed by
     teacher forcing on the text as it turned out. The sum of coin minus β over n rounds has mean
     0 and variance Σ β (1 - β): within 4 standard deviations."""
-    drafter = checkpoint.load(runs(name) / "best", target)
+    drafter, _ = served("eagle3")
     forcing = TeacherForcing(drafting(drafter, 2), target, Sampler(1.0))
     gap = variance = rounds = 0.0
     for seed, prompt in enumerate(asked * 2):
@@ -204,7 +215,6 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
     assert abs(gap) < 4 * max(variance, 1) ** 0.5
 
 
-@pytest.mark.xdist_group("eagle3")
 def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     run = runs("eagle3")
     greedy, sampled = Results.read(run / "report").temperatures
@@ -225,11 +235,12 @@ def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
 @pytest.mark.serving
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [of_one_worker(name, "float32") for name in DRAFTERS if name != "ngram"]
-    + [of_one_worker("eagle3", "bfloat16")],
+    [*((name, "float32") for name in DRAFTERS if name != "ngram"), ("eagle3", "bfloat16")],
 )
 def test_vllm_accepts_what_our_decoder_accepts(
     runs: Runs,
+    target: Target,
+    served: Served,
     asked: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -246,9 +257,12 @@ def test_vllm_accepts_what_our_decoder_accepts(
     from benches.engine import Engine, on_shared_text
     from benches.turns import tau
 
-    target = load_target(TargetConfig(path=SMOLLM2, dtype=dtype, cache=str(ROOT / "cache/targets")))
-    drafter = checkpoint.load(runs(name) / "best", target)
-    results = decoded(target, drafter, asked)
+    if dtype == "float32":
+        drafter, results = served(name)
+    else:
+        target = loaded(dtype)
+        drafter = checkpoint.load(runs(name) / "best", target)
+        results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)
     target.save(tmp_path / "target")
     with Engine(tmp_path, export.layout_of(drafter.config.name, "hf"), 3, dtype) as engine:
