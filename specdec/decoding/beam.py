@@ -3,17 +3,14 @@
 A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
 outlook). One pass of the target scores that whole tree, and the target's beam search is then
 replayed over it, step by step, as long as each of its live beams is one of the drafted nodes. The
-step that leaves the tree ends the round and is kept too, so a round that accepts n drafted steps
-makes n + 1 steps. The draft affects how many passes are needed, never the result.
+step that leaves the tree is kept too, so a round that accepts n drafted steps makes n + 1.
 
-All beams live in one row of the target's cache, as a tree. They share the prompt and most of the
-text after it; with a row for each beam, all of that would be stored, reordered and attended to
-`beams` times, and every row padded to the largest subtree. Here the tokens of a pass are the nodes
-of one tree, written once after the committed trunk into scratch slots, and nothing is reordered
-when a beam dies: the mask simply no longer reaches its slots. When scratch has grown large, the
-part of the text on which all live beams agree is committed and the rest is forgotten; the next
-pass reads the few live tokens beyond that part again. Drafters only know rows, so they get a row
-for each beam (`Rows`), and rows are repeated and dropped along with the beams.
+All beams live in one row of the target's cache, as a tree: with a row for each beam, the text that
+they share would be stored, reordered and attended to `beams` times. Each pass writes its nodes
+after the committed trunk into scratch slots, and the mask no longer reaches those of dead beams.
+When scratch has grown large, the text on which all live beams agree is committed and the rest is
+forgotten; the next pass reads the few live tokens beyond it again. Drafters only know rows, so they
+get a row for each beam (`Rows`), and rows are repeated and dropped along with the beams.
 
 Letters: W live beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row
 that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
@@ -50,8 +47,7 @@ class BeamNode:
 
     def path(self) -> "list[BeamNode]":
         """The nodes from the first generated token to this one."""
-        found: list[BeamNode] = []
-        node = self
+        found, node = list[BeamNode](), self
         while node.parent is not None:
             found.append(node)
             node = node.parent
@@ -79,8 +75,7 @@ class BeamRound:
 
 @dataclass
 class BeamResult:
-    """The result of a beam search, and its cost. Prefill makes the first beam step and does not
-    count as a pass."""
+    """The result of a beam search, and its cost; prefill does not count as a pass."""
 
     prompt: list[int]
     hypotheses: list[Hypothesis]  # best first
@@ -106,12 +101,8 @@ class BeamResult:
 @dataclass
 class Search:
     """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step per
-    call: the same candidates, order and reasons to stop.
-
-    It computes in float32 and in transformers' order, so equal log-probabilities give equal
-    results, including ties. Work that transformers does only to keep a batch in step with its
-    slowest row is left out.
-    """
+    call, in float32 and in the same order: equal log-probabilities give equal results, including
+    ties. Work that only keeps a batch in step with its slowest row is left out."""
 
     root: InitVar[BeamNode]
     beams: int
@@ -175,9 +166,9 @@ class LiveTree:
         self.log_p_NV = self._log_p(final_1TD[0, -1:])
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
-        """One pass over the last tokens of the live beams and the tokens drafted after them
-        (parents first), preceded by live tokens that were forgotten. `features` and `log_p_NV` are
-        then those of the anchors and the drafted nodes."""
+        """One pass over the last tokens of the live beams and those drafted after them (parents
+        first), preceded by live tokens that were forgotten. It sets `features` and `log_p_NV` of
+        the anchors and the drafted nodes."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
@@ -197,8 +188,8 @@ class LiveTree:
         self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
-        """Prepare to go on from these beams; the next pass reads their last tokens. If scratch is
-        full of dead beams, commit the tokens that the live beams share and forget the rest."""
+        """If scratch is full of dead beams, commit the tokens before the last one that the live
+        beams share, and forget the rest."""
         if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
             return
         paths = [[n for n in node.path()[:-1] if n.slot != COMMITTED] for node in live]
@@ -216,23 +207,18 @@ class DraftBeams:
     """The draft's own beam search, over a drafter with a row for each live beam."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        root: BeamNode,
-        prompt: Sequence[int],
-        features: Context,
-        eos_E: Tensor,
+        self, drafter: Drafter, root: BeamNode, prompt: Sequence[int], ctx: Context, eos_E: Tensor
     ) -> None:
         self.drafter, self.eos_E, self.live = drafter, eos_E, [root]
         self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
         if len(prompt) > 1:  # the shared prompt is read once, before rows are repeated
-            self.rows.extend([[]], features, [len(prompt) - 1])
+            self.rows.extend([[]], ctx, [len(prompt) - 1])
             if self.cache is not None:
                 drafter.begin(self.rows.context(), self.cache)
 
     def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
-        """Give every live beam the row of the beam that it continues by `steps` tokens, with
-        features from the last pass, in which `place` gives the index of each node."""
+        """Give every live beam the row of the beam that it continues by `steps` tokens, with the
+        features of the last pass, by each node's `place` in it."""
         row: Places = {node: b for b, node in enumerate(self.live)}
         paths = [node.path()[-steps:] for node in live]
         before = [path[0].parent for path in paths]
@@ -251,11 +237,9 @@ class DraftBeams:
 
     def grow(self, score_W: Tensor, width: int, depth: int, known: Children) -> int:
         """Search `depth` steps with `width` beams, beginning with the live beams and their true
-        scores, and add the nodes to `known`. Returns how deep the search got.
-
-        At each depth, every row grows as many nodes as the row that needs most; surplus nodes have
-        a score of -inf. Eos is not drafted: it ends a beam, so nothing would follow it.
-        """
+        scores, and add the nodes to `known`. Returns how deep the search got. At each depth, every
+        row grows as many nodes as the row that needs most; surplus nodes have a score of -inf. Eos
+        is not drafted: nothing would follow it."""
         growth, vocab_S = self.drafter.begin(self.rows.context(), self.cache), self.drafter.vocab_S
         logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
@@ -309,10 +293,7 @@ def beam_search(
     `length_penalty`. `early_stopping` True stops at `beams` finished hypotheses, False when the
     best live beam at its present length is worse than all of them, "never" when it would be worse
     at any length. One beam is greedy decoding, which ends at the first eos. `eos` None takes the
-    target's own; () has none.
-
-    Raises UserError for an empty prompt, numbers out of range, `draft_beams` below `beams`, and
-    more tokens than target or draft have positions.
+    target's own; () has none. Raises UserError as `require_room`, and for numbers out of range.
     """
     width = 2 * beams if draft_beams is None else draft_beams
     require_room(target, [prompt], max_new_tokens, drafter)
@@ -358,9 +339,6 @@ def beam_search(
             steps += 1
         rounds.append(BeamRound(depth, steps - 1, len(drafted)))
 
-    scores = search.best_score_W.tolist()
-    found = [
-        Hypothesis([n.token for n in node.path()], score)
-        for node, score in zip(search.best, scores, strict=True)
-    ]
+    texts = [[node.token for node in end.path()] for end in search.best]
+    found = [*map(Hypothesis, texts, search.best_score_W.tolist())]
     return BeamResult(list(prompt), found, rounds, time.perf_counter() - began)

@@ -1,8 +1,4 @@
-"""The user's settings for decoding, and checks that a drafter can follow them.
-
-`specdec.measure.strategy` turns a `DecodeConfig` into what each round drafts, after measuring the
-figures that this depends on.
-"""
+"""The user's settings for decoding, and checks that a drafter can follow them."""
 
 import math
 from dataclasses import dataclass, field

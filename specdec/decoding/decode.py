@@ -9,7 +9,7 @@ Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1 places o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,26 +55,23 @@ def decode(
 ) -> list[Generation]:
     """Continue every prompt, speculatively if there is a drafter.
 
-    Prompts may have different lengths; a repeated prompt is read once. Rows that end leave the
-    batch, and no row's output depends on its neighbours. For a sampled row this holds for the
-    distribution of the output, but its draws may depend on neighbours if a `length` looks at the
-    batch, or when the longest row is about to use up the positions.
+    Rows that end leave the batch, and no row's output depends on its neighbours: the distribution
+    of a sampled row never does, but its draws may if a `length` looks at the batch, or when the
+    longest row is about to use up the positions.
 
     `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
-    a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts; "auto"
-    is block for chains, recursive for static trees and point_mass for trees whose nodes are picked
-    by likelihood. `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
+    a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts (see
+    `fitting_rule`). `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
     `eos` None is the target's own; () never ends an answer early. A `stop` string ends an answer
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt. `compiled`
-    runs the passes of target and draft through `torch.compile`, over caches of fixed size (256
-    tokens, or the next power of two). `on_tokens(prompt, ids, round)` is called with the tokens
-    that each round adds to an answer; for the first token, from prefill, the round is None.
-    `record` keeps the target's features of answers that are decoded plainly.
+    runs the passes of target and draft through `torch.compile`, over caches of fixed size.
+    `on_tokens(prompt, ids, round)` is called with the tokens that each round adds to an answer; for
+    the first token, from prefill, the round is None. `record` keeps the target's features of
+    answers that are decoded plainly.
 
-    Raises UserError for no prompts or an empty one, ids outside the target's vocabulary, an
-    unknown rule or one that does not fit the shape, a length policy that would never be used, and
-    more tokens than the target has positions.
+    Raises UserError as `require_room`, `require_draftable` and `fitting_rule` do, and for other
+    options that do not go together.
     """
     require_room(target, prompts, max_new_tokens)
     asked = len(prompts)
@@ -116,20 +113,22 @@ def decode(
     first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * asked)[:, 0])
     new = [[token] for token in first_B.tolist()]
     rows.extend(new)
-    draft = Draft(target, drafter, shape, length, choose, drafter and drafter.new_cache(slots))
+    own = drafter.new_cache(slots) if drafter else None
     answers.clock.end("prefill")
     answers.add(rows, new)
 
     while not answers.all_ended:
         # Rows whose answer has ended leave the batch.
         if (going := answers.remaining(patient=drafter is None)) is not None:
-            for part in (rows, cache, choose, draft.cache):
+            for part in (rows, cache, choose, own):
                 if part is not None:
                     part.select(going)
         answers.clock.start()
 
-        # The draft proposes a chain or a tree after each row's anchor.
-        proposal = draft.proposal(rows, cache)
+        # The draft proposes a chain or a tree after each row's anchor, if there is room for one.
+        proposal = Proposal(rows.anchors()[:, :0])
+        if drafter and shape and (fits := shortened(shape, length, target, drafter, cache)):
+            proposal = drafter.draft(rows.context(cache), fits, choose, own)
         answers.clock.end("draft")
 
         # The target reads the anchors and all drafted tokens in one pass.
@@ -137,7 +136,7 @@ def decode(
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
         if drafter is not None and proposal.scouts is not None:
             M = 1 + proposal.tokens_BN.shape[1]
-            drafter.hear(logits_BMV[:, M:], draft.cache)
+            drafter.hear(logits_BMV[:, M:], own)
             logits_BMV = logits_BMV[:, :M]
         answers.clock.end("verify")
 
@@ -176,35 +175,19 @@ def prefill(
     return rows, logits_BV
 
 
-@dataclass
-class Draft:
-    """The draft's side of the loop: the proposal of each round, and the cache kept between rounds.
-    Without a drafter it proposes nothing."""
-
-    target: Target
-    drafter: Drafter | None
-    shape: Shape | None
-    length: Length | None
-    choose: Choose
-    cache: Any = None  # of the drafter
-
-    def proposal(self, rows: Rows, cache: SlotCache) -> Proposal:
-        """The draft of this round: empty without a drafter, if the policy says so, or when the
-        positions of target or draft are used up."""
-        nothing = Proposal(rows.anchors()[:, :0])
-        if self.drafter is None or self.shape is None:
-            return nothing
-        positions = self.target.room(min(cache.lengths))
-        taken = max(cache.lengths) + 1  # including the anchor's
-        room = min(positions, self.drafter.positions or positions) - taken
-        shape, length = self.shape, self.length
-        if isinstance(shape, Chain):
-            gamma = shape.depth if length is None else length.gamma(len(rows.texts))
-            stop = length.stop if length is not None and length.reads_q else shape.stop
-            shape = Chain(min(gamma, room, shape.depth), stop)
-        if not 1 <= shape.depth <= room:
-            return nothing
-        return self.drafter.draft(rows.context(cache), shape, self.choose, self.cache)
+def shortened(
+    shape: Shape, length: Length | None, target: Target, drafter: Drafter, cache: SlotCache
+) -> Shape | None:
+    """The shape that this round drafts: a chain as long as the policy and the free positions of
+    target and draft allow; None if nothing is to be drafted."""
+    positions = target.room(min(cache.lengths))
+    taken = max(cache.lengths) + 1  # including the anchor's
+    room = min(positions, drafter.positions or positions) - taken
+    if isinstance(shape, Chain):
+        gamma = shape.depth if length is None else length.gamma(len(cache.lengths))
+        stop = length.stop if length is not None and length.reads_q else shape.stop
+        shape = Chain(min(gamma, room, shape.depth), stop)
+    return shape if 1 <= shape.depth <= room else None
 
 
 def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
@@ -231,8 +214,9 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
 def fitting_rule(
     name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
 ) -> Rule:
-    """The verification rule of this name; "auto" is the best that fits the draft. Raises UserError
-    if the named rule does not fit."""
+    """The verification rule of this name. "auto" is block for chains, recursive for static trees
+    and point_mass for trees whose nodes are picked by likelihood. Raises UserError for an unknown
+    rule, or one that does not fit the shape."""
     if isinstance(name, Rule):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
@@ -257,8 +241,8 @@ def require_room(
     drafter: Drafter | None = None,
 ) -> None:
     """Raise UserError for no prompts or an empty one, for ids outside the target's vocabulary, and
-    if an answer would not fit the positions of the target, or of the `drafter`. Give a `drafter`
-    if drafting cannot stop before its positions run out."""
+    if an answer would not fit the positions of the target, or of a `drafter` that cannot stop
+    drafting before its positions run out."""
     known = target.embedding.num_embeddings
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
@@ -313,9 +297,8 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Generation:
-    """`decode` of one prompt, by a chain of γ = `gamma` tokens (None: as deep as the drafter was
-    trained; 0: plain) where no shape is given. The options are those of `decode`, and `on_tokens`
-    is called with the number of the prompt, here 0, as there."""
+    """`decode` of one prompt with its options, by a chain of γ = `gamma` tokens (None: as deep as
+    the drafter was trained; 0: plain) where no shape is given."""
     if "shape" not in options:
         options["shape"] = Chain(gamma) if gamma else None
         drafter = None if gamma == 0 else drafter

@@ -2,7 +2,6 @@
 
 Decode some prompts with a `Recorder` and the sampler that the classifier is for, `fit` a
 `StopClassifier` to the records, and give it to `Disco`, which is `decode.length=disco`.
-
 Letters: B rows of the batch, S draft vocabulary, F features, N records.
 """
 
@@ -21,11 +20,9 @@ FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
 
 class TokenFeatures:
-    """The stop classifier's features of each drafted token [B, F], in the order of `FEATURES`.
-
-    From q at this depth: log q(token), the entropy in nats, and the largest probability minus the
-    second; then the depth, and Σ log q of the chain so far. log q is at least log 1e-9.
-    """
+    """The stop classifier's features of each drafted token [B, F], in the order of `FEATURES`: from
+    q at this depth, log q(token) (at least log 1e-9), the entropy in nats, and the largest
+    probability minus the second; then the depth, and Σ log q of the chain so far."""
 
     total_B: Tensor
 
@@ -71,9 +68,8 @@ class StopClassifier(Measured):
 
 def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClassifier:
     """The classifier that minimises Σ_N cross-entropy + ridge / 2 · ‖weight‖² over features scaled
-    to mean 0 and variance 1; the bias is not penalised. The problem is convex, so the result does
-    not depend on where the search starts. Raises UserError if all or none of the N tokens were
-    accepted."""
+    to mean 0 and variance 1; the bias is not penalised. The problem is convex. Raises UserError if
+    all or none of the N tokens were accepted."""
     kept, n = int(accepted_N.sum()), len(accepted_N)
     require(
         0 < kept < n,
@@ -103,9 +99,7 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
             return total
 
         optimizer.step(loss)
-    return StopClassifier(
-        weight_F.tolist(), bias.item(), mean_F.tolist(), scale_F.tolist(), records=n
-    )
+    return StopClassifier(weight_F.tolist(), bias.item(), mean_F.tolist(), scale_F.tolist(), n)
 
 
 @dataclass

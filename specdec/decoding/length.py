@@ -1,8 +1,6 @@
 """How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early.
 
-`length(name, settings)` makes the policy of that name. policy.py explains what a policy is and when
-it is lossless; `disco`, which learns when to stop, has its own file.
-
+`length(name, settings)` makes the policy of that name; see policy.py for what a policy is.
 Letters: B rows of the batch, S draft vocabulary, K depths.
 """
 
@@ -35,9 +33,6 @@ class Fixed(Length):
     limit: int = 4
 
 
-# --- Lengths that follow measured acceptance and cost ----------------------------------------
-
-
 @dataclass
 class Adaptive(Length, ABC):
     """Drafts the γ with the highest rate for the acceptance so far, and now and then one more.
@@ -45,10 +40,9 @@ class Adaptive(Length, ABC):
     `alpha` is the initial acceptance by depth, measured or guessed, and counts as much as `weight`
     tested tokens; a depth beyond the list starts from the estimate of the depth before it. Each
     round that tests a depth multiplies the depth's earlier counts by `forget`, so 1 forgets
-    nothing. Every `explore_every`-th round drafts one token more than seems best, because a depth
-    that was given up would otherwise never be tried again; 0 turns this off. Exploration counts
-    rounds and is not random, so the same rounds give the same lengths, and it is skipped where
-    drafting further would not pay even if all the extra tokens were accepted.
+    nothing. Every `explore_every`-th round (0: none) drafts one token more than seems best, as a
+    depth that was given up would otherwise never be tried again, unless drafting further would not
+    pay even if all the extra tokens were accepted.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -82,9 +76,8 @@ class Adaptive(Length, ABC):
         return best + (max(hoped[best + 1 :]) > rates[best])
 
     def by_depth(self) -> list[float]:
-        """α by depth [K], K = limit: the estimate of P(the token at depth k is accepted | it was
-        drafted, and all before it were accepted), (weight · prior + accepted) / (weight + tested).
-        """
+        """P(the token at depth k is accepted | it was drafted, and all before it were accepted)
+        [K], K = limit, estimated as (weight · prior + accepted) / (weight + tested)."""
         found: list[float] = []
         for k, (tested, accepted) in enumerate(zip(self.tested, self.accepted, strict=True)):
             start = self.alpha[k] if k < len(self.alpha) else found[-1]
@@ -103,12 +96,10 @@ class Adaptive(Length, ABC):
 @dataclass
 class Optimal(Adaptive):
     """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
-    with acceptance by depth and the measured cost of a pass. It ignores the size of the batch,
-    which `Goodput` takes into account.
+    with acceptance by depth and the measured cost of a pass, whatever the size of the batch.
 
-    `c` is the time of a draft step divided by that of a target step. `v` maps some γ to the time
-    of a pass over γ + 1 tokens divided by that of a step; between those points, and from (0, 1) to
-    the first, v follows straight lines. Without any points it is 1.
+    `c` is the time of a draft step divided by that of a target step; `v` gives points of v(γ), the
+    time of a pass over γ + 1 tokens divided by that of a step (see `pass_cost`).
     """
 
     c: float | None = None
@@ -182,9 +173,6 @@ class Goodput(Adaptive):
         return [t / self.costs.step(gamma, batch) for gamma, t in enumerate(tokens)]
 
 
-# --- Lengths that stop within a round ---------------------------------------------------------
-
-
 @dataclass
 class Confidence(Length):
     """Stops after a token whose q is below `threshold` or, if `cumulative`, when the product of q
@@ -202,8 +190,6 @@ class Confidence(Length):
         self.q_B: Tensor = q_B
         return self.q_B < self.threshold
 
-
-# --- By name, and the bound -------------------------------------------------------------------
 
 LENGTHS: dict[str, type[Length]] = {
     "fixed": Fixed,
@@ -237,15 +223,14 @@ class Oracle:
 
 def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = None) -> Oracle:
     """A bound for reports, not a policy: the cost if each round had drafted exactly as many tokens
-    as were accepted, given rounds (drafted, accepted) that were decoded with a long fixed γ.
+    as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given rounds (drafted,
+    accepted) that were decoded with a long fixed γ.
 
     A round of n accepted tokens emits n + 1. The oracle emits them at the least cost: in one round
     that drafts n, or in several if a wide pass costs more than a second one. The fixed γ is the
-    best one for the same rounds. Both assume the same tokens would be accepted, and both still run
-    the target (Leviathan et al. 2023, Section 3.5 and footnote 4: up to about 60 % above a fixed
-    γ). A censored round, which was fully accepted, counts as if a rejection followed; that lowers
-    the bound, so γ should be long enough that few rounds are censored. c and v are those of
-    `specdec.theory.leviathan`. Raises UserError if there are no rounds.
+    best one for the same rounds. A censored round, which was fully accepted, counts as if a
+    rejection followed, which lowers the bound. c and v are those of `specdec.theory.leviathan`.
+    Raises UserError if there are no rounds.
     """
     found = list(rounds)
     require(bool(found), "the oracle has no rounds: decode some first")

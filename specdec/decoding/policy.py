@@ -1,16 +1,10 @@
-"""The interface of draft-length policies, and code that they share.
+"""The interface of draft-length policies (length.py, disco.py), and code that they share.
 
-The decoder calls `gamma` before a round, `stop` after each drafted token, and `observe` with the
-outcome of the round. A policy is lossless if the length is a *stopping time* of the draft: whether
-a chain ends after its i-th token may depend on past rounds and on the tokens drafted up to and
-including that one, and the token stays in the chain. A policy that looks at a token and then drops
-it, or that looks past it, changes the committed tokens, whether it looks at q or at p. With a
-stopping time both `rejection` and `block` give p exactly (see
-tests/decoding/test_length_laws.py).
-
-The policies are in length.py; the one that learns when to stop is in disco.py.
-
-Letters: B rows of the batch, S draft vocabulary.
+A policy is lossless if the length is a *stopping time* of the draft: whether a chain ends after its
+i-th token may depend on past rounds and on the tokens drafted up to and including that one, and the
+token stays in the chain. A policy that looks at a token and then drops it, or that looks past it,
+changes the committed tokens. With a stopping time both `rejection` and `block` give p exactly (see
+tests/decoding/test_length_laws.py). Letters: B rows of the batch, S draft vocabulary.
 """
 
 import json
@@ -30,17 +24,12 @@ from specdec.sampling.trees import DEEPEST
 @dataclass
 class Length:
     """How many tokens a round drafts: by default always `limit`, the maximum for every policy.
-    The fields of a policy are its settings. Rows keep their order during a round.
-
-    `reads_q` says that `stop` reads q: the decoder then computes q even if it drafts greedily, at
-    temperature 1. If it is false, `stop` is never called. `measured` names a setting that can be
-    measured if it is not given.
-    """
+    The fields of a policy are its settings. Rows keep their order during a round."""
 
     limit: int = 8
 
-    reads_q: ClassVar[bool] = False
-    measured: ClassVar[str] = ""
+    reads_q: ClassVar[bool] = False  # then `stop` is called, with q at T = 1 if drafts are greedy
+    measured: ClassVar[str] = ""  # a setting that can be measured if it is not given
 
     def __post_init__(self) -> None:
         require_between("length.limit", self.limit, 0, DEEPEST)
@@ -56,9 +45,8 @@ class Length:
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
         """Which rows stop drafting [B] bool, after `token_B` (indices into S) were drawn from q at
-        `depth`. The token stays in the chain. This is also called after the last token, because a
-        policy that learns from rounds of one token needs to see it. For a row that has stopped,
-        the inputs are arbitrary and the answer is ignored."""
+        `depth`; also called after the last token, for policies that learn. For a row that has
+        stopped, the inputs are arbitrary and the answer is ignored."""
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

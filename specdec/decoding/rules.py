@@ -2,13 +2,11 @@
 
 A draft is a tree of nodes below the anchor; a chain is a tree with one child per node. A rule maps
 the draft's tokens, the q they were drawn from and the target's p to the *law* of the round: where
-the committed path ends, and how the next token is distributed there. `specdec.decoding.verify`
-draws from that law in the decoder and computes all of it for the tests, which sum it over every
-draft. A rule is lossless if the committed tokens follow p, taken over the draft's randomness too.
+the committed path ends, and how the next token is distributed there. It is lossless if the
+committed tokens follow p, taken over the draft's randomness too. verify.py draws from the law.
 
-Most rules are local: one function judges the children of one node, and the decoder applies it from
-the anchor downwards, so it needs p only at the nodes on its way. `block` and `traversal` weigh
-whole paths and need p everywhere.
+Most rules are local: a function judges the children of one node, and is applied from the anchor
+downwards, so p is needed only on the way. The others weigh whole paths and need p everywhere.
 
 Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`: 0 the anchor, i + 1 node i),
 C children of a node, V vocabulary, R a subset of the rows. `p_BMV` is the target's distribution
@@ -49,14 +47,13 @@ JudgeGreedily = Callable[..., Verdict]  # (proposal, logits_BMV) -> Verdict
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule: a function of one node's children or of the whole tree, and its
-    guarantees.
+    """A function of one node's children or of the whole tree, and its guarantees.
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
-    replacement, "with" replacement (duplicates stay), "fixed" chosen without chance. Where q is
-    None, a lossless rule judges siblings that were chosen without chance. `at_zero` judges at
-    temperature 0; None is `greedy`, which is lossless whatever the rule is above 0. `parameters`
-    have the largest value of each parameter that a user may give; the values must be above 0.
+    replacement, "with" replacement (duplicates stay), "fixed" chosen without chance, as they also
+    are where q is None. `at_zero` judges at temperature 0; None is `greedy`, which is lossless
+    whatever the rule is above 0. `parameters` have the largest value that a user may give to each;
+    values must be above 0.
     """
 
     node: JudgeChildren | None = None
@@ -78,9 +75,9 @@ class Rule:
     def tuned(self, **values: float) -> "Rule":
         """This rule with other parameters: RULES["lenience"].tuned(factor=0.8). Raises UserError
         for a parameter that it does not have, or a value out of range."""
+        known = f"; known: {', '.join(self.parameters)}"
+        has = known if self.parameters else ", which has no parameters"
         for key, value in values.items():
-            known = "; known: " + ", ".join(self.parameters)
-            has = known if self.parameters else ", which has no parameters"
             said = f"decode.rule: {key!r} is no parameter of {self.name}{has}"
             require(key in self.parameters, said)
             most = self.parameters[key]
@@ -88,12 +85,9 @@ class Rule:
             said = f"decode.rule={self.name}: {key}={value}; give a number above 0{bound}"
             require(0 < value <= most, said)
         given = ",".join(f"{key}={value:g}" for key, value in values.items())
-        judges: dict[str, Any] = {
-            kind: partial(judge, **values)
-            for kind in ("node", "whole", "at_zero")
-            if (judge := getattr(self, kind)) is not None
-        }
-        return replace(self, name=f"{self.name}:{given}", **judges)
+        judges = {kind: getattr(self, kind) for kind in ("node", "whole", "at_zero")}
+        tuned: dict[str, Any] = {k: partial(j, **values) for k, j in judges.items() if j}
+        return replace(self, name=f"{self.name}:{given}", **tuned)
 
 
 # --- local rules: the children of one node -------------------------------------------------
@@ -129,8 +123,7 @@ def recursive(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Ten
 
 def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """EAGLE's trees at T > 0 (Li et al. 2024), with children chosen without randomness: accept x
-    with p(x), else p <- norm(p without x). It equals `recursive` for one-hot q and never reads q.
-    It is lossless however the tokens were chosen, because it is lossless for each single draft."""
+    with p(x), else p <- norm(p without x). It never reads q, and is lossless for every draft."""
     return rejection(tokens_BC, None, p_BV)
 
 
@@ -149,8 +142,7 @@ def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, 
     with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q).
 
     The residual is p minus the accepted mass, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not
-    negative for any ρ at or above the solution, so the bisection (its upper end, in float64)
-    affects how much is accepted but never whether the rule is lossless.
+    negative for any ρ at or above the solution, such as the bisection's upper end.
     """
     if q_BV is None:
         return point_mass(tokens_BC, q_BV, p_BV)
@@ -179,10 +171,10 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     """Block verification (Sun et al. 2024, Algorithm 2): the chain is judged as a whole.
 
     w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); S_i = Σ_v max(w_i p_{i+1}(v) -
-    q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i), h_N = w_N. The accepted length is the largest i
-    whose own coin, of probability h_i, succeeds (0 if none); the next token follows
-    max(w_i p - q, 0). It never accepts fewer in expectation than `rejection` (see
-    `alpha.block_expected_tokens`). After a row's last node q counts as 0, so there h_i = w_i.
+    q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i). The accepted length is the largest i whose own
+    coin, of probability h_i, succeeds (0 if none); the next token follows max(w_i p - q, 0). It
+    never accepts fewer in expectation than `rejection`. After a row's last node q counts as 0, so
+    there h_i = w_i.
     """
     tokens_BN, q_BNV, before_BNV = proposal.tokens_BN, proposal.q_BNV, p_BMV[:, :-1]
     if q_BNV is None:
@@ -207,9 +199,9 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
 
     Each node has a weight w (1 at the anchor) and its own p and q, which shrink as its children
     fail. On entering child x, w_x = min(1, w p(x) / q(x)); the children of x are tried first, then
-    the path ends at x with probability w_x. If it does not, the parent of x is updated with
-    S = Σ max(w p - q, 0): w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)), q <- norm(q
-    without x), and the next sibling is entered.
+    the path ends at x with probability w_x. Else, with S = Σ max(w p - q, 0), the parent of x gets
+    w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)) and q <- norm(q without x), and the next
+    sibling is entered.
     """
     (B, N), row_B = proposal.tokens_BN.shape, torch.arange(len(p_BMV), device=p_BMV.device)
     children_BMC, above_BN = proposal.children_BMC(), proposal.above_BN
@@ -270,8 +262,8 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
 
 def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
     """Keep the longest path whose every token is the target's argmax at its place."""
-    kept_BN = proposal.tokens_BN == proposal.above(argmax_BM)
-    return _then_argmax(proposal, _longest(kept_BN, proposal), argmax_BM)
+    end_B = _longest(proposal.tokens_BN == proposal.above(argmax_BM), proposal)
+    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
 def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
@@ -279,43 +271,34 @@ def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5
     T = 1; the longest kept path wins, and the next token is the argmax after it. Lossy."""
     best_BM, argmax_BM = logits_BMV.max(-1)
     kept_BN = _drafted(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
-    return _then_argmax(proposal, _longest(kept_BN, proposal), argmax_BM)
+    end_B = _longest(kept_BN, proposal)
+    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
 # --- by name -----------------------------------------------------------------------------------
 
-RULES: dict[str, Rule] = {
-    rule.name: rule
-    for rule in (
-        Rule(name="rejection", node=rejection),
-        Rule(name="block", whole=block),
-        Rule(name="recursive", node=recursive, siblings="without"),
-        Rule(name="specinfer", node=rejection, siblings="with"),
-        Rule(name="kseq", node=kseq, siblings="with"),
-        Rule(name="point_mass", node=point_mass, siblings="fixed"),
-        Rule(name="traversal", whole=traversal, siblings="without"),
-        Rule(
-            name="typical",
-            whole=typical,
-            siblings="fixed",
-            lossless=False,
-            parameters={"epsilon": 1.0, "delta": math.inf},
-        ),
-        Rule(
-            name="lenience",
-            node=lenience,
-            lossless=False,
-            at_zero=lenience_at_zero,
-            parameters={"factor": 1.0},
-        ),
-    )
+_found = {
+    "rejection": Rule(rejection),
+    "block": Rule(whole=block),
+    "recursive": Rule(recursive, siblings="without"),
+    "specinfer": Rule(rejection, siblings="with"),
+    "kseq": Rule(kseq, siblings="with"),
+    "point_mass": Rule(point_mass, siblings="fixed"),
+    "traversal": Rule(whole=traversal, siblings="without"),
+    "typical": Rule(
+        whole=typical,
+        siblings="fixed",
+        lossless=False,
+        parameters={"epsilon": 1, "delta": math.inf},
+    ),
+    "lenience": Rule(lenience, lossless=False, at_zero=lenience_at_zero, parameters={"factor": 1}),
 }
+RULES = {name: replace(rule, name=name) for name, rule in _found.items()}
 
 
 def named(text: str) -> Rule:
-    """A rule of `RULES` by its name, with other parameters after a colon: "lenience:factor=0.8",
-    "typical:epsilon=0.2,delta=0.05". Raises UserError for an unknown name or parameter, and for
-    a value that the rule does not accept."""
+    """A rule of `RULES` by its name, with other parameters after a colon:
+    "typical:epsilon=0.2,delta=0.05". Raises UserError as `Rule.tuned`, and for unknown names."""
     name, _, given = text.partition(":")
     require(name in RULES, f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
     values = {}
@@ -336,10 +319,6 @@ def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
     """The verdict whose committed path ends at these places."""
     path_BK = proposal.path_BK(end_B)
     return Verdict((path_BK >= 0).sum(-1), next_B, path_BK)
-
-
-def _then_argmax(proposal: Proposal, end_B: Tensor, argmax_BM: Tensor) -> Verdict:
-    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
 def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:

@@ -24,14 +24,11 @@ def acceptance_by_rank(
     width: int = 6,
     **options: Any,
 ) -> Tensor:
-    """Acceptance by depth and rank [D, R], for `best_static`: the share of rounds that reached a
-    node of the first-ranked chain and went on to its child of that rank.
-
-    It is counted while decoding `prompts` with the `decode` options (sampler, rule and
-    `greedy_draft`) that the tree is for, and with a tree of `width` children after each node of
-    that chain. Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or
-    `greedy_draft`), else the r-th token drawn.
-    """
+    """Acceptance by depth and rank [D, R]: the share of rounds that reached a node of the
+    first-ranked chain and went on to its child of that rank, while decoding `prompts` with the
+    `decode` options that the tree is for and `width` children after each node of that chain. Rank r
+    is the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`), else
+    the r-th token drawn."""
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # as nodes stand
     options |= {"drafter": drafter, "shape": Static(paths), "max_new_tokens": max_new_tokens}
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
@@ -49,8 +46,7 @@ def acceptance_by_rank(
 
 def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
     """The static tree of this many nodes with the largest expected accepted length (Sequoia, Chen
-    et al. 2024; Medusa's own), from acceptance by depth and rank [D, R]: the share of anchors at
-    which the target's token is the drafter's candidate of that rank, all before it accepted."""
+    et al. 2024; Medusa's own), from `acceptance_by_rank`."""
     falling_DR = acceptance_DR.clamp(1e-6, 1).cummin(-1).values
     return Static(best_paths(falling_DR.log().tolist(), nodes))
 
@@ -65,8 +61,7 @@ def fastest_static(
     acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
 ) -> Static:
     """The static tree of at most `most` nodes that commits most tokens per second (as Sequoia
-    chooses for the hardware, Chen et al. 2024), if a round takes `seconds(depth, nodes)`.
-    Acceptance is as in `best_static`."""
+    chooses for the hardware, Chen et al. 2024), if a round takes `seconds(depth, nodes)`."""
     depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
     return max(
         (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),

@@ -1,10 +1,7 @@
 """The verdict on a round: where the committed path ends, and the token that follows it.
 
-The rules themselves are in rules.py. `verify` draws a verdict as the decoder needs it, `law`
-computes a rule's whole law, and `draw` draws from one.
-
 Letters: B batch, N drafted nodes, M = N + 1 places (0 the anchor, i + 1 node i), C children of a
-node, V vocabulary.
+node, Q places of all rows, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -23,12 +20,9 @@ def verify(
     p_of: Callable[[Tensor], Tensor],
     generator: torch.Generator | None = None,
 ) -> Verdict:
-    """Draw a verdict from the law of the round.
-
-    `p_of(place_B) -> p_BV` is the target's distribution after one place of each row. Local rules
-    call it only for nodes on their way, until every row has stopped; other rules call it for all
-    places. Raises ValueError as `law` does.
-    """
+    """Draw a verdict from the law of the round. `p_of(place_B) -> p_BV` is the target's
+    distribution after one place of each row; local rules call it only for nodes on their way, until
+    every row has stopped. Raises ValueError as `law` does."""
     (B, N), device = proposal.tokens_BN.shape, proposal.tokens_BN.device
     row_B = torch.arange(B, device=device)
     at_B, going_B1 = torch.zeros_like(row_B), torch.ones_like(row_B[:, None], dtype=torch.bool)
@@ -62,12 +56,10 @@ def law(rule: Rule, proposal: Proposal, p_BMV: Tensor) -> Law:
         return rule.whole(proposal, p_BMV)
     children_BMC = proposal.children_BMC()
     (B, M, V), C = p_BMV.shape, children_BMC.shape[-1]
-    child_QC = children_BMC.reshape(B * M, C)  # Q = B M: every place of every row at once
+    child_QC = children_BMC.reshape(B * M, C)
     row_Q = torch.arange(B, device=p_BMV.device).repeat_interleave(M)
-    tokens_QC, q_QV = (
-        proposal.tokens_at(row_Q[:, None], child_QC),
-        proposal.q_at(row_Q, child_QC[:, 0]),
-    )
+    tokens_QC = proposal.tokens_at(row_Q[:, None], child_QC)
+    q_QV = proposal.q_at(row_Q, child_QC[:, 0])
     take_QC, next_QV = rule.node(tokens_QC, q_QV, p_BMV.reshape(B * M, V))
     none_BMC = (1 - take_QC).cumprod(-1).reshape(B, M, C)
     before_BMC = torch.cat([torch.ones_like(none_BMC[..., :1]), none_BMC[..., :-1]], -1)

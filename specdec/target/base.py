@@ -1,6 +1,5 @@
-"""The target: a frozen Hugging Face language model of any architecture, which is run.
+"""The target: a frozen Hugging Face language model, causal (causal.py) or not (seq2seq.py).
 
-`CausalTarget` (causal.py) and `Seq2SeqTarget` (seq2seq.py) implement it.
 Letters: B batch, T time, D width, F concatenated features, V vocabulary.
 """
 
@@ -37,10 +36,8 @@ class Target(Parts, ABC):
         position_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
-        """Run the target over `ids_BT`; returns the context and the final hidden state [B, T, D].
-
-        This is the only way in: online training, the feature cache, evaluation and decoding use it.
-        Logits are computed separately, as `logits(final)`, so a caller can take them in chunks.
+        """Run the target over `ids_BT`; returns the context and the final hidden state [B, T, D],
+        whose `logits` a caller can take in chunks. This is the only way to run a target.
 
         With `position_BT` and no cache, rows hold documents, which begin where it is 0, and each
         document is read as if it were alone; at padding (`document_BT` below 0) features are 0.

@@ -3,7 +3,7 @@
 Letters: B batch, T time, N documents, L their length, D width, F concatenated features.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class CausalTarget(Target):
     def _continued(
         self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
-        inputs = self._placed(ids_BT, cache, parents_BT)
+        inputs = model_inputs(self.config, cache.place(ids_BT, parents_BT), self.dtype)
         return self._pass(ids_BT, needs, past_key_values=cache, **inputs)
 
     def _read(
@@ -44,22 +44,16 @@ class CausalTarget(Target):
         a mask over whole rows, and right for every architecture."""
         if position_BT is None:
             return self._pass(ids_BT, needs)
-        where: list[Tensor] = []
-        states: list[States] = []
+        read: list[Tensor | None] = [None, None]  # the layers and the final states of all tokens
         for slots_NL, mine_NL in _documents(position_BT, document_BT):
-            layers_NLF, final_NLD = self._pass(ids_BT.flatten()[slots_NL], needs)
-            where.append(slots_NL[mine_NL])
-            layers = None if layers_NLF is None else layers_NLF[mine_NL]
-            states.append((layers, final_NLD[mine_NL]))
-
-        def placed(parts: Sequence[Tensor]) -> Tensor:
-            out = parts[0].new_zeros(ids_BT.numel(), parts[0].shape[-1])
-            for slots, part in zip(where, parts, strict=True):
-                out[slots] = part
-            return out.unflatten(0, ids_BT.shape)
-
-        of_layers, finals = zip(*states, strict=True)
-        return placed(of_layers) if needs.layers else None, placed(finals)
+            for i, x_NLD in enumerate(self._pass(ids_BT.flatten()[slots_NL], needs)):
+                if x_NLD is not None:
+                    if (whole := read[i]) is None:
+                        whole = read[i] = x_NLD.new_zeros(ids_BT.numel(), x_NLD.shape[-1])
+                    whole[slots_NL[mine_NL]] = x_NLD[mine_NL]
+        layers, final = (x if x is None else x.unflatten(0, ids_BT.shape) for x in read)
+        assert final is not None
+        return layers, final
 
     def _pass(self, ids_BT: Tensor, needs: Needs, **inputs: Any) -> States:
         with self._watched(needs) as seen:
@@ -74,16 +68,10 @@ class CausalTarget(Target):
         """Like `Target.step`, but compiled if `cache` has a fixed capacity."""
         if not cache.fixed:
             return super().step(ids_BT, needs, cache, parents_BT)
-        inputs = self._placed(ids_BT, cache, parents_BT)
+        inputs = model_inputs(self.config, cache.place(ids_BT, parents_BT), self.dtype)
         final, layers, logits = self._through_graph(needs)(cache, input_ids=ids_BT, **inputs)
         assert logits is not None
         return Context(ids_BT, layers, final if needs.final_hidden else None), logits
-
-    def _placed(
-        self, ids_BT: Tensor, cache: SlotCache, parents_BT: Tensor | None
-    ) -> dict[str, Any]:
-        place = cache.place(ids_BT, parents_BT)
-        return model_inputs(self.config, place, self.dtype)
 
     def _through_graph(self, needs: Needs) -> Pass:
         """A pass through `torch.compile`: the final hidden state, the layers and the logits."""
@@ -104,7 +92,7 @@ class CausalTarget(Target):
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     """The documents of packed rows in groups of similar length, longest first: the slots [N, L] of
-    the batch to read for them, and which slots are theirs, as shorter ones read past their end."""
+    the batch to read for them, and which slots are theirs (shorter ones read past their end)."""
     real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
     begins_BT = (position_BT == 0) & real_BT
     number_BT = begins_BT.flatten().cumsum(0) - 1

@@ -1,9 +1,8 @@
 """An encoder-decoder target (T5, BART), which decodes and trains like a causal one.
 
-A text is the encoder's tokens, the decoder's start token, and the answer. Code that works on texts
-(the decoder, drafters that copy, teacher forcing) uses the whole text; this file cuts it at the
-start token: the encoder reads the tokens before it once, the decoder reads the rest. The encoder's
-tokens have no decoder state, so features are 0 there.
+A text is the encoder's tokens, the decoder's start token, and the answer. Other code uses the whole
+text; this file cuts it at the start token: the encoder reads the tokens before it once, the decoder
+reads the rest. The encoder's tokens have no decoder state, so features are 0 there.
 
 Letters: B batch, T time, N documents, S encoder time, W decoder time, P slots, H heads, D width,
 V vocabulary.
@@ -96,10 +95,9 @@ class Split(NamedTuple):
 class Seq2SeqModel:
     """An encoder-decoder model that is run over texts; its weights need not be frozen.
 
-    While it runs, hooks tell the decoder the positions of its tokens: T5 derives position biases
-    and BART positions from the length of the cache, and neither handles ragged rows, trees or
-    uncommitted tokens. Between runs the model is unchanged. Raises UserError for a model that gets
-    positions in another way.
+    While it runs, hooks tell the decoder the positions of its tokens, which T5 and BART derive from
+    the length of the cache: neither handles ragged rows, trees or uncommitted tokens. Raises
+    UserError for a model that gets positions in another way.
     """
 
     def __init__(self, model: Any) -> None:
@@ -123,7 +121,7 @@ class Seq2SeqModel:
         scaled = getattr(config, "scale_decoder_outputs", False)  # T5's, LongT5's and Pop2Piano's
         if config.model_type == "switch_transformers":
             scaled = config.tie_word_embeddings
-        self.scale = model.config.d_model**-0.5 if scaled else 1.0
+        self.scale = config.d_model**-0.5 if scaled else 1.0
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -134,8 +132,8 @@ class Seq2SeqModel:
         return Seq2SeqCache(len(self.layers))
 
     def starts(self, ids_BT: Tensor) -> list[int]:
-        """The place of the decoder's start token in each row. If the start token is also the eos
-        (BART), it is the one that follows the encoder's eos."""
+        """The place of the decoder's start token in each row: if it is also the eos (BART), of the
+        one that follows the encoder's eos."""
         found_BT = ids_BT == self.start
         if self.twice:
             found_BT = nn.functional.pad(found_BT[:, 1:] & found_BT[:, :-1], (1, 0))
@@ -173,8 +171,8 @@ class Seq2SeqModel:
         document_BT: Tensor | None = None,
         cache: Seq2SeqCache | None = None,
     ) -> tuple[Tensor, Split]:
-        """The LM head's input [N, W, D] for whole texts, and the split that puts such states in
-        their places in the batch. With a `cache`, the texts are prompts and are cached."""
+        """The LM head's input [N, W, D] for whole texts, and how they were split. With a `cache`,
+        the texts are prompts and are cached."""
         split = self.split(ids_BT, position_BT, document_BT)
         (N, W), S = split.decoder_NW.shape, split.encoder_NS.shape[1]
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
@@ -183,10 +181,8 @@ class Seq2SeqModel:
             f"a prompt of {S} tokens does not fit the {longest} positions of the encoder: give "
             "fewer tokens",
         )
-        states_NSD = self.encoder(
-            input_ids=split.encoder_NS, attention_mask=split.mask_NS
-        ).last_hidden_state
-        memory = states_NSD, split.mask_NS
+        encoded = self.encoder(input_ids=split.encoder_NS, attention_mask=split.mask_NS)
+        memory = encoded.last_hidden_state, split.mask_NS
         if cache is None:
             place = Place(torch.arange(W, device=ids_BT.device).expand(N, -1))
         else:
@@ -201,10 +197,8 @@ class Seq2SeqModel:
         `Target.features`."""
         place = cache.place(ids_BT, parents_BT)
         if place.mask_BTP is None:  # one token, which sees all slots
-            shape = (*ids_BT.shape, cache.shown)
-            place = place._replace(
-                mask_BTP=torch.ones(shape, dtype=torch.bool, device=ids_BT.device)
-            )
+            seen_BTP = ids_BT.new_ones(*ids_BT.shape, cache.shown, dtype=torch.bool)
+            place = place._replace(mask_BTP=seen_BTP)
         assert cache.memory is not None
         return self._decode(ids_BT, place, cache.memory, cache)
 
@@ -233,12 +227,11 @@ class Seq2SeqModel:
                 rows_BTD = _rows(table, place)  # replaces its own look-up, which may fail
                 stack.enter_context(table.register_forward_hook(lambda *_: rows_BTD))
             for module, inputs in given:
-                stack.enter_context(
-                    module.register_forward_pre_hook(
-                        lambda _, args, kwargs, inputs=inputs: (args, kwargs | inputs),
-                        with_kwargs=True,
-                    )
-                )
+
+                def told(_module: Any, args: Any, kwargs: Any, inputs: Any = inputs) -> Any:
+                    return args, kwargs | inputs
+
+                stack.enter_context(module.register_forward_pre_hook(told, with_kwargs=True))
             yield
 
     def _bias(self, attention: Any, place: Place) -> Tensor:
@@ -260,11 +253,9 @@ class Seq2SeqModel:
 
 
 class Seq2SeqTarget(Target):
-    """A frozen encoder-decoder LM. Chains, trees and ragged batches decode as with a causal target.
-
-    `config` is the decoder's: `num_hidden_layers` counts its layers. If the tokenizer has no chat
-    template, a copy gets one. Raises UserError for a model that would be read wrongly.
-    """
+    """A frozen encoder-decoder LM. `config.num_hidden_layers` counts the decoder's layers. If the
+    tokenizer has no chat template, a copy gets one. Raises UserError for a model that would be read
+    wrongly."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         super().__init__(model, tokenizer, name, revision)
@@ -292,7 +283,7 @@ class Seq2SeqTarget(Target):
         start, twice = self.seq2seq.start, self.seq2seq.twice
         text = [*encoder, start]
         try:
-            apart = self.seq2seq.starts(torch.tensor([text])) == [len(encoder)]
+            apart = self.placed(text) == 1
         except UserError:
             apart = False
         ends = "end with the eos and never repeat it in a row" if twice else "not contain it"
@@ -312,9 +303,7 @@ class Seq2SeqTarget(Target):
         def of_decoder(processor: Processor) -> Processor:
             def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
                 rows = zip(self.seq2seq.starts(ids_BT), ids_BT, scores_BV)
-                return torch.cat(
-                    [processor(ids[None, n:], scores[None]) for n, ids, scores in rows]
-                )
+                return torch.cat([processor(ids[None, n:], z[None]) for n, ids, z in rows])
 
             return processed
 
