@@ -48,8 +48,7 @@ def check_causal(target: Target) -> None:
 
 @torch.no_grad()
 def check_head(target: Parts) -> None:
-    """Raise UserError unless `logits(final)` equals what the model itself returns, whether or not
-    its layers are loaded."""
+    """Raise UserError unless `logits(final)` equals what the model itself returns."""
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
     final = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     theirs = target.model(input_ids=ids, use_cache=False).logits
@@ -82,12 +81,14 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
 def _cache_error(target: Target) -> float:
     """The distance of a small tree's logits, after rows of unequal length, from the logits of
     passes over whole texts."""
-    lengths, parents = [9, 5], [-1, 0, -1]  # the second node follows the first
+    lengths = [9, 5]
     ids = (7 * torch.arange(2 * 12, device=target.device).view(2, 12) + 3) % target.vocab_size
     cache = target.new_cache()
     target.features(ids[:, :9], Needs(), cache=cache)
     cache.keep(lengths)
-    parents_BT = torch.tensor([parents, parents], device=target.device)
+    parents_BT = torch.tensor(
+        2 * [[-1, 0, -1]], device=target.device
+    )  # the second follows the first
     _, final = target.features(ids[:, 9:], Needs(), cache=cache, parents_BT=parents_BT)
     found, worst = target.logits(final), 0.0
     for b, n in enumerate(lengths):

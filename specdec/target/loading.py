@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,7 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line of a program that loaded `target` from `cfg`: the model, its dtype, the
-    `reason` for that dtype (for auto: what a probe of the device found), and which products use
-    packed weights."""
+    `reason` for that dtype (for auto, the probe's), and which products use packed weights."""
     dtype = str(target.dtype).removeprefix("torch.")
     if cfg.dtype == "auto":
         reason = native_dtype(str(target.device)).reason
@@ -105,20 +105,16 @@ def named(cfg: TargetConfig) -> str:
 
 def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError where it cannot be loaded."""
-    cfg, path = resolved(cfg), located(cfg)
+    cfg, path, config, tokenizer, weights = _opened(cfg)
+    stored = None
     with _told(cfg):
-        config = AutoConfig.from_pretrained(path, **_options(cfg))
-        tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
         model = _model(cfg, path, config)
-        stored = None
         if cfg.dtype == "float16":  # rounds small weights differently from bfloat16
             plain = replace(cfg, dtype="bfloat16", packed=False)
             stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
     target = whole(model, tokenizer, named(cfg), cfg.revision)
-    target.stored = stored
-    weights = Weights.of(path, cfg.revision, Path(cfg.cache))
-    target.under = weights.under if weights else None
+    target.stored, target.weights = stored, weights
     return target
 
 
@@ -129,14 +125,9 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     without layers, a checkpoint that is not in safetensors, or one whose fingerprint has not been
     noted (see `TargetOnDemand`). Raises UserError if not even the whole target can be loaded.
     """
-    cfg, path = resolved(cfg), located(cfg)
-    with _told(cfg):
-        config = AutoConfig.from_pretrained(path, **_options(cfg))
-        weights = Weights.of(path, cfg.revision, Path(cfg.cache))
-        fingerprint = weights and weights.fingerprint()
-        if config.is_encoder_decoder or not weights or not fingerprint:
-            return None
-        tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
+    cfg, path, config, tokenizer, weights = _opened(cfg)
+    if config.is_encoder_decoder or not weights or not weights.fingerprint():
+        return None
     try:
         bare = copy.deepcopy(config)
         text = bare.get_text_config(decoder=True)
@@ -144,13 +135,9 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
             setattr(text, key, value)
         text.num_hidden_layers = 0
         with _quiet():  # no warnings about the layers' weights, which are left unread
-            model = _model(cfg, path, bare)
+            of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision
         parts = StoredParts(
-            *(model, tokenizer, named(cfg), cfg.revision),
-            config=config,
-            weights=weights,
-            fingerprint=fingerprint,
-            whole=lambda: load_target(cfg),
+            *of_parts, config=config, weights=weights, whole=partial(load_target, cfg)
         )
         check_head(parts)
         return parts
@@ -184,14 +171,12 @@ class TargetOnDemand:
                 "with, or were changed while the size and time of their files stayed the same: "
                 f"delete {Path(self.cfg.cache) / 'fingerprints'} and run the job again",
             )
-            weights = Weights.of(located(self.cfg), self.cfg.revision, Path(self.cfg.cache))
-            if weights is not None:
-                weights.write(fingerprint)
+            if self._whole.weights:
+                self._whole.weights.write(fingerprint)
         return self._whole
 
     def release(self) -> None:
-        """Free the layers' memory if the parts can be loaded alone. An object that holds a part of
-        the whole target keeps that part alive; one that holds the target keeps all of it."""
+        """Free the layers' memory, if the parts can be loaded alone and nothing else holds it."""
         self._stored = self._stored or load_parts(self.cfg)
         if self._stored is not None and self._whole is not None:
             self._whole = None
@@ -204,6 +189,16 @@ class TargetOnDemand:
 
 def _options(cfg: TargetConfig) -> dict[str, Any]:
     return {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+
+
+def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | None]:
+    """The configuration resolved; and the path, config, tokenizer and files of its model."""
+    cfg, path = resolved(cfg), located(cfg)
+    with _told(cfg):
+        config = AutoConfig.from_pretrained(path, **_options(cfg))
+        tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
+        weights = Weights.of(path, cfg.revision, Path(cfg.cache))
+    return cfg, path, config, tokenizer, weights
 
 
 def _model(cfg: TargetConfig, path: str, config: Any) -> Any:

@@ -1,8 +1,7 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
-Training from a feature cache, the objectives and most drafters need only these. `Target` (base.py)
-adds the layers; `StoredParts` (stored.py) leaves the layers on disk. Letters: D width,
-V vocabulary, S part of the vocabulary.
+`Target` (base.py) adds the layers; `StoredParts` (stored.py) leaves the layers on disk. Letters:
+D width, V vocabulary, S part of the vocabulary.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ class Parts:
     embedding: nn.Embedding
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
     stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
-    under: Callable[[str], dict[str, Tensor]] | None = None  # a checkpoint's tensors, by prefix
+    weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -79,12 +78,9 @@ class Parts:
         return len(prompt)
 
     def room(self, shortest: int) -> int:
-        """How many positions texts may take while the shortest of them takes `shortest`.
-
-        All that the model has, except with LongRoPE: there texts must not cross the length at which
-        its rotary factors change, since a cache is read with the factors of one side, and a pass
-        uses one side for all its rows.
-        """
+        """How many positions texts may take while the shortest of them takes `shortest`: all that
+        the model has, except with LongRoPE, where texts must not cross the length at which its
+        rotary factors change, since a cache or a batch is read with the factors of one side."""
         room = self.positions
         rope = getattr(self.config, "rope_parameters", None) or {}
         for of_kind in (rope, *(x for x in rope.values() if isinstance(x, dict))):
@@ -115,10 +111,10 @@ class Parts:
         return self.layers[k].state_dict()
 
     def beyond(self, k: int) -> dict[str, Tensor]:
-        """The tensors of layer L + k of the checkpoint, after the L that the model has: its k-th
-        module for multi-token prediction, which transformers does not load. Empty if absent."""
+        """The tensors of layer L + k of the checkpoint, after the L that the model has: a module
+        for multi-token prediction, which transformers does not load. Empty if absent."""
         L = self.config.num_hidden_layers
-        found = self.under(f"{self.prefix}.{L + k}.") if self.under else {}
+        found = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
         return {name: x.to(self.device) for name, x in found.items()}
 
     def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
@@ -139,11 +135,9 @@ class Parts:
 
 
 def checksum(state: dict[str, Tensor]) -> str:
-    """One short string for a model's weights, independent of the precision they are loaded in.
-
-    Weights are rounded to bfloat16; the bits of each tensor are summed as integers in int64
-    (exact, in any order), and the sums hashed with the names and shapes.
-    """
+    """One short string for a model's weights, whatever precision they are loaded in: they are
+    rounded to bfloat16, the bits of each tensor summed as integers in int64 (exact, in any order),
+    and the sums hashed with the names and shapes."""
     digest = hashlib.blake2b(digest_size=12)
     for name, value in sorted(state.items()):
         rounded = value.to(torch.bfloat16) if value.is_floating_point() else value
@@ -162,9 +156,8 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
         return lambda z: cap * torch.tanh(z / cap)
     if factor := getattr(config, "logit_scale", None):
         return lambda z: z * factor
-    if divisor := getattr(config, "logits_scaling", None):
-        return lambda z: z / divisor
-    return lambda z: z
+    divisor = getattr(config, "logits_scaling", None)
+    return lambda z: z / divisor if divisor else z
 
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The parts of a target whose layers stay on disk.
 
-A checkpoint's embedding, norm and head are loaded; a layer's weights are read by name when a draft
-starts from them. The fingerprint, a sum over every weight, is noted in the cache of targets when
-the whole model is first loaded, and is valid while the checkpoint's files stay unchanged.
+A layer's weights are read by name when a draft starts from them. The fingerprint, a sum over every
+weight, is noted in the cache of targets when the whole model is first loaded, and is valid while
+the checkpoint's files stay unchanged.
 """
 
 import hashlib
@@ -33,35 +33,29 @@ class Weights:
     @classmethod
     def of(cls, path: str, revision: str | None, cache: Path) -> "Weights | None":
         """The weights of a folder or a hub model; None if it has none in safetensors."""
+        kinds = ("missing_entries", "connection_errors")
+        quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
 
-        def found(name: str) -> Path | None:
-            at = cached_file(
-                path,
-                name,
-                revision=revision,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            return None if at is None else Path(at)
+        def found(name: str) -> str | None:
+            return cached_file(path, name, revision=revision, **quiet)
 
         if single := found(SAFE_WEIGHTS_NAME):
             with safe_open(single, framework="pt") as file:
-                files: dict[str, Path | None] = dict.fromkeys(file.keys(), single)
+                names = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
         elif index := found(SAFE_WEIGHTS_INDEX_NAME):
-            names = json.loads(index.read_text())["weight_map"]
-            shards = {name: found(name) for name in set(names.values())}
-            files = {name: shards[shard] for name, shard in names.items()}
+            names = json.loads(Path(index).read_text())["weight_map"]
         else:
             return None
-        there = {name: path for name, path in files.items() if path is not None}
-        if len(there) < len(files):
+        shards = {name: Path(found(name) or "") for name in set(names.values())}
+        if not all(shard.is_file() for shard in shards.values()):
             return None
         states = sorted(
             [str(f), f.stat().st_size, f.stat().st_mtime_ns]
-            for f in {path.resolve() for path in there.values()}
+            for f in {shard.resolve() for shard in shards.values()}
         )
-        name = hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
-        return cls(there, cache / "fingerprints" / name)
+        digest = hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
+        files = {name: shards[shard] for name, shard in names.items()}
+        return cls(files, cache / "fingerprints" / digest)
 
     def fingerprint(self) -> str | None:
         """The noted fingerprint, if there is one."""
@@ -74,40 +68,32 @@ class Weights:
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
         found: dict[str, Tensor] = {}
-        names = [name for name in self.files if name.startswith(prefix)]
-        for path in {self.files[name] for name in names}:
-            with safe_open(path, framework="pt") as file:
-                theirs = [name for name in names if self.files[name] == path]
-                found |= {name.removeprefix(prefix): file.get_tensor(name) for name in theirs}
+        for name, path in self.files.items():
+            if name.startswith(prefix):
+                with safe_open(path, framework="pt") as file:
+                    found[name.removeprefix(prefix)] = file.get_tensor(name)
         return found
 
 
 class StoredParts(Parts):
     """The parts of a checkpoint: `model` has no layers, and `config` is that of the whole model.
-
-    `whole` loads the target. It is needed to read layers if the checkpoint and the model name
-    their tensors differently.
-    """
+    `whole` loads the target, in order to read layers if the checkpoint and the model name their
+    tensors differently."""
 
     def __init__(
-        self,
-        *of_parts: Any,
-        config: Any,
-        weights: Weights,
-        fingerprint: str,
-        whole: Callable[[], Parts],
+        self, *of_parts: Any, config: Any, weights: Weights, whole: Callable[[], Parts]
     ) -> None:
         super().__init__(*of_parts)
         self.config = config.get_text_config(decoder=True)
         self.layers = next(
             m for m in self.model.modules() if isinstance(m, nn.ModuleList) and not len(m)
         )
-        self.stored = fingerprint
-        self.under, self._whole = weights.under, whole
+        self.stored = weights.fingerprint()
+        self.weights, self._whole = weights, whole
 
     def layer(self, k: int) -> dict[str, Tensor]:
         k %= self.config.num_hidden_layers
-        found = self.under(f"{self.prefix}.{k}.") if self.under else {}
+        found = self.weights.under(f"{self.prefix}.{k}.")
         if not found or get_checkpoint_conversion_mapping(self.config.model_type):
             return self._whole().layer(k)
         return {name: x.to(self.device, self.dtype) for name, x in found.items()}
