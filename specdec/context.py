@@ -23,12 +23,9 @@ class Needs:
 
 @dataclass
 class Context:
-    """Tokens and the target's features of them. A reader at anchor a uses only features < a.
-
-    While decoding, a row's `lengths[b]` tokens end with its anchor, and its features end one
-    position earlier; everything after them is padding. In training (`lengths` is None) both cover
-    every position of a packed row.
-    """
+    """Tokens and the target's features of them. A reader at anchor a uses only features < a. While
+    decoding, a row's `lengths[b]` tokens end with its anchor, its features one position earlier,
+    and padding follows. In training (`lengths` is None) both cover all of a packed row."""
 
     ids_BT: Tensor
     layers_BTF: Tensor | None = None  # the layers of `Needs`, concatenated in their order
@@ -87,13 +84,12 @@ class Proposal:
     A token of -1 means that nothing was drafted there: rows may draft less than their neighbours.
     Nodes are numbered from 0, a parent before its children, siblings in the order in which they
     were drawn; the parent -1 is the anchor. `q_BNV` is the distribution over the target's
-    vocabulary that each node was drawn from before any sibling was taken out, so that siblings
-    have the same one; None means that the tokens were chosen deterministically (copied, or drafted
-    greedily), each a point mass.
+    vocabulary that each node was drawn from, the same for siblings (before any was taken out); None
+    means that the tokens were chosen deterministically, each a point mass.
 
     The target reads the anchor and the nodes as one block of M = N + 1 *places*: the anchor at
     place 0 and node i at place i + 1; scouts, if any, follow. The outputs of that pass (logits,
-    features and cache slots) are indexed by place. The methods below convert.
+    features and cache slots) are indexed by place.
     """
 
     tokens_BN: Tensor

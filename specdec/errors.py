@@ -49,10 +49,8 @@ def require_between(
     name: str, value: float | None, least: float, most: float | None = None
 ) -> None:
     """Raise UserError unless a setting is unset or lies from `least` to `most` (None: no bound)."""
-    if value is None or (least <= value < math.inf if most is None else least <= value <= most):
-        return
-    bounds = f"give {least} or more" if most is None else f"give {least} to {most}"
-    raise UserError(f"{name}={value}: {bounds}")
+    fits = value is None or (least <= value < math.inf if most is None else least <= value <= most)
+    require(fits, f"{name}={value}: give {least} {'or more' if most is None else f'to {most}'}")
 
 
 def require_within(owner: str, config: object, **bounds: float | tuple[float, float]) -> None:

@@ -39,12 +39,9 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """`with replaced(folder) as partial:` writes a new folder under a temporary name.
-
-    It replaces the old one only if the block succeeds; after an error the old one is untouched.
-    Libraries create some files that only their owner can read, so all files get the mode that the
-    user's umask gives.
-    """
+    """`with replaced(folder) as partial:` writes a new folder under a temporary name, which
+    replaces the old one only if the block succeeds. Libraries create some files that only their
+    owner can read, so all files get the mode that the user's umask gives."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -66,8 +63,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The records with these keys in JSON lines that a run wrote. A line that is damaged, or cut
-    short by an interruption, is left out."""
+    """The records with these keys in JSON lines that a run wrote; damaged lines are left out."""
     found = []
     for line in path.read_bytes().splitlines():
         try:
@@ -109,10 +105,9 @@ def read_json(path: Path) -> Any:
 
 
 def record(kind: type[T], value: Any, where: str) -> T:
-    """Build a dataclass from JSON or user input, with every field checked against its type. Lists
-    become tuples and whole numbers floats if the type asks for it; nothing else is converted.
-    Raises UserError, beginning with `where`, for a missing or unknown key and for a value of
-    another type."""
+    """Build a dataclass from JSON or user input, with every field checked against its type. Only
+    lists become tuples, and whole numbers floats, if the type asks for it. Raises UserError,
+    beginning with `where`, for a missing or unknown key and for a value of another type."""
     require(isinstance(value, dict), f"{where}: expected an object, found {_shown(value)}")
     hints = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]

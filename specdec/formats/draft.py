@@ -1,14 +1,13 @@
 """A draft on disk: `draft.safetensors`, and `drafter.json`, a card that describes it and its
 target.
 
-Files may come from anywhere, so nothing in them is trusted. The card is checked field by field
-against the family's dataclasses, the network that it describes is laid out without memory and
-compared with the header of the weights, and only then are weights read.
+Nothing in these files is trusted: the card is checked field by field, the network that it describes
+is laid out without memory and compared with the weights' header, and only then are weights read.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,9 @@ def save(
     weights: Mapping[str, Tensor] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:
-    """Write a draft; the folder appears whole or not at all.
-
-    `weights` replace the drafter's own state dict (gathered from sharded processes); `notes` are
-    kept in the card as given. Raises UserError for a weight that is not finite.
-    """
+    """Write a draft; the folder appears whole or not at all. `weights` replace the drafter's own
+    state dict (gathered from sharded processes); `notes` are kept in the card as given. Raises
+    UserError for a weight that is not finite."""
     folder = Path(folder)
     state = drafter.finished(drafter.state_dict() if weights is None else weights)
     with torch.device("meta"):  # what is on disk has the names that `load` will look for
@@ -86,10 +83,8 @@ def save(
 
 
 def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
-    """Read a draft for its target, in `dtype` (None: the target's), ready to draft.
-
-    Raises UserError as `read` does, and for a draft that fails to draft a few tokens.
-    """
+    """Read a draft for its target, in `dtype` (None: the target's), ready to draft. Raises
+    UserError as `read` does, and for a draft that fails to draft a few tokens."""
     folder = Path(folder)
     drafter = read(folder, target)
     drafter.to(target.device, dtype or target.dtype)
@@ -106,9 +101,8 @@ def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -
 def read(folder: Path | str, target: Parts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
 
-    Raises UserError for a folder that holds no draft, a card with an impossible value, a draft of
-    another target, a truncated file, and a tensor, which it names, that is missing, extra, or of
-    another shape or type.
+    Raises UserError as `read_card` does, for a draft of another target, for a truncated file, and
+    for a tensor, which it names, that is missing, extra, or of another shape or type.
     """
     folder = Path(folder)
     card = read_card(folder)
@@ -161,16 +155,13 @@ def read_card(folder: Path | str) -> Card:
     )
     card = read_record(Card, path)
     with located(path):
-        require(
-            card.format == FORMAT,
-            f"format {card.format} is not the one this version reads ({FORMAT})",
-        )
+        known = f"format {card.format} is not the one this version reads ({FORMAT})"
+        require(card.format == FORMAT, known)
         kind = family(card.family)
         config: Any = record(kind.Config, card.config, "config")
         sizes = record(kind.Sizes, card.shape, "shape")
-        require(
-            config.name == card.family, f"config: the name {config.name!r} is not {card.family!r}"
-        )
+        theirs = config.name
+        require(theirs == card.family, f"config: the name {theirs!r} is not {card.family!r}")
         _require_sane(card.config, "config")
         _require_sane(card.shape, "shape")
         ours, theirs = sizes.target_vocab, card.target.vocab_size
@@ -193,11 +184,17 @@ def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: state[name] for name in first.values()}
 
 
-def require_same(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: Path | str
-) -> None:
-    """Raise UserError naming the first tensor that is missing, extra or of another shape."""
-    _require_shapes({name: x.shape for name, x in found.items()}, wanted, where)
+def require_same(found: Mapping[str, Any], wanted: Mapping[str, Tensor], where: Path | str) -> None:
+    """Raise UserError naming the first tensor that is missing, extra or of another shape. `found`
+    are tensors, or the slices of a file."""
+    for name, x in wanted.items():
+        require(name in found, f"{where}: tensor {name!r} is missing")
+        there = found[name]
+        theirs = list(there.shape if isinstance(there, Tensor) else there.get_shape())
+        ours = list(x.shape)
+        require(ours == theirs, f"{where}: tensor {name!r} has shape {theirs}, not {ours}")
+    for name in found:
+        require(name in wanted, f"{where}: tensor {name!r} does not belong there")
 
 
 def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
@@ -207,24 +204,12 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
             raise UserError(f"{where}: tensor {name!r} has values that are not finite")
 
 
-def _require_shapes(
-    found: Mapping[str, Sequence[int]], wanted: Mapping[str, Tensor], where: Path | str
-) -> None:
-    for name, x in wanted.items():
-        require(name in found, f"{where}: tensor {name!r} is missing")
-        ours, theirs = list(x.shape), list(found[name])
-        require(ours == theirs, f"{where}: tensor {name!r} has shape {theirs}, not {ours}")
-    for name in found:
-        require(name in wanted, f"{where}: tensor {name!r} does not belong there")
-
-
 def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file. Its header is compared with the tensors of a network before any is
-    read."""
+    """The tensors of a file whose header has those of a network."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            _require_shapes({name: x.get_shape() for name, x in slices.items()}, wanted, path)
+            require_same(slices, wanted, path)
             for name, x in wanted.items():
                 kind = slices[name].get_dtype()
                 known = FLOATS if x.is_floating_point() else (WHOLE[x.dtype],)
@@ -259,8 +244,8 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
 
 @torch.no_grad()
 def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
-    """Draft once, on features of zeros, so that an intact network that does not fit this target
-    fails here and not in the middle of an answer."""
+    """Draft once, on features of zeros, so that a draft that does not fit this target fails here
+    and not in the middle of an answer."""
     read = drafter.needs.layers
     layers = target.config.num_hidden_layers if read else 0
     require(
@@ -268,16 +253,14 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
         f"{folder}: this draft reads layers {list(read)}, and {target.name} has {layers}: train it "
         "again",
     )
-    T = 6
-    ids_BT = torch.arange(T, device=target.device)[None] % target.vocab_size
+    ids_BT = torch.arange(6, device=target.device)[None] % target.vocab_size
     if isinstance(target, Seq2SeqTarget):  # its texts hold a start token, or (BART) two in a row
         ids_BT[:] = (target.seq2seq.start + 1) % target.vocab_size
         ids_BT[:, 2:4] = target.seq2seq.start
-    features = torch.zeros(1, T, target.width * max(1, len(read)))
-    features = features.to(target.device, target.dtype)
+    features = torch.zeros(1, 6, target.width * max(1, len(read))).to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])
     try:
-        hidden = drafter.hidden(ctx, torch.tensor([[T - 1]], device=target.device), None)
+        hidden = drafter.hidden(ctx, torch.full_like(ids_BT[:, :1], 5), None)
         finite = not drafter.unembed(hidden[:, :, 0], 0).isnan().any()
     except Exception as error:  # a shape or a setting that torch refuses
         raise UserError(

@@ -17,8 +17,7 @@ def hf(drafter: Eagle3, target: Target) -> Description:
         **described(drafter, target),
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_aux_hidden_states": len(ids),
-        # SGLang reads only this one, and adds 1 to each
-        "eagle_config": {
+        "eagle_config": {  # SGLang reads only this one, and adds 1 to each
             "eagle_aux_hidden_state_layer_ids": [k - 1 for k in ids],
             "use_aux_hidden_state": True,
         },
@@ -52,14 +51,12 @@ def layers(drafter: Eagle3) -> Description:
 
 def described(drafter: Eagle3, target: Target) -> Description:
     """The description of the network that both layouts share."""
+    alike = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return {
         "draft_vocab_size": drafter.lm_head.out_features,
         "target_hidden_size": target.width,
         "eagle_aux_hidden_state_layer_ids": list(drafter.needs.layers),
-        "norm_before_residual": drafter.config.norm_before_residual,
-        "norm_before_fc": drafter.config.norm_before_fc,
-        "fc_norm": drafter.config.fc_norm,
-        "norm_output": drafter.config.norm_output,
+        **{name: getattr(drafter.config, name) for name in alike},
         "tie_word_embeddings": False,
     }
 

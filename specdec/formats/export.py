@@ -2,8 +2,7 @@
 
 Layouts: `hf` is what vLLM and SGLang load by method; `speculators` is vLLM's self-describing
 format. Each family that engines serve has its own module here. Weights are written in the
-precision they were trained in: an engine casts them to the target's, as our decoder does.
-Letters: B batch, T time, N positions at all depths, S draft vocabulary.
+precision they were trained in. Letters: B batch, T time, N positions, S draft vocabulary.
 """
 
 import json
@@ -76,11 +75,9 @@ def layout_of(family: str, name: str) -> Layout:
 def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "hf") -> str:
     """Export a draft; returns a line that says what was compared.
 
-    The checkpoint is written, read back as an engine would, and must give the same logits as
-    the drafter on real input; a folder appears only if it does. Raises UserError for a layout
-    that this family does not have, for a weight that is missing or not finite, for a draft that
-    an engine would read differently, and for a folder that holds anything but an earlier
-    export.
+    The folder appears only if the draft read back gives the same logits. Raises UserError for a
+    layout that this family does not have, for a weight that is missing or not finite, for a draft
+    that an engine would read differently, and for a folder that is not an earlier export.
     """
     folder, family = Path(folder), drafter.config.name
     chosen = layout_of(family, layout)
@@ -126,10 +123,8 @@ def require_free(folder: Path) -> None:
 
 
 def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
-    """An exported checkpoint as a drafter again, of the family and config of `like`.
-
-    Raises UserError, naming the tensor, for a checkpoint that is not complete.
-    """
+    """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
+    UserError, naming the tensor, for a checkpoint that is not complete."""
     folder = Path(folder)
     try:
         tensors = load_file(folder / WEIGHTS)

@@ -20,24 +20,21 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
 class Layout:
     """A family's weights as an engine names, shapes and describes them.
 
-    `method` is vLLM's name for drafting with them, `parallel` is its option `parallel_drafting`,
-    and `config` makes their config.json. Names of tensors that begin with `ours` in the drafter
-    begin with `theirs` in the file. `write` converts the drafter's tensors to the engine's before
-    they are renamed; `read` converts them back after they are renamed back. `objection` takes the
-    drafter's logits on a short text and says why an engine would draft differently, or returns
-    None. A draft that is a `whole_model` is written with the target's tokenizer. `overrides` are
-    keys that the engine looks for in the target's own config; they are written beside the draft.
+    `write` converts the drafter's tensors to the engine's before they are renamed; `read` converts
+    them back after they are renamed back. `objection` takes the drafter's logits on a short text
+    and says why an engine would draft differently, or returns None.
     """
 
-    method: str
+    method: str  # vLLM's name for drafting with them
     config: Callable[[Any, Target], Description]
     write: Callable[[Any, Tensors], Tensors] = unchanged
     read: Callable[[Any, Tensors], Tensors] = unchanged
     objection: Callable[[Any, Tensor], str | None] | None = None
-    ours: str = ""
-    theirs: str = ""
-    whole_model: bool = False
-    parallel: bool = False
+    ours: str = ""  # names of tensors that begin with this in the drafter
+    theirs: str = ""  # begin with this in the file
+    whole_model: bool = False  # it is written with the target's tokenizer
+    parallel: bool = False  # vLLM's option `parallel_drafting`
+    # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, Target], Description] | None = None
 
 

@@ -57,8 +57,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make all slots of the cache, for states shaped like these. Unwritten slots stay 0, so
-        they can be masked."""
+        """Make all slots of the cache, for states shaped like these; unwritten slots stay 0."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         missing = self.cache.capacity - self.keys.shape[2]
@@ -109,11 +108,9 @@ class SlotCache(Cache):
         self._sees_BSS: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
-        """Make room for a pass over these tokens, and return its place.
-
-        `parents_BT` holds the scratch slot that each token follows, -1 for the last committed slot;
-        None continues the last scratch slot as a chain. Room is made once for all layers.
-        """
+        """Make room in all layers for a pass over these tokens, and return its place. `parents_BT`
+        holds the scratch slot that each token follows, -1 for the last committed slot; None
+        continues the last scratch slot as a chain."""
         (B, T), device = ids_BT.shape, ids_BT.device
         if len(self.lengths) != B:
             assert not any(self.lengths), "a cache keeps its rows"
@@ -215,11 +212,9 @@ class SlotCache(Cache):
 
 
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """A place in the form that transformers' decoder models take: position_ids and a 4-D mask.
-
-    `config` tells which layers see only a sliding window. The cache keeps their older keys too, so
-    dropping a rejected token loses nothing.
-    """
+    """A place in the form that transformers' decoder models take: position_ids and a 4-D mask, or
+    two where `config` has layers that see only a sliding window. The cache keeps their older keys
+    too, so dropping a rejected token loses nothing."""
     position_BT, mask_BTP, slot_position_BP = place
     if mask_BTP is None:  # the model's own masks are right, and cheaper
         return {"position_ids": position_BT, "attention_mask": None}
@@ -247,11 +242,8 @@ def layer_kinds(config: Any) -> set[str]:
 
 
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
-    """An empty cache for a decoder model with this config.
-
-    Raises UserError for a model that keeps a state instead of keys and values, because a rejected
-    token cannot be dropped from a state.
-    """
+    """An empty cache for a decoder model with this config. Raises UserError for a model that keeps
+    a state instead of keys and values."""
     if strange := layer_kinds(config) - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"target: {config.model_type} has {sorted(strange)[0]} layers, and a rejected token "

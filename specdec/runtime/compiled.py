@@ -7,6 +7,7 @@ agrees with the uncompiled pass and is at least as fast; otherwise the pass runs
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -38,9 +39,9 @@ Pass = Callable[..., tuple[Any, ...]]  # (SlotCache, **inputs) -> tensors, or No
 
 
 class Compiled:
-    """`run(cache, **inputs)`, a pass that writes the slots from `cache.place`, so it can be
-    repeated. It runs uncompiled over a cache that grows, and for more than `longest` tokens a
-    row."""
+    """`run(cache, **inputs)`, a pass that can be repeated, as it writes the slots from
+    `cache.place`. It runs uncompiled over a cache that grows, and for over `longest` tokens a row.
+    """
 
     def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
         self.run, self.longest = run, longest
@@ -82,15 +83,10 @@ class Compiled:
 
         dtype = next(x.dtype for x in self.run(cache, **inputs) if x is not None)
         with dynamo_config.patch(DYNAMO), inductor_config.patch(FROZEN):
-            answer = compare(
-                lambda: through(graph),
-                lambda: through(self.run),
-                LIMITS[dtype],
-                gain=1.0,
-                repeats=TIMINGS,
-            )
-        what = f"a pass of {len(cache.lengths)} × {slots.shape[-1]} tokens"
-        what += f" over {cache.capacity} slots"
+            ours, public = partial(through, graph), partial(through, self.run)
+            answer = compare(ours, public, LIMITS[dtype], gain=1.0, repeats=TIMINGS)
+        rows, tokens, capacity = len(cache.lengths), slots.shape[-1], cache.capacity
+        what = f"a pass of {rows} × {tokens} tokens over {capacity} slots"
         if not answer.used:
             tell(f"torch.compile: {what} runs uncompiled here: {answer.reason}")
         elif taken[0] > TOLD:
@@ -131,9 +127,7 @@ def _signature(x: Any) -> Hashable:
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
     """Which of Dynamo's checks to keep: those of things that can change between passes of one model
     (shapes of inputs and cache, global state). All would take over a millisecond a pass."""
-    changing = ("inputs", "cache.capacity", "cache.shown", "cache.slots")
+    of_cache = ("capacity", "shown", "slots", "layers[0].keys")
+    changing = ("inputs", *(f"cache.{name}" for name in of_cache))
     names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]
-    return [
-        not name or name.startswith(changing) or name.startswith("cache.layers[0].keys")
-        for name in names
-    ]
+    return [not name or name.startswith(changing) for name in names]

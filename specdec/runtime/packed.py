@@ -1,10 +1,9 @@
 """Linear layers that keep a copy of their weight in oneDNN's own layout, for decoding on a CPU.
 
-For products of a few rows, as in a decoding step, torch's public operator may rearrange the weight
-every time. The copy saves that work: a step of SmolLM2-135M then takes two thirds of the time in
-bfloat16 and half in float32. If the operator does not rearrange, the copy can be slower. So each
-number of rows is probed once, and the public operator is used unless the copy is faster.
-`torch.compile` with frozen weights packs them inside a graph; this file is for uncompiled passes.
+For products of a few rows, torch's public operator may rearrange the weight every time. The copy
+saves that work: a step of SmolLM2-135M then takes two thirds of the time in bfloat16 and half in
+float32. Each number of rows is probed once, and the public operator is used unless the copy is
+faster. `torch.compile` packs frozen weights itself; this file is for uncompiled passes.
 """
 
 from functools import cache
@@ -27,9 +26,8 @@ DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 class PackedLinear(nn.Linear):
     """`nn.Linear` with the parameters of `layer`. Outside autograd, autocast and compiled graphs,
-    it multiplies by a packed copy of its weight for the numbers of rows for which a probe found
-    that faster. The copy is made on first use and again after the weight changes; it doubles the
-    layer's memory."""
+    it multiplies by a packed copy of its weight where a probe found that faster. The copy is made
+    on first use and again after the weight changes; it doubles the layer's memory."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -118,10 +116,11 @@ def described(module: nn.Module, dtype: torch.dtype) -> str:
     layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
     if not layers:
         return "no layer is large enough to be packed"
-    using = {n: sum(probe(*x.weight.shape, dtype, n).used for x in layers) for n in (1, 4, 16)}
-    if not any(using.values()):
+    one, four, sixteen = (
+        sum(probe(*x.weight.shape, dtype, n).used for x in layers) for n in (1, 4, 16)
+    )
+    if not one + four + sixteen:
         return "packed weights are not used: the public operator is as fast here"
-    one, four, sixteen = using.values()
     return (
         f"packed weights are faster here, and used, for 1 row in {one}, 4 rows in {four} and 16 "
         f"rows in {sixteen} of {len(layers)} layers"
@@ -133,9 +132,8 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def pack(module: nn.Module) -> None:
-    """Replace each large linear layer inside `module` by a PackedLinear, if the layer is on a CPU
-    and its dtype can be packed there. Parameters and state dict do not change. Call this before
-    anything holds a reference to one of the layers."""
+    """Replace each large linear layer inside `module` by a PackedLinear, if it is on a CPU and its
+    dtype can be packed there. Call this before anything holds a reference to one of the layers."""
     made: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if type(layer) is not nn.Linear or not path or layer.weight.numel() < LEAST:

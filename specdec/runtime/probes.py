@@ -1,6 +1,5 @@
-"""Probes of this machine, run once per process: whether it multiplies bfloat16 natively, and
-whether an alternative way to compute something runs here, agrees with the public operator and is
-faster."""
+"""Probes of this machine: whether it multiplies bfloat16 natively, and whether an alternative way
+to compute something runs here, agrees with the public operator and is faster."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,11 +32,9 @@ def compare(
     gain: float = GAIN,
     repeats: int = REPEATS,
 ) -> Answer:
-    """Whether to use `ours` in place of `public`, which computes the same tensor.
-
-    `ours` must run, its result must differ from the public one by at most `limit` (relative to the
-    public one's norm), and it must be at least `gain` times as fast.
-    """
+    """Whether to use `ours` in place of `public`: it must run, its result must differ from the
+    public one by at most `limit` (relative to that one's norm), and it must be at least `gain`
+    times as fast."""
     expected = public().double()
     try:
         found = ours().double()
@@ -84,11 +81,9 @@ class Choice(NamedTuple):
 
 @cache
 def native_dtype(device: str) -> Choice:
-    """bfloat16 where `device` multiplies it natively, else float32.
-
-    A GPU reports it. A CPU is timed: the instructions it offers (AVX-512 BF16, AMX, ARM's BF16),
-    those that oneDNN uses, and those that a cap on the instruction set allows may all differ.
-    """
+    """bfloat16 where `device` multiplies it natively, else float32. A GPU reports it. A CPU is
+    timed: the instructions that it offers, those that oneDNN uses, and those that a cap on the
+    instruction set allows may all differ."""
     kind = torch.device(device).type
     if kind == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -96,12 +91,10 @@ def native_dtype(device: str) -> Choice:
         return Choice("float32", "this GPU does not multiply bfloat16 natively")
     if kind != "cpu":
         return Choice("float32", f"bfloat16 is not tried on {kind} devices")
-    ratio = bfloat16_time()
-    if ratio <= NATIVE:
+    if (ratio := bfloat16_time()) <= NATIVE:
         return Choice("bfloat16", "this CPU multiplies bfloat16 natively")
-    return Choice(
-        "float32", f"this CPU takes {ratio:.1f} times as long to multiply bfloat16 as float32"
-    )
+    slow = f"this CPU takes {ratio:.1f} times as long to multiply bfloat16 as float32"
+    return Choice("float32", slow)
 
 
 def bfloat16_time() -> float:

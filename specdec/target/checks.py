@@ -79,16 +79,14 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
 
 
 def _cache_error(target: Target) -> float:
-    """The distance of a small tree's logits, after rows of unequal length, from the logits of
-    passes over whole texts."""
+    """The distance of a small tree's logits (its second node follows the first), after rows of
+    unequal length, from the logits of passes over whole texts."""
     lengths = [9, 5]
     ids = (7 * torch.arange(2 * 12, device=target.device).view(2, 12) + 3) % target.vocab_size
     cache = target.new_cache()
     target.features(ids[:, :9], Needs(), cache=cache)
     cache.keep(lengths)
-    parents_BT = torch.tensor(
-        2 * [[-1, 0, -1]], device=target.device
-    )  # the second follows the first
+    parents_BT = torch.tensor(2 * [[-1, 0, -1]], device=target.device)
     _, final = target.features(ids[:, 9:], Needs(), cache=cache, parents_BT=parents_BT)
     found, worst = target.logits(final), 0.0
     for b, n in enumerate(lengths):
