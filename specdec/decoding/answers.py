@@ -71,8 +71,7 @@ class Clock:
 @dataclass(frozen=True)
 class Record:
     """Which of the target's features to keep from plain answers. When an answer ends,
-    `keep(text, ctx)` gets its prompt and answer and the features of all but the last token.
-    """
+    `keep(text, ctx)` gets its prompt and answer and the features of all but the last token."""
 
     needs: Needs  # and the final hidden state, always
     keep: Callable[[list[int], Context], None]
@@ -129,10 +128,8 @@ class Answers:
                 self.record.keep(rows.texts[b], rows.known(b))
 
     def remaining(self, patient: bool) -> list[int] | None:
-        """The rows of the batch that go on, if ended rows leave the batch now; else None.
-
-        Leaving copies the caches, so a `patient` batch waits until a tenth of its rows have ended.
-        """
+        """The rows of the batch that go on, if ended rows leave the batch now; else None. Leaving
+        copies the caches, so a `patient` batch waits until a tenth of its rows have ended."""
         rows = [b for b, i in enumerate(self.in_batch) if i not in self._done]
         if len(rows) == len(self.in_batch) or (patient and len(rows) >= 0.9 * len(self.in_batch)):
             return None
@@ -158,10 +155,9 @@ def outcome(
     """The round of each row, and the tokens that the row gains: the drafted tokens that were kept
     and the target's own token."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
+    drafted = zip(proposal.tokens_BN.tolist(), proposal.above_BN.tolist(), strict=True)
     rounds, new = [], []
-    for b, (ids, above) in enumerate(
-        zip(proposal.tokens_BN.tolist(), proposal.above_BN.tolist(), strict=True)
-    ):
+    for b, (ids, above) in enumerate(drafted):
         path = tuple(i for i in paths[b] if i >= 0)
         depths, end, went_on = [0], 1 + path[-1] if path else 0, False  # by place
         for token, place in zip(ids, above, strict=True):

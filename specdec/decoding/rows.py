@@ -16,7 +16,7 @@ from specdec.runtime.cache import SlotCache
 
 class Rows:
     """The growing texts of a batch, and the target's features of all but their anchors. `texts`
-    stays the same list object, so its holders always see the current batch."""
+    stays the same list object, so its holders see the current batch."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.texts: list[list[int]] = [[] for _ in prompts]
@@ -81,8 +81,8 @@ class Rows:
 
 def tensors(features: Context) -> dict[str, Any]:
     """The features that a context has, by field."""
-    found = {"layers_BTF": features.layers_BTF, "final_BTD": features.final_BTD}
-    return {name: x for name, x in found.items() if x is not None}
+    names = ("layers_BTF", "final_BTD")
+    return {name: x for name in names if (x := getattr(features, name)) is not None}
 
 
 def each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:

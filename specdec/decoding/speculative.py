@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from specdec.decoding.answers import Generation, Round
 from specdec.decoding.decode import decode
 from specdec.decoding.length import Length
 from specdec.drafters.base import Drafter
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, first_line, nearest, require
 from specdec.sampling.choose import Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape
@@ -102,19 +103,16 @@ def speculative_generate(
     streamer: Callable[[int, list[int], Round | None], None] | None = None,
     **overrides: Any,
 ) -> Speculation:
-    """Continue `input_ids` [B, T]; `attention_mask` marks padding, which may be on either side.
-    Without a mask, the pad token is padding unless it is an eos, as in transformers.
+    """Continue `input_ids` [B, T] as the target's `generate` would: token for token if greedy, in
+    distribution if sampled. `attention_mask` marks padding, which may be on either side. Without a
+    mask, the pad token is padding unless it is an eos, as in transformers.
 
     For a `Seq2SeqTarget`, `input_ids` are the encoder's tokens, and only the answer is returned,
     beginning with the decoder's start token. Limits, eos, stop strings, sampling, penalties and
     the other processors come from `overrides`, then `generation_config`, then the target's own
-    config. The processors run in transformers' order; the caller's `logits_processor` run after
-    the penalties and before temperature, and each sees one row at a time. All apply to p and q
-    alike, so the output is what the target's `generate` would give: token for token if greedy, in
-    distribution if sampled. `streamer` is the `on_tokens` of `decode`.
-
-    Raises UserError for a field that this decoder does not support (one in neither READ nor
-    HARMLESS).
+    config. The caller's `logits_processor` run after the penalties and before temperature, and each
+    sees one row at a time. `streamer` is the `on_tokens` of `decode`. Raises UserError for a field
+    that this decoder does not support.
     """
     config = _config(target, generation_config, overrides)
     require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")
@@ -122,10 +120,10 @@ def speculative_generate(
     eos = given or (() if "eos_token_id" in overrides else target.eos)
     if attention_mask is None and pad is not None and pad not in (given or target.eos):
         attention_mask = input_ids != pad
-    rows = _unpadded(input_ids, attention_mask)
-    prompts, hidden = rows, [0] * len(rows)  # tokens that transformers' processors do not see
+    prompts = _unpadded(input_ids, attention_mask)
+    hidden = [0] * len(prompts)  # tokens that transformers' processors do not see
     if isinstance(target, Seq2SeqTarget):
-        prompts, hidden = [target.begun(ids) for ids in rows], [len(ids) for ids in rows]
+        hidden, prompts = [*map(len, prompts)], [*map(target.begun, prompts)]
     seen = [len(p) - n for p, n in zip(prompts, hidden, strict=True)]
     limit = config.max_new_tokens
     if limit is None:
@@ -190,7 +188,7 @@ def told() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise UserError(f"generation_config: {str(error).splitlines()[0]}") from error
+        raise UserError(f"generation_config: {first_line(error)}") from error
 
 
 def _asks(config: GenerationConfig, name: str) -> bool:
@@ -223,10 +221,9 @@ def _processors(
     limit: int,
     given: Sequence[Processor],
 ) -> list[Processor]:
-    """The processors that `generate` would run, made by its own function. They include its warpers
-    only if the `Sampler` cannot do the same, because the `Sampler` is faster and keeps a draft's
-    vocabulary pruned. `seen` counts the tokens before each row's answer, `limit` those of the
-    answer."""
+    """The processors that `generate` would run, made by its own function, with its warpers only if
+    the `Sampler`, which is faster and keeps a draft's vocabulary pruned, cannot do the same. `seen`
+    counts the tokens before each row's answer, `limit` those of the answer."""
     require(
         len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in given),
         "PrefixConstrainedLogitsProcessor needs the number of the row in the batch, but each row "
@@ -248,10 +245,9 @@ def _processors(
     config = copy.deepcopy(config)
     config.do_sample, config.max_length = _late(config), seen[0] + limit
     config._eos_token_tensor = torch.tensor(eos, device=target.device) if eos else None
-    make, device = target.model._get_logits_processor, str(target.device)
+    make, own = target.model._get_logits_processor, LogitsProcessorList(given)
     with told():
-        theirs = LogitsProcessorList(given)
-        return list(make(config, seen[0], logits_processor=theirs, device=device))
+        return list(make(config, seen[0], logits_processor=own, device=str(target.device)))
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
@@ -259,10 +255,10 @@ def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
     forced = ("forced_bos_token_id", "forced_eos_token_id")
     for name in ("suppress_tokens", "begin_suppress_tokens", *forced):
         yield name, _ids(getattr(config, name))
-    for name in ("bad_words_ids", "sequence_bias"):
-        given = getattr(config, name) or ()
-        words = [x[0] for x in given] if name == "sequence_bias" and type(given) is list else given
-        yield name, [i for word in words for i in word]
+    yield "bad_words_ids", list(chain(*(config.bad_words_ids or ())))
+    biased = config.sequence_bias or ()  # a dict by words, or pairs of a word and its bias
+    words = [x[0] for x in biased] if isinstance(biased, list) else biased
+    yield "sequence_bias", list(chain(*words))
 
 
 def _ids(value: int | list[int] | Tensor | None) -> tuple[int, ...]:

@@ -12,9 +12,8 @@ class Stream:
     """Turns committed tokens into the text that they complete: a character that is split over
     several tokens comes with the last of them.
 
-    A token's text may depend on the tokens before it, as a space does. So each token is decoded
-    together with the tokens of the piece shown last, but no earlier ones: the cost of a round does
-    not grow with the answer. The pieces join to the text of the whole answer, unless a tokenizer
+    Each token is decoded together with the tokens of the piece shown last, on which its text may
+    depend, as a space does. The pieces join to the text of the whole answer, unless a tokenizer
     changes text that was complete (as SentencePiece vocabularies do for byte tokens that form no
     character).
     """

@@ -30,13 +30,9 @@ class Chosen(NamedTuple):
 
 @dataclass
 class Choose:
-    """Warps logits and picks tokens.
-
-    `siblings` says how a node's children are drawn: "without" replacement, "with", or "fixed"
-    (the likeliest ones; q is then one-hot). `generators` has one for each row, so a row's draws do
-    not depend on its neighbours. `processors` see a row's text and the path drafted after it;
-    `texts` is the caller's own list of texts, which changes along with the batch.
-    """
+    """Warps logits and picks tokens. `siblings` says how a node's children are drawn: "without"
+    replacement, "with", or "fixed" (the likeliest ones; q is then one-hot). `generators` has one
+    for each row, and `texts` is the caller's own list of texts, which changes with the batch."""
 
     sampler: Sampler
     siblings: str
@@ -60,11 +56,8 @@ class Choose:
             q = self.sampler.probs(logits)
             index, none = self._draw(q, count, going_B)
         else:
-            logits = logits.float()
-            if count == 1:
-                best, index = logits.max(-1, keepdim=True)
-            else:
-                best, index = logits.topk(min(count, logits.shape[-1]), -1)
+            logits, count = logits.float(), min(count, logits.shape[-1])
+            best, index = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, -1)
             none = best.isneginf()
         return Chosen(self.ids(index).masked_fill(none, -1), index, q, logits)
 

@@ -14,11 +14,8 @@ from specdec.errors import require
 
 
 class Summary(NamedTuple):
-    """A summary of p at each position, kept when the logits are thrown away.
-
-    With these three numbers, p of any token follows from that token's logit alone:
-    p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0.
-    """
+    """What is kept of p at each position when the logits are thrown away: p of a token follows from
+    its logit alone, p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0."""
 
     log_z_N: Tensor  # float32, log of the summed weights of the kept tokens
     threshold_N: Tensor  # float32, the smallest kept z / T
@@ -27,11 +24,8 @@ class Summary(NamedTuple):
 
 @dataclass
 class Sampler:
-    """Temperature, then top-k, then top-p; temperature 0 is greedy decoding.
-
-    Tokens that tie with the last kept token are kept too, so the result does not depend on the
-    order of a sort.
-    """
+    """Temperature, then top-k, then top-p; temperature 0 is greedy decoding. Tokens that tie with
+    the last kept token are kept too, so the result does not depend on the order of a sort."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0 = all
@@ -54,11 +48,8 @@ class Sampler:
         return self.top_k > 0 or self.top_p < 1
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities [..., V] in float32, -inf where a token cannot be drawn.
-
-        A row of logits that are all -inf (a drafter with nothing to propose) has no mass and stays
-        all -inf.
-        """
+        """Log-probabilities [..., V] in float32, -inf where a token cannot be drawn. A row of
+        logits that are all -inf (a drafter with nothing to propose) stays all -inf."""
         if self.greedy:
             best = logits.argmax(-1, keepdim=True)
             hit = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, best, 0.0)
@@ -120,11 +111,9 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def draws(probs_NV: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """`count` independent tokens [N, count] from each row of probabilities (any positive sum).
-
-    It inverts the distribution function in float64, 20 times as fast on a CPU as
-    `torch.multinomial`. Raises RuntimeError for a row whose sum is 0 or not finite.
-    """
+    """`count` independent tokens [N, count] from each row of probabilities (any positive sum), by
+    inverting the distribution function in float64: 20 times as fast on a CPU as
+    `torch.multinomial`. Raises RuntimeError for a row whose sum is 0 or not finite."""
     upto_NV = probs_NV.cumsum(-1, dtype=torch.float64)
     mass_N1 = upto_NV[:, -1:]
     if not ((mass_N1 > 0) & mass_N1.isfinite()).all():

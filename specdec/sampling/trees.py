@@ -1,8 +1,7 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
-A shape drives a drafter's `Growth` and decides which tokens are proposed. Which rule may judge a
-sampled tree depends on how its siblings were drawn (see `specdec.decoding.rules`): a static tree
-draws them as the rule requires, while nodes picked by likelihood are fixed.
+A shape drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
+siblings as the verification rule requires, while nodes picked by likelihood are fixed.
 
 Letters: B batch, N nodes, L nodes of a level, W grown at once, C children, S draft vocabulary.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Proposal
-from specdec.errors import UserError, require, require_between
+from specdec.errors import UserError, require, require_within
 from specdec.sampling.choose import Choose
 
 DEEPEST = 128  # tokens in a row, or children of a node: a much longer draft could not pay off
@@ -177,9 +176,7 @@ class Dynamic(Shape):
     fixed = True
 
     def __post_init__(self) -> None:
-        require_between("tree: depth", self.depth, 1, DEEPEST)
-        require_between("tree: nodes", self.nodes, 1, LARGEST)
-        require_between("tree: top_k", self.top_k, 1, DEEPEST)
+        require_within("tree", self, depth=(1, DEEPEST), nodes=(1, LARGEST), top_k=(1, DEEPEST))
         self.grown = (self.depth - 1) * self.top_k
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
@@ -230,8 +227,7 @@ class BestFirst(Shape):
     grown = 0  # heads do not read each other's tokens
 
     def __post_init__(self) -> None:
-        require_between("tree: depth", self.depth, 1, DEEPEST)
-        require_between("tree: nodes", self.nodes, 1, LARGEST)
+        require_within("tree", self, depth=(1, DEEPEST), nodes=(1, LARGEST))
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
         if growth.marginals is None or choose.processors:
@@ -259,8 +255,8 @@ def parents_of(paths: Sequence[tuple[int, ...]]) -> list[int]:
 
 def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
     """The `nodes` paths of ranks with the largest sums of `scores_DR`, the log-scores by depth and
-    rank. The paths are ordered by depth. Scores must be at most 0 and fall with the rank, so that
-    each path's parent and earlier siblings are among the paths."""
+    rank, ordered by depth. Scores must be at most 0 and fall with the rank, so that each path's
+    parent and earlier siblings are among the paths."""
     heap: list[tuple[float, tuple[int, ...]]] = [(-scores_DR[0][0], (0,))]
     found: list[tuple[int, ...]] = []
     while heap and len(found) < nodes:
