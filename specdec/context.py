@@ -130,8 +130,7 @@ class Proposal:
         return None if self.q_BNV is None else self.q_BNV[row, place - 1]
 
     def path_BK(self, end_B: Tensor) -> Tensor:
-        """The nodes from the anchor down to each row's place `end_B`, -1 beyond; K is the length
-        of the longest path."""
+        """The nodes from the anchor to each row's place `end_B`, then -1; K: the longest path."""
         node_B1, path_BK = end_B[:, None] - 1, self.tokens_BN[:, :0]
         if self.parents_BN is None:
             node_K = torch.arange(int(end_B.max()), device=end_B.device)

@@ -1,7 +1,4 @@
-"""Text that a draft model writes without the target.
-
-Letters: B batch, T time.
-"""
+"""Text that a draft model writes without the target. Letters: B batch, T time."""
 
 from collections.abc import Sequence
 

@@ -141,8 +141,7 @@ class Answers:
         return [self._done[i] for i in range(len(self.prompts))]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
-        """How many tokens the answer keeps if it ends after its first `before` tokens; None if it
-        goes on."""
+        """How many tokens an answer keeps that ends after its first `before`; None: it goes on."""
         for n in range(before + 1, min(len(ids), self.limit) + 1):
             if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):
                 return n
@@ -152,8 +151,7 @@ class Answers:
 def outcome(
     proposal: Proposal, verdict: Verdict, texts: list[list[int]]
 ) -> tuple[list[Round], list[list[int]]]:
-    """The round of each row, and the tokens that the row gains: the drafted tokens that were kept
-    and the target's own token."""
+    """The round of each row, and its new tokens: those that were kept, and the target's own."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
     drafted = zip(proposal.tokens_BN.tolist(), proposal.above_BN.tolist(), strict=True)
     rounds, new = [], []

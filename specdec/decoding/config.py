@@ -19,37 +19,28 @@ TREES = ("static", "dynamic", "best_first")
 class DecodeConfig:
     """How drafts are decoded and measured.
 
-    `gamma` is the number of tokens drafted in a row; null takes the trained depth.
-    `tree` null drafts chains. A tree is dynamic (EAGLE-2), best_first (for parallel heads) or
-    static; `nodes` is its size (null: 12). A static tree consists of `paths`. Without `paths`,
-    acceptance is measured and the paths with the highest are chosen; without `nodes` too, the
-    choice is the tree or chain that should commit most tokens per second.
-    `length` names a policy that shortens chains; `settings` are the fields of its config (see
-    specdec/decoding/length.py). `rule` auto means block for chains and recursive or point_mass
-    for trees; parameters follow the name of a rule, as in lenience:factor=0.8.
-    Each of the `temperatures` is measured separately, with `top_p` and `top_k`. Every prompt is
-    decoded `repeats` times for steadier seconds; counts come from the first time. `compile` runs
-    the target, and the draft if its family can, through torch.compile. `batch` prompts are
-    answered and timed together.
+    A tree is dynamic (EAGLE-2), best_first (for parallel heads) or static. A static tree without
+    `paths` gets those with the highest acceptance, which is measured; without `nodes` too, the
+    tree or chain is chosen that should commit most tokens per second.
     """
 
-    gamma: int | None = None
+    gamma: int | None = None  # tokens drafted in a row; null: the trained depth
     prompts: int = 40
     max_new_tokens: int = 96
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # measured separately
     top_p: float = 1.0
     top_k: int = 0
-    rule: str = "auto"
+    rule: str = "auto"  # or a name of rules.py and its parameters, as in lenience:factor=0.8
     greedy_draft: bool = False
-    tree: str | None = None
-    nodes: int | None = None
+    tree: str | None = None  # null: chains
+    nodes: int | None = None  # of a tree; null: 12
     branches: int = 4  # children that a node of a dynamic tree may have
-    paths: list[list[int]] | None = None
-    length: str = "fixed"
-    settings: dict[str, Any] = field(default_factory=dict)
-    compile: bool = False
-    repeats: int = 1
-    batch: int = 1
+    paths: list[list[int]] | None = None  # all the nodes of a static tree
+    length: str = "fixed"  # a policy of length.py that shortens chains
+    settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
+    compile: bool = False  # the target, and the draft if its family can, through torch.compile
+    repeats: int = 1  # of every prompt, for steadier seconds; counts come from the first
+    batch: int = 1  # prompts that are answered and timed together
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +85,7 @@ def is_measured(cfg: DecodeConfig) -> bool:
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
-    """Before anything is measured, raise UserError if the drafter or the length policy cannot do
-    what `cfg` asks for."""
+    """Raise UserError if the drafter or the length policy cannot do what `cfg` asks for."""
     name, policy = drafter.config.name, LENGTHS[cfg.length]
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)

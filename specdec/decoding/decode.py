@@ -159,8 +159,7 @@ def decode(
 def prefill(
     target: Target, prompts: Sequence[Sequence[int]], needs: Needs, cache: SlotCache
 ) -> tuple[Rows, Tensor]:
-    """Read every prompt into the cache; returns the rows and the logits [B, V] after each prompt.
-    Equal prompts are read once."""
+    """Read every distinct prompt into the cache once; returns the rows and the logits [B, V]."""
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     rows, counts = Rows(distinct, target.device), [len(p) for p in distinct]
     features, final_BTD = target.features(rows.ids(), needs, cache=cache)

@@ -1,8 +1,7 @@
 """A decoder's rounds in a file, for training at the anchors that it visited.
 
-One line of JSON for each answer: the ids of its `prompt`, the `ids` of the answer, and its
-`rounds`. Each round is [position of the anchor in the prompt and answer together, number of
-accepted tokens, [drafted tokens]].
+One line of JSON for each answer (`Logged`). Each round is [position of the anchor in the prompt and
+answer together, number of accepted tokens, [drafted tokens]].
 """
 
 import json
@@ -21,7 +20,7 @@ class Logged:
     """One line of a log."""
 
     prompt: list[int]
-    ids: list[int]
+    ids: list[int]  # of the answer
     rounds: Rounds
 
     def fits(self, vocab_size: int) -> bool:

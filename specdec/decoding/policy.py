@@ -36,8 +36,7 @@ class Length:
         require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
 
     def use(self, found: Any = None) -> None:
-        """Use the measured figures, or else those in the settings. Raises UserError if the policy
-        needs them and there are neither."""
+        """Use measured figures, or else those in the settings; UserError if some are missing."""
 
     def gamma(self, batch: int) -> int:
         """The most tokens to draft in the coming round of `batch` rows; 0 is a plain step."""

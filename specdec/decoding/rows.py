@@ -1,7 +1,5 @@
-"""The growing texts of a batch, and the target's features of them.
-
-Letters: B batch, T time, K accepted tokens, F features, D width.
-"""
+"""The growing texts of a batch, and the target's features of them. Letters: B batch, T time,
+K accepted tokens, F features, D width."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,8 +90,7 @@ def each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
 
 
 def _written(buffer: Tensor, starts: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
-    """The buffer [B, T, …] with a piece [t, …] added to each row; if it is full, a new one twice as
-    large."""
+    """The buffer [B, T, …], made larger if it is full, with a piece [t, …] added to each row."""
     end = max(start + len(x) for start, x in zip(starts, pieces, strict=True))
     if end > buffer.shape[1]:
         grown = buffer.new_zeros(buffer.shape[0], max(256, 2 * end), *buffer.shape[2:])

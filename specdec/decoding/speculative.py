@@ -68,8 +68,7 @@ NEUTRAL |= {"min_new_tokens": 0, "min_p": 0.0, "penalty_alpha": 0.0, "guidance_s
 
 @dataclass
 class Speculation:
-    """The result of `speculative_generate`: prompts and answers laid out as in transformers, and
-    statistics."""
+    """Prompts and answers laid out as in transformers, and statistics."""
 
     sequences: Tensor  # [B, T], padded on the right with the pad token
     generations: list[Generation]

@@ -1,7 +1,5 @@
-"""Choosing a static tree by the acceptance of each rank and the seconds of a round.
-
-Letters: D depths, R ranks among siblings.
-"""
+"""Choosing a static tree by the acceptance of each rank and the seconds of a round. Letters:
+D depths, R ranks among siblings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

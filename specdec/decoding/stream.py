@@ -14,8 +14,7 @@ class Stream:
 
     Each token is decoded together with the tokens of the piece shown last, on which its text may
     depend, as a space does. The pieces join to the text of the whole answer, unless a tokenizer
-    changes text that was complete (as SentencePiece vocabularies do for byte tokens that form no
-    character).
+    changes text that was complete (as SentencePiece does for bytes that form no character).
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -66,8 +65,7 @@ class Stream:
 
 
 class Stops:
-    """Finds stop strings where transformers does: in the prompt's end and the answer together, if
-    they end in the token added last."""
+    """Finds stop strings that end in the token added last, and may begin in the prompt."""
 
     def __init__(self, stop: Sequence[str], tokenizer: Any) -> None:
         self.stop = list(stop)

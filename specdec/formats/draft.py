@@ -244,8 +244,7 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
 
 @torch.no_grad()
 def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
-    """Draft once, on features of zeros, so that a draft that does not fit this target fails here
-    and not in the middle of an answer."""
+    """Draft once, on features of zeros; raise UserError for a draft that fails on this target."""
     read = drafter.needs.layers
     layers = target.config.num_hidden_layers if read else 0
     require(

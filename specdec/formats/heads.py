@@ -2,8 +2,7 @@
 
 vLLM 0.32 refuses its own `token_map` for Medusa and has none for the MLP speculator. So the tokens
 outside a pruned vocabulary get rows of zeros: their logit is 0, and the engine, which drafts
-greedily, never takes one while the best logit is above 0. That is checked on a short text; any
-trained head passes.
+greedily, never takes one while the best logit is above 0, as is checked on a short text.
 """
 
 from torch import Tensor

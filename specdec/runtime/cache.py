@@ -242,8 +242,7 @@ def layer_kinds(config: Any) -> set[str]:
 
 
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
-    """An empty cache for a decoder model with this config. Raises UserError for a model that keeps
-    a state instead of keys and values."""
+    """An empty cache for a decoder model. Raises UserError if it keeps no keys and values."""
     if strange := layer_kinds(config) - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"target: {config.model_type} has {sorted(strange)[0]} layers, and a rejected token "

@@ -39,9 +39,8 @@ Pass = Callable[..., tuple[Any, ...]]  # (SlotCache, **inputs) -> tensors, or No
 
 
 class Compiled:
-    """`run(cache, **inputs)`, a pass that can be repeated, as it writes the slots from
-    `cache.place`. It runs uncompiled over a cache that grows, and for over `longest` tokens a row.
-    """
+    """`run(cache, **inputs)`, a pass that can be repeated (it writes the slots from `cache.place`).
+    It runs uncompiled over a cache that grows, and for more than `longest` tokens a row."""
 
     def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
         self.run, self.longest = run, longest

@@ -92,10 +92,8 @@ class Chain(Shape):
 
 @dataclass
 class Static(Shape):
-    """A tree that is the same in every round: `paths` of ranks, as in Medusa's choices.
-
-    [[0], [1], [0, 0]]: the two likeliest (or first drawn) tokens, and one after the first of them.
-    """
+    """A tree that is the same in every round: `paths` of ranks, as in Medusa's choices. [[0], [1],
+    [0, 0]] are the two likeliest (or first drawn) tokens, and one after the first of them."""
 
     paths: Sequence[Sequence[int]]
     fixed: bool = False

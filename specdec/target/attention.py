@@ -23,12 +23,10 @@ def grouped_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`, with the query heads that share a KV head as extra rows of one query.
-
-    A decoding step has few tokens over many keys, and `sdpa` would copy the keys for every query
-    head. query [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError
-    if a model asks for attention sinks or a soft cap, which sdpa does not compute.
-    """
+    """transformers' `sdpa`, with the query heads that share a KV head as extra rows of one query:
+    for a decoding step's few tokens, `sdpa` would copy the keys for every query head. query
+    [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError if a model
+    asks for attention sinks or a soft cap, which sdpa does not compute."""
     if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
         raise UserError(
             f"{type(module).__name__} has attention sinks or a soft cap, which sdpa leaves out: "

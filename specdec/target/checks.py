@@ -34,8 +34,7 @@ def understood(target: Parts) -> Iterator[None]:
 
 
 def check_causal(target: Target) -> None:
-    """Raise UserError unless logits, and passes over a cache with ragged rows and a tree, agree
-    with the model itself."""
+    """Raise UserError unless logits, over a cache with ragged rows and a tree too, are right."""
     with understood(target), torch.no_grad():
         check_head(target)
         error = _cache_error(target)

