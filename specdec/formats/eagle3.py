@@ -86,5 +86,5 @@ def read(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 LAYOUTS = {
     "hf": Layout("eagle3", hf, write, read),
-    "speculators": Layout("eagle3", speculators, write, read, ours="midlayer.", theirs="layers.0."),
+    "speculators": Layout("eagle3", speculators, write, read, prefixes={"midlayer.": "layers.0."}),
 }

@@ -89,7 +89,7 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     config = chosen.config(drafter, target)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     with replaced(folder) as partial:
-        theirs = renamed(tensors, chosen.ours, chosen.theirs)
+        theirs = renamed(tensors, chosen.prefixes)
         save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
         Mark(family, layout, target.name).write(partial)
@@ -134,7 +134,8 @@ def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
     mark = read_record(Mark, folder / MARK)
     with located(folder / WEIGHTS):
         layout = layout_of(mark.drafter, mark.layout)
-        tensors = layout.read(like, renamed(tensors, layout.theirs, layout.ours))
+        back = {theirs: ours for ours, theirs in layout.prefixes.items()}
+        tensors = layout.read(like, renamed(tensors, back))
     drafter = type(like)(like.config, like.sizes)
     require_same(tensors, untied(drafter.state_dict()), folder / WEIGHTS)
     drafter.load_state_dict(tensors, strict=False)

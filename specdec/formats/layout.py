@@ -1,7 +1,7 @@
 """What an engine needs to know about a family: one `Layout` for each format it loads."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -30,17 +30,17 @@ class Layout:
     write: Callable[[Any, Tensors], Tensors] = unchanged
     read: Callable[[Any, Tensors], Tensors] = unchanged
     objection: Callable[[Any, Tensor], str | None] | None = None
-    ours: str = ""  # names of tensors that begin with this in the drafter
-    theirs: str = ""  # begin with this in the file
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
     whole_model: bool = False  # it is written with the target's tokenizer
     parallel: bool = False  # vLLM's option `parallel_drafting`
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, Target], Description] | None = None
 
 
-def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
-    """The tensors, with the prefix `old` of their names replaced by `new`."""
-    return {new + n.removeprefix(old) if n.startswith(old) else n: x for n, x in tensors.items()}
+def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
+    """The tensors, with the first of the `prefixes` that fits a name replaced by its new one."""
+    old = {name: next(filter(name.startswith, prefixes), "") for name in tensors}
+    return {prefixes.get(old[n], "") + n.removeprefix(old[n]): x for n, x in tensors.items()}
 
 
 def one_layer(drafter: Any) -> Description:

@@ -13,4 +13,4 @@ def config(drafter: LM, target: Target) -> Description:
     }
 
 
-LAYOUTS = {"hf": Layout("draft_model", config, ours="model.", whole_model=True)}
+LAYOUTS = {"hf": Layout("draft_model", config, prefixes={"model.": ""}, whole_model=True)}

@@ -8,10 +8,8 @@ nothing reads it. The vocabulary is always whole.
 
 from specdec.drafters.recurrent.mlp import Mlp
 from specdec.formats import heads
-from specdec.formats.layout import Description, Layout, Tensors, renamed
+from specdec.formats.layout import Description, Layout
 from specdec.target.base import Target
-
-THEIRS = "head."  # followed by the number of the head
 
 
 def config(drafter: Mlp, target: Target) -> Description:
@@ -30,14 +28,7 @@ def config(drafter: Mlp, target: Target) -> Description:
     }
 
 
-def write(drafter: Mlp, tensors: Tensors) -> Tensors:
-    return renamed(heads.write(drafter, tensors), heads.HEAD, THEIRS)
-
-
-def read(drafter: Mlp, tensors: Tensors) -> Tensors:
-    return heads.read(drafter, renamed(tensors, THEIRS, heads.HEAD))
-
-
+PREFIXES = {heads.HEAD: "speculator.head.", "": "speculator."}
 LAYOUTS = {
-    "hf": Layout("mlp_speculator", config, write, read, heads.objection, theirs="speculator.")
+    "hf": Layout("mlp_speculator", config, heads.write, heads.read, heads.objection, PREFIXES)
 }

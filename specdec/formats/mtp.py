@@ -11,17 +11,8 @@ so no module of this kind fits there; ernie_mtp has no final norm.
 
 from specdec.drafters.recurrent.mtp import MTP
 from specdec.errors import require
-from specdec.formats.layout import (
-    Description,
-    Layout,
-    Tensors,
-    one_layer,
-    renamed,
-    special_tokens,
-)
+from specdec.formats.layout import Description, Layout, one_layer, special_tokens
 from specdec.target.base import Target
-
-OURS, THEIRS = "layers.0.post_attention_layernorm.", "layers.0.pre_mlp_layernorm."
 
 
 def overrides(drafter: MTP, target: Target) -> Description:
@@ -71,22 +62,8 @@ def config(drafter: MTP, target: Target) -> Description:
     }
 
 
-def write(drafter: MTP, tensors: Tensors) -> Tensors:
-    return renamed(tensors, OURS, THEIRS)
-
-
-def read(drafter: MTP, tensors: Tensors) -> Tensors:
-    return renamed(tensors, THEIRS, OURS)
-
-
-LAYOUTS = {
-    "hf": Layout(
-        "mtp",
-        config,
-        write,
-        read,
-        ours="layers.",
-        theirs="model.mtp.layers.",
-        overrides=overrides,
-    )
+PREFIXES = {
+    "layers.0.post_attention_layernorm.": "model.mtp.layers.0.pre_mlp_layernorm.",
+    "layers.": "model.mtp.layers.",
 }
+LAYOUTS = {"hf": Layout("mtp", config, prefixes=PREFIXES, overrides=overrides)}
