@@ -75,8 +75,8 @@ def save(
     theirs = TargetOf(
         target.name, target.revision, target.fingerprint(), target.vocab_size, target.width
     )
-    name, config, sizes = drafter.config.name, drafter.config, drafter.sizes
-    card = Card(FORMAT, name, config, sizes, theirs, notes or {})
+    config = drafter.config
+    card = Card(FORMAT, config.name, config, drafter.sizes, theirs, notes or {})
     with replaced(folder) as partial:
         save_file(tensors, partial / WEIGHTS)
         (partial / CARD).write_text(json.dumps(asdict(card), indent=1))

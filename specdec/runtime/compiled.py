@@ -63,7 +63,7 @@ class Compiled:
             tell(f"torch.compile: passes beyond {GRAPHS} graphs run uncompiled")
             return self.run
         layers = len(cache.slot_layers)
-        if layers * 1.0 >= TOLD:
+        if layers >= TOLD:  # at about a second a layer
             tell(
                 "torch.compile: each combination of rows, tokens and slots needs its own graph of "
                 f"{layers} layers, built once in about {layers} to {2 * layers} s"

@@ -124,9 +124,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     try:
         bare = copy.deepcopy(config)
         text = bare.get_text_config(decoder=True)
-        for key, value in config_of_layers(text.to_dict(), []).items():
-            setattr(text, key, value)
-        text.num_hidden_layers = 0
+        text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
         with _quiet():  # no warnings about the layers' weights, which are left unread
             of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision
         parts = StoredParts(
