@@ -36,6 +36,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     ("scripts",),
 ]
 OF_THE_FIELD = {"copy", "eagle", "lm", "lookahead", "mlp", "ngram", "sparse", "suffix"}
+OF_THE_FIELD |= {"unigram", "bigram"}
 OF_THE_FIELD |= {"translated", "hybrid", "hydra"}  # hydra is also the configuration library
 PLACES = ("specdec/drafters/__init__.py", "specdec/formats/", "train/config.py")
 

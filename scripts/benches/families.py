@@ -2,28 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 from benches import recipe
+from benches.again import again
 from benches.turns import show
-from command_line import target_of
 from safetensors import safe_open
 
-from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family
 from specdec.errors import UserError, require
-from specdec.files import make_folder, read_lines, record
+from specdec.files import read_lines
 from specdec.formats import draft as checkpoint
-from specdec.measure.evaluate import Subject, evaluate
-from specdec.measure.results import FILE, Results
-from specdec.progress import bars, console
+from specdec.measure.results import Results
+from specdec.progress import console
 from specdec.report.theory import foreseen_speedup
 from specdec.theory.intervals import median_interval
-from train.data.split import held_out_prompts
-from train.folder import config_of, data_of_run
 
 ONCE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3")  # texts are read once
 TREE = "tree"  # folder of a run with its results for trees
@@ -113,29 +107,12 @@ def parameters(draft: Path) -> int:
 
 
 def tree_of(run: Path, chain: Results) -> Results | None:
-    """Measure a run's draft again with dynamic trees on the prompts of its report, or read these
-    results from the run's folder if they are there. None if the family cannot draft trees."""
-    kept = run / TREE
+    """Measure a run's draft again with dynamic trees, or read these results if they are there. None
+    if the family cannot draft trees."""
     if family(chain.drafter).copies:
         return None
-    if (kept / FILE).exists():
-        return Results.read(kept)
-    described = config_of(run)
-    cfg = record(DecodeConfig, described["decode"], "decode")
-    target = target_of(run / "best", described["target"]["dtype"])
-    drafter = checkpoint.load(run / "best", target)
-    asked = list(islice(held_out_prompts(data_of_run(run), target.tokenizer), chain.prompts))
-    with bars(console) as progress:
-        try:
-            made = evaluate(
-                Subject(chain.name, target, drafter, chain.data),
-                [prompt.ids.tolist() for prompt in asked],
-                replace(cfg, prompts=len(asked), tree="dynamic"),
-                progress,
-                [prompt.words for prompt in asked],
-            )
-        except UserError as error:
-            console.print(f"{chain.drafter} drafts no trees: {error}", markup=False)
-            return None
-    made.write(make_folder(kept))
-    return made
+    try:
+        return again(run, TREE, chain, tree="dynamic")
+    except UserError as error:
+        console.print(f"{chain.drafter} drafts no trees: {error}", markup=False)
+        return None

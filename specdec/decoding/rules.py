@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from specdec.context import Proposal
 from specdec.errors import UserError, nearest, require
+from specdec.theory.leviathan import non_iterative_alpha
 
 
 class Law(NamedTuple):
@@ -125,6 +126,17 @@ def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Te
     """EAGLE's trees at T > 0 (Li et al. 2024), with children chosen without randomness: accept x
     with p(x), else p <- norm(p without x). It never reads q, and is lossless for every draft."""
     return rejection(tokens_BC, None, p_BV)
+
+
+def non_iterative(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule with which Leviathan et al. 2023 (Appendix A.2) compare theirs: with M = max p / q,
+    accept x with p(x) / (M q(x)); else the next token follows p itself. So x is committed with
+    q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). It accepts 1 / M, never more than `rejection`.
+    """
+    if q_BV is None:
+        q_BV = _one_hot(tokens_BC[:, 0], p_BV)
+    accepted_B1 = non_iterative_alpha(p_BV, q_BV)[:, None]
+    return (_ratio(p_BV, q_BV, tokens_BC) * accepted_B1).clamp_max(1), p_BV
 
 
 def lenience(
@@ -280,6 +292,7 @@ def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5
 _found = {
     "rejection": Rule(rejection),
     "block": Rule(whole=block),
+    "non_iterative": Rule(non_iterative),
     "recursive": Rule(recursive, siblings="without"),
     "specinfer": Rule(rejection, siblings="with"),
     "kseq": Rule(kseq, siblings="with"),

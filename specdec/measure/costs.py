@@ -85,10 +85,10 @@ def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS)
 
 
 @torch.inference_mode()
-def operations_ratio(setup: Setup, prompt: Sequence[int], gamma: int) -> float | None:
+def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float | None, int]:
     """ĉ, the arithmetic operations of one draft step over those of one step of the target
-    (Definition 3.10), counted in matrix products while drafting γ tokens once. None if their
-    operators cannot be counted."""
+    (Definition 3.10), counted in matrix products while drafting γ tokens once; and those of the
+    target's step. None and 0 if its operators cannot be counted."""
     rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
     counted = {}  # torch cannot count a product with a packed weight
@@ -99,7 +99,7 @@ def operations_ratio(setup: Setup, prompt: Sequence[int], gamma: int) -> float |
         drafted = counter.get_total_flops()
         setup.target.step(rows.anchors(), Needs(), cache, None)
         step = counter.get_total_flops() - drafted
-    return drafted / gamma / step if step else None
+    return (drafted / gamma / step if step else None), step
 
 
 def _prepared(

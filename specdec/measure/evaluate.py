@@ -22,7 +22,7 @@ from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.measure.costs import Costs, costs, operations_ratio
+from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
 from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, Results, Sample
@@ -98,6 +98,7 @@ def evaluate(
 
     def results(each: Drafter, also: Results | None) -> Results:
         setup = Setup(target, each, cfgs[each], sampler)
+        c_hat, step = operations(setup, chosen[0], found[each][0].gamma)
         return Results(
             name=subject.name,
             drafter=each.config.name,
@@ -112,7 +113,8 @@ def evaluate(
             machine=machine_of(target),
             temperatures=found[each],
             learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
-            operations=operations_ratio(setup, chosen[0], found[each][0].gamma),
+            operations=c_hat,
+            target_operations=step,
             weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
             also=also,
         )

@@ -18,9 +18,9 @@ from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCoun
 from specdec.target.base import Target
 from specdec.theory.alpha import Acceptance, Pair, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval
-from specdec.theory.leviathan import divergence, lenient_alpha
+from specdec.theory.leviathan import divergence, lenient_alpha, non_iterative_alpha
 
-LENIENCES = (0.8, 0.5, 0.2)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
+LENIENCES = (1.0, 0.5, 0.3, 0.1)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
 MOST = 1e6  # cap on q(x) / p(x), for text that the target would hardly write
 
 
@@ -31,6 +31,7 @@ class Along(NamedTuple):
     alpha: Acceptance
     ratio: Tensor  # q(x) / p(x) at the text's own token x
     divergence: Tensor  # D_LK
+    non_iterative: Tensor  # α by that rule
     lenient: list[Tensor]  # α_l, for each of `LENIENCES`
 
 
@@ -50,7 +51,8 @@ def beyond_acceptance(pair: Pair) -> tuple[Tensor, ...]:
     log_ratio = (pair.log_q.gather(-1, label) - pair.log_p.gather(-1, label))[..., 0]
     ratio = log_ratio.exp().nan_to_num(0.0, MOST).clamp_max(MOST) * (pair.label >= 0)
     lenient = (lenient_alpha(pair.p, pair.q, factor) for factor in LENIENCES)
-    return (ratio, divergence(pair.p, pair.q), *lenient)
+    plain = non_iterative_alpha(pair.p, pair.q)
+    return (ratio, divergence(pair.p, pair.q), plain, *lenient)
 
 
 @torch.no_grad()
@@ -66,7 +68,7 @@ def along(
     room = target.room(placed)
     room = room if drafter.positions is None else min(room, drafter.positions)
     read = list(ids[: max(0, room - placed)])
-    count = 5 + len(LENIENCES)
+    count = 6 + len(LENIENCES)
     columns = [torch.zeros(len(ids), drafter.depth, dtype=torch.float64) for _ in range(count)]
     if len(read) > 1:
         text = Context(torch.tensor([[*prompt, *read]], device=target.device))
@@ -76,7 +78,7 @@ def along(
         at_N = table.anchors.position_N.cpu() - len(prompt)
         for column_TK, found_NK in zip(columns, (*table.alpha, *table.more), strict=True):
             column_TK[at_N[at_N >= 0]] = found_NK.double().cpu()[at_N >= 0]
-    return Along(Acceptance(*columns[:3]), columns[3], columns[4], columns[5:])
+    return Along(Acceptance(*columns[:3]), columns[3], columns[4], columns[5], columns[6:])
 
 
 class Text(NamedTuple):
@@ -135,13 +137,18 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
         return None
     divergences = [text.found.divergence[text.anchors] for text in every]
     ratios = [text.found.ratio[text.anchors, :gamma] for text in visited]
-    lenient = [
-        Lenient(factor, mean([text.found.lenient[i][text.anchors, 0] for text in every]))
+
+    def lenient(i: int, texts: Sequence[Text]) -> Interval:
+        return mean([text.found.lenient[i][text.anchors, 0] for text in texts])
+
+    by_lenience = [
+        Lenient(factor, lenient(i, every), lenient(i, visited))
         for i, factor in enumerate(LENIENCES)
     ]
     rejection = mean([expected_tokens(r.clamp_max(1)) for r in ratios])
     block = mean([block_expected_tokens(r) for r in ratios])
-    return Foreseen(by_depth(divergences), lenient, rejection, block)
+    non_iterative = mean([text.found.non_iterative[text.anchors, 0] for text in every])
+    return Foreseen(by_depth(divergences), by_lenience, rejection, block, non_iterative)
 
 
 def prompt_counts(every: Text, made: Generation, gamma: int, greedy: bool) -> PromptCounts:

@@ -47,7 +47,8 @@ class Lenient:
     """α_l of Leviathan et al., Appendix A.5, where q is multiplied by a `factor` l."""
 
     factor: float
-    alpha: Interval
+    alpha: Interval  # over all positions
+    visited: Interval | None = None  # at the anchors where the decoder's rounds started
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Foreseen:
     lenience: list[Lenient]  # at depth 0
     rejection_tokens: Interval  # E[tokens a pass] of a chain by rule rejection
     block_tokens: Interval  # the same by rule block
+    non_iterative: Interval | None = None  # α at depth 0 by rule non_iterative
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class Results:
     temperatures: list[AtTemperature]
     learned_on: str = ""
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
+    target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # of the target, which a pass reads
     training: Training | None = None
     also: "Results | None" = None  # another draft, measured in turns with this one

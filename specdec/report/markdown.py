@@ -1,7 +1,10 @@
-"""The report for people, as Markdown with the plots beside it."""
+"""The report for people, as Markdown and as HTML, with the plots beside it."""
 
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
+
+from markdown_it import MarkdownIt
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report import theory
@@ -13,6 +16,12 @@ VARIANTS = {
     "greedy": "greedy, argmax p = argmax q",
 }
 SAMPLES = 3
+STYLE = (
+    "body{max-width:64rem;margin:2rem auto;padding:0 1rem;font:16px/1.5 sans-serif;color:#1f2937}"
+    "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:14px}"
+    "th,td{border-bottom:1px solid #e5e7eb;padding:.3rem .7rem .3rem 0;text-align:left}"
+    "img{max-width:100%}blockquote{margin-left:0;padding-left:1rem;border-left:3px solid #e5e7eb}"
+)
 
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
@@ -32,6 +41,15 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         *_samples(results.temperatures[0]),
     ]
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def write(path: Path, page: str) -> None:
+    """Write a page as Markdown to `path`, and beside it as HTML. Samples are text, never markup."""
+    path.write_text(page)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(page)
+    title = escape(page.partition("\n")[0].removeprefix("# "))
+    head = f"<meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
+    path.with_suffix(".html").write_text(f"<!doctype html>{head}\n{body}")
 
 
 def drafted(results: Results, at: AtTemperature) -> str:

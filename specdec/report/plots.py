@@ -4,18 +4,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import AutoLocator, MaxNLocator
 
 from specdec.measure.results import Curve, Results
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
+PALETTE = (BLUE, ORANGE, GREEN, "#9333ea", "#0891b2", "#dc2626", "#ca8a04", "#be185d", GREY)
 LABELLED = 10  # the most bars that have room for their figures
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -70,6 +71,36 @@ def accepted_lengths(path: Path, results: Results) -> None:
         ax.margins(y=0.12)
         title = "Drafted tokens accepted in a round"
         ax.set(title=title, xlabel="accepted", ylabel="share of rounds")
+
+
+class Line(NamedTuple):
+    """A curve of a panel or, with the format "o", points. Only lines with a label are explained in
+    the legend."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str
+    label: str = ""
+    format: str = "-"
+
+
+class Panel(NamedTuple):
+    title: str
+    x_label: str
+    lines: Sequence[Line]
+
+
+def curves(path: Path, panels: Sequence[Panel], columns: int = 4) -> None:
+    """Panels side by side, with a legend of the last one's labels in `columns` columns."""
+    with _axes(path, (4.8, 4.2), len(panels), columns) as axes:
+        for ax, panel in zip(axes, panels, strict=True):
+            for line in panel.lines:
+                faint = {"alpha": 0.4, "linewidth": 1} if line.format == ":" else {}
+                above = {"zorder": 3, "markeredgecolor": "white"} if line.format == "o" else {}
+                style: dict[str, Any] = {"color": line.colour, "label": line.label} | faint | above
+                ax.plot(line.x, line.y, line.format, **style)
+            ax.xaxis.set_major_locator(AutoLocator())
+            ax.set(title=panel.title, xlabel=panel.x_label)
 
 
 def training(path: Path, curve: Curve) -> None:

@@ -1,4 +1,4 @@
-"""A report's folder: results.json, report.md, plots, and what was learned on the way."""
+"""A report's folder: results.json, report.md and .html, plots, and what was learned on the way."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
             at.learned.classifier.save(folder / f"stop-classifier-T{at.temperature:g}.json")
         if at.learned.table is not None:
             at.learned.table.save(folder / f"cost-table-T{at.temperature:g}.json")
-    (folder / "report.md").write_text(markdown.page(results, pictures))
+    markdown.write(folder / "report.md", markdown.page(results, pictures))
     return pictures
 
 

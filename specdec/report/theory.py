@@ -18,6 +18,7 @@ from specdec.theory.leviathan import (
 )
 
 BEAMS = 4
+PASS = ("tokens", "ms", "MB of weights", "GFLOP", "FLOP a byte", "GB/s", "GFLOP/s")
 FURTHEST = 16  # the largest γ tried in the search for the best
 
 
@@ -37,6 +38,16 @@ def foreseen_speedup(at: AtTemperature) -> Interval:
     share = at.drafted_per_round.value / at.gamma if at.chain else 1.0
     cost = round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
+
+
+def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:
+    """A pass of the target over some tokens of each row, in the columns of `PASS`."""
+    size, tokens = results.weight_bytes, tokens * results.batch
+    work = tokens * results.target_operations
+    rates = (through(seconds, lambda s: amount / s / 1e9) for amount in (size, work))  # noqa: B023
+    cells = [str(tokens), milliseconds(seconds), f"{size / 1e6:,.0f}"]
+    cells += [f"{work / 1e9:.2f}", f"{work / size:.2f}", *(rate.text(1) for rate in rates)]
+    return cells if work else [*cells[:3], "—", "—", cells[5], "—"]
 
 
 def section(results: Results) -> list[str]:
@@ -113,26 +124,30 @@ def _measured_law(at: AtTemperature) -> list[str]:
         blocks.append(table("tokens a pass at the visited anchors", [""], rows))
     divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
+    plain = ""
+    if found.non_iterative is not None:
+        plain = f"; by non-iterative rejection (Appendix A.2) {found.non_iterative.text()}"
     return [
         *blocks,
         f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; it is 1 − α of the "
         "sampled variant (Corollary 3.6), computed independently of it.",
-        f"With lenience l (Appendix A.5, lossy), α at depth 0 would be {lenience}; it is "
-        f"{at.alpha.all.sampled[0].text()} at l = 1.",
+        f"With lenience l (Appendix A.5, lossy), α at depth 0 would be {lenience}{plain}.",
     ]
 
 
 def _reads(results: Results) -> list[str]:
     """What a pass reads, and what beam search would add to it."""
-    at, size, blocks = results.temperatures[0], results.weight_bytes, []
-    if size:
-        step = at.costs.step_seconds
-        rate = through(step, lambda seconds: size / seconds / 1e9)
-        blocks.append(
-            f"A plain step reads the target's weights, {size / 1e6:,.0f} MB, in "
-            f"{milliseconds(step)} ms: {rate.text(1)} GB/s. A round reads them once however many "
-            "tokens it commits."
-        )
+    at, blocks = results.temperatures[0], []
+    if results.weight_bytes:
+        rows = {
+            "plain step": of_pass(results, 1, at.costs.step_seconds),
+            "verification": of_pass(results, at.nodes + 1, at.costs.verify_seconds),
+        }
+        blocks += [
+            table("a pass of the target", PASS, rows),
+            "A pass reads the weights once, however many tokens it multiplies them with (Section "
+            "3.4); the cache is left out.",
+        ]
     return [
         *blocks,
         f"A beam search of width {BEAMS} behind a draft beam of the same width would have the "

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
+import torch
 from torch import Tensor
 
 from specdec.errors import require
@@ -71,11 +72,16 @@ def guaranteed_factor(alpha: float, c: float) -> float:
     return max(1.0, walltime_factor(alpha, 1, c))
 
 
-def operations_factor(alpha: Alpha, gamma: int, c_hat: float) -> float:
-    """Expected growth of arithmetic operations: (γĉ + γ + 1) / E[tokens] (Theorem 3.11), where ĉ
-    is the draft's operations per token divided by the target's (Definition 3.10)."""
+def round_operations(gamma: float, c_hat: float) -> float:
+    """Arithmetic operations of a round that drafts γ tokens, in plain steps: γĉ + γ + 1, where ĉ is
+    the draft's operations per token divided by the target's (Definition 3.10)."""
     require(c_hat >= 0, f"c_hat={c_hat}: a ratio of operations is 0 or more")
-    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+    return gamma * c_hat + gamma + 1
+
+
+def operations_factor(alpha: Alpha, gamma: int, c_hat: float) -> float:
+    """Expected growth of arithmetic operations: `round_operations` / E[tokens] (Theorem 3.11)."""
+    return round_operations(gamma, c_hat) / expected_tokens(alpha, gamma)
 
 
 def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> list[float]:
@@ -131,6 +137,18 @@ def lenient_alpha(p_NV: Tensor, q_NV: Tensor, lenience: float) -> Tensor:
     some may become rarer without bound. l = 1 gives β."""
     require(0 < lenience <= 1, f"lenience={lenience}: give more than 0 and at most 1")
     return overlap(p_NV / lenience, q_NV)
+
+
+def non_iterative_alpha(p_NS: Tensor, q_NS: Tensor) -> Tensor:
+    """α of non-iterative rejection sampling [N], 1 / M = min_x q(x) / p(x) over the tokens with
+    p(x) > 0 (Appendix A.2): x is accepted with p(x) / (M q(x)), and each x is drawn with q(x).
+
+    It is at most β, and 0 if p has mass outside the draft vocabulary (1e-4 or more, since sums in
+    float32 are not exact).
+    """
+    ratio_NS = torch.where(p_NS > 0, q_NS / p_NS, torch.inf)
+    whole_N = p_NS.sum(-1) > 1 - 1e-4
+    return torch.where(whole_N, ratio_NS.amin(-1), 0.0).clamp_max(1)
 
 
 def beam_passes(width: int, draft_width: int, gamma: int) -> int:

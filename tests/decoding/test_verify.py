@@ -212,6 +212,22 @@ def test_rejection_accepts_as_its_formula_says() -> None:
         assert expected_accepted(RULES["rejection"], p, q) == pytest.approx(hand, abs=EXACT)
 
 
+def test_non_iterative_rejection_accepts_as_its_formula_says() -> None:
+    """Of each x, q p / (M q) = p / M, with 1 / M = min q / p where p > 0; never more than
+    rejection, and less where q is not p."""
+    gains = []
+    for p, q in CASES:
+        both = []
+        for a, b in zip(p, q):
+            least = (b / a).where(a > 0, torch.inf).amin(-1, keepdim=True)
+            both.append(a * least)
+        hand = sum(float(joint(both[: n + 1]).sum()) for n in range(len(q)))
+        found = expected_accepted(RULES["non_iterative"], p, q)
+        assert found == pytest.approx(hand, abs=EXACT)
+        gains.append(expected_accepted(RULES["rejection"], p, q) - found)
+    assert min(gains) > -EXACT and max(gains) > 0.5
+
+
 def test_block_accepts_as_its_formula_says() -> None:
     """P(accepted >= i) = E[w_i] (Sun et al. 2024, Lemma 3); with r the mass q w is
     r_i = min(q_{1…i}, r_{i-1} p_i), so E[accepted] = Σ_i Σ_{x_1…x_i} r_i."""

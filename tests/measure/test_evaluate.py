@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
@@ -162,15 +163,33 @@ def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None
 
 def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
     """D_LK is 1 - α, computed apart from it; block expects at least what rejection does, and both
-    lie between one token and γ + 1; the more lenient, the more is accepted."""
+    lie between one token and γ + 1; the more lenient, the more is accepted, on either side;
+    non-iterative rejection accepts less."""
     greedy, at = measured(target, lm(target), replace(GREEDY, temperatures=[0.0, 1.0])).temperatures
     assert greedy.foreseen is None and at.foreseen is not None
     for d, alpha in zip(at.foreseen.divergence, at.alpha.all.sampled, strict=True):
         assert d.value == pytest.approx(1 - alpha.value, abs=1e-5) and d.n == alpha.n
     block, rejection = at.foreseen.block_tokens, at.foreseen.rejection_tokens
     assert 1 < rejection.value <= block.value < 4 and block.n == rejection.n > 0
-    rising = [at.alpha.all.sampled[0].value, *(x.alpha.value for x in at.foreseen.lenience)]
-    assert rising == sorted(rising) and rising[0] < rising[-1]
+    rising = [x.alpha.value for x in at.foreseen.lenience]
+    visited = [x.visited.value for x in at.foreseen.lenience if x.visited]
+    for found, alpha in ((rising, at.alpha.all), (visited, at.alpha.visited)):
+        assert found == sorted(found) and len(found) == 4 and found[0] < found[-1]
+        assert found[0] == pytest.approx(alpha.sampled[0].value, abs=1e-5)
+    assert visited != rising
+    assert at.foreseen.non_iterative and 0 < at.foreseen.non_iterative.value < rising[0]
+
+
+def test_the_operations_of_a_step_are_those_of_its_products(target: Target) -> None:
+    """Twice the weights of all linear layers and the head, and the products of attention: for each
+    of 4 layers and heads 2 · 2 · 8 for each token of the prompt and the anchor. Of a draft that is
+    the target, ĉ is 1 but for the tokens that it attends to more."""
+    results = measured(target, lm(target, 0.0), replace(GREEDY, gamma=1))
+    linears = [m for m in target.model.modules() if isinstance(m, torch.nn.Linear)]
+    weights = sum(m.weight.numel() for m in linears)
+    attended = 4 * 4 * 2 * 2 * 8 * (len(PROMPTS[0]) + 1)
+    assert results.target_operations == 2 * weights + attended
+    assert results.operations == pytest.approx(1, abs=0.02)
 
 
 def test_a_copying_draft_that_is_the_target_is_foreseen_whole(target: Target) -> None:
@@ -180,6 +199,7 @@ def test_a_copying_draft_that_is_the_target_is_foreseen_whole(target: Target) ->
     assert at.foreseen.block_tokens.value == pytest.approx(4, abs=1e-4)
     assert at.foreseen.rejection_tokens.value == pytest.approx(4, abs=1e-3)
     assert at.foreseen.divergence[2].value == pytest.approx(0, abs=1e-5)
+    assert at.foreseen.non_iterative and at.foreseen.non_iterative.value > 0.99
 
 
 def test_the_oracle_sees_long_rounds_and_uses_v(

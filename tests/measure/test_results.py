@@ -63,12 +63,12 @@ def temperature(t: float) -> AtTemperature:
             at(0.02, 0.001, 31), at(0.022, 0.001, 31), at(0.003, 0.001, 31), at(0.07), at(1.1)
         ),
         learned=Learned([[0], [0, 0]], [[0.4, 0.1]], at(0.07), at(1.1), table(), classifier()),
-        foreseen=Foreseen([at(0.6), at(0.7)], [Lenient(0.5, at(0.6))], at(1.4), at(1.5))
+        foreseen=Foreseen([at(0.6), at(0.7)], [Lenient(0.5, at(0.6))], at(1.4), at(1.5), at(0.1))
         if t
         else None,
         oracle=Oracle(1.5, 2, 1.2, 0.1, 300, 8),
         seconds_spent={"draft": 1.0, "verify": 5.0},
-        samples=[Sample("Why is the sky blue?", "Because.", 1.5)],
+        samples=[Sample("Why is the sky <b>blue?", "Because.", 1.5)],
         prompts=[PromptCounts(40, 27, [38, 38], [15.0, 12.0], [17.0, 12.0], (39.0, 26.5))],
     )
 
@@ -105,6 +105,7 @@ def results() -> Results:
         temperatures=[temperature(0.0), temperature(1.0)],
         learned_on="6 other prompts",
         operations=0.05,
+        target_operations=270_000_000,
         weight_bytes=270_000_000,
         training=Training(924, 924, 442_977, 270.0, 1.57, held, False, curve, "1 nla"),
     )
@@ -122,13 +123,16 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
         "alpha.png",
         "cost-table-T0.json",
         "cost-table-T1.json",
+        "report.html",
         "report.md",
         "results.json",
         "stop-classifier-T0.json",
         "stop-classifier-T1.json",
         "training.png",
     ]
-    text = (tmp_path / "report.md").read_text()
+    text, shown = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
+    assert "<h2>Acceptance</h2>" in shown and '<img src="alpha.png"' in shown
+    assert "<td>**" not in shown and "&lt;b&gt;" in shown and "<b>" not in shown
     assert "\nObjective: 1 nla.\n" in text
     assert markdown.page(Results.read(tmp_path), pictures) == text
     assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
@@ -158,7 +162,10 @@ def test_the_closed_forms_stand_for_chains_alone() -> None:
     for words in ("Theorem 3.8", "Corollary 3.9", "Theorem 3.11", "Section 3.4", "Appendix A.4"):
         assert words in chain
     assert "rule `block`, expected (never less) | 1.500 [1.450, 1.550]" in chain
-    assert "270 MB, in 20.0 [19.0, 21.0] ms: 13.5" in chain  # 270 MB / 20 ms
+    # 270 MB / 20 ms; .27 GFLOP a token, so .81 for the 3 of a verification, in 22 ms
+    assert "| plain step | 1 | 20.0 [19.0, 21.0] | 270 | 0.27 | 1.00 | 13.5 [" in chain
+    assert "| verification | 3 | 22.0 [21.0, 23.0] | 270 | 0.81 | 3.00 | 12.3 [" in chain
+    assert "36.8 [" in chain and "rejection (Appendix A.2) 0.100 [0.050, 0.150]." in chain
     trees = results()
     trees.tree = "dynamic"
     trees.temperatures = [replace(t, nodes=6, chain=False) for t in trees.temperatures]
@@ -174,7 +181,7 @@ def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
     page = markdown.page(results(), {})
     machine = "EPYC with AVX512, 2 threads, bfloat16 (this CPU is fast), torch 2.13.0"
     assert f"\nMachine: {machine}.\n" in page and machine in report.summary(results())
-    assert "> Why is the sky blue?\n\nBecause. *(τ 1.50)*" in page
+    assert "> Why is the sky <b>blue?\n\nBecause. *(τ 1.50)*" in page
 
 
 def test_the_headline_is_flat() -> None:

@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.measure.results import PromptCounts, Results
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
+from specdec.theory.leviathan import walltime_by_gamma, walltime_factor
 from tests.measure.test_results import results
 from tests.tiny import (
     REPOSITORY,
@@ -365,6 +366,82 @@ def test_families_are_trained_once_and_stand_in_one_table(
     longer.write(runs / "hydra" / "report")
     with pytest.raises(UserError, match="different lengths"):
         families(mine, folder=Path("all"), families=["medusa", "hydra"])
+
+
+@pytest.mark.slow
+def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: list[str]) -> None:
+    """Made once, and then read. The figures are those of the runs' results; of the closed forms for
+    one α, some by hand."""
+    from benches import paper as bench
+
+    tiny, runs = make_tiny(tmp_path), tmp_path / "runs" / "p"
+    mine = [x for x in tiny.overrides() if not x.startswith(("drafter", "track"))]
+    given: dict[str, Any] = dict(tokens=600, prompts=2, layers=[2])
+    given |= dict(heads=["medusa drafter.depth=4"], runs=["p/unigram"])
+    pages, written = [], []
+    for _ in range(2):
+        bench.paper([*mine, "data.limit=null"], folder=Path("p"), **given)
+        pages.append((runs / "report" / "paper.md").read_text())
+        kept = [*runs.glob("*/*/results.json"), *runs.glob("*/beams.json")]
+        written.append({path: path.stat().st_mtime_ns for path in kept})
+    assert pages[0] == pages[1] and written[0] == written[1]
+    assert tiny_runs == ["unigram", "bigram", "ngram", "lm", "medusa"]
+    names = ["unigram", "bigram", "prompt lookup", "LM, 2 layers", "medusa head", "p/unigram"]
+    places = [runs / name.replace(", ", "-").replace(" ", "-") for name in names[:-1]]
+    found = {n: Results.read(r / "report") for n, r in zip(names, [*places, places[0]])}
+
+    rows: dict[str, list[list[str]]] = {}
+    for row in tables(pages[0]):
+        if len(row) > 1:
+            rows.setdefault(row[0], []).append(row[1:])
+    for name, made in found.items():
+        zero, one = made.temperatures
+        alphas = [zero.alpha.all.greedy[0], one.alpha.all.sampled[0]]
+        assert [*map(str, alphas), f"{alphas[1].n:,}"] in rows[name]
+        for at, alpha in zip(made.temperatures, alphas):
+            ((gamma, a, c, _, tau, expected, _, speedup, _), *_) = rows[
+                f"{name}, T = {at.temperature:g}"
+            ]
+            assert (gamma, a, c) == ("3", f"{alpha.value:.3f}", f"{at.costs.c.value:.3f}")
+            assert (tau, speedup) == (str(at.tau), at.speedup.text(2))
+            tokens = sum(alpha.value**n for n in range(4))
+            by_hand = tokens / (3 * at.costs.c.value + 1)
+            assert float(expected.split()[0]) == pytest.approx(by_hand, abs=0.0051)
+    trained = ("LM, 2 layers", "medusa head")
+    best = max(trained, key=lambda name: found[name].temperatures[0].speedup.value)
+    run, base = places[names.index(best)], found[best]
+    for gamma in (1, 2):
+        (at,) = Results.read(run / f"gamma-{gamma}").temperatures
+        assert at.gamma == gamma and base.operations
+        (after, in_a_pass) = (rows[f"γ = {gamma}"][i] for i in (0, 1))
+        assert after[1] == str(at.tau) and after[3] == at.speedup.text(2)
+        grown = (gamma * base.operations + gamma + 1) / at.tau.value
+        assert float(after[4].split()[0]) == pytest.approx(grown, abs=0.0051)
+        assert in_a_pass[0] == str(gamma + 1)
+    (lenient,) = Results.read(run / "lenience-factor=0.1").temperatures
+    assert lenient.rule == "lenience:factor=0.1" and not lenient.lossless and lenient.foreseen
+    (row,) = rows["l = 0.1"]
+    visited = lenient.foreseen.lenience[-1].visited
+    assert visited and row[0] == f"{visited.value:.3f}" and row[2] == str(lenient.tau)
+    (plain,) = Results.read(run / "non_iterative").temperatures
+    assert rows["non-iterative"][0][1:3] == [str(plain.conditional_acceptance[0]), str(plain.tau)]
+    steps, passes = (int(rows[how][0][0]) for how in ("plain", "with the draft"))
+    assert passes <= steps and rows["with the draft"][0][1] == f"{steps / passes:.2f}"
+    shown = (runs / "report" / "paper.html").read_text()
+    for name in ("gamma", "tokens", "lenience"):
+        assert f'<img src="{name}.png"' in shown and (runs / "report" / f"{name}.png").exists()
+
+
+def test_the_papers_own_figures_are_those_of_its_formulas() -> None:
+    """Table 4 by Theorem 3.8. The speedups that Appendix A.5 gives for c = .015 are above the best
+    of that theorem, as the page says."""
+    from benches.paper import LENIENT, SPEED
+
+    for gamma, alpha, c, expected, _ in SPEED.values():
+        found = walltime_factor(float(alpha), int(gamma), float(c))
+        assert found == pytest.approx(float(expected), abs=0.0501)
+    best = [max(walltime_by_gamma(alpha, 0.015, 30)) for alpha, _ in LENIENT.values()]
+    assert [f"{x:.1f}" for x in best] == ["2.3", "2.9", "3.4", "4.8"]
 
 
 def test_the_parts_of_a_round_stand_beside_what_it_should_gain(

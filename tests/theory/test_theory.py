@@ -19,6 +19,7 @@ from specdec.theory.leviathan import (
     guaranteed_factor,
     interpolate,
     lenient_alpha,
+    non_iterative_alpha,
     operations_factor,
     oracle_factor,
     pass_cost,
@@ -227,6 +228,18 @@ def test_lenient_alpha() -> None:
     # as it is derived in A.5: E over q of min(1, p / (l q))
     derived = (q * (p / (0.5 * q)).clamp_max(1)).sum()
     assert lenient_alpha(p, q, 0.5).item() == pytest.approx(derived.item())
+
+
+def test_non_iterative_alpha() -> None:
+    """1 / M = min q / p: min(.2 / .5, .2 / .3, .6 / .2) = .4; only tokens that the target may say
+    count; of a pruned vocabulary the others have q = 0; and q = p accepts all."""
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.2, 0.6]])
+    assert non_iterative_alpha(p, q).item() == pytest.approx(0.4)
+    assert non_iterative_alpha(p[:, :2], q[:, :2]).item() == 0
+    one, half = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])
+    assert non_iterative_alpha(one, half).item() == 0.5
+    assert non_iterative_alpha(half, one).item() == 0
+    assert non_iterative_alpha(p, p).item() == 1
 
 
 def test_beam_passes() -> None:

@@ -1,0 +1,416 @@
+"""The experiments of Leviathan, Kalman and Matias ("Fast Inference from Transformers via
+Speculative Decoding", 2023) on one target: the runs, and a page that compares both."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from benches import recipe
+from benches.again import again, opened
+
+from specdec.decoding.beam import beam_search
+from specdec.errors import UserError, require
+from specdec.files import make_folder, read_record, write_whole
+from specdec.measure.results import AtTemperature, Results
+from specdec.progress import console
+from specdec.report.markdown import write
+from specdec.report.plots import GREY, PALETTE, Line, Panel, curves
+from specdec.report.tables import table
+from specdec.report.theory import FURTHEST, PASS, foreseen_speedup, of_pass, through
+from specdec.theory import leviathan as theory
+from specdec.theory.intervals import ratio_interval
+
+SIZE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3", "data.limit=300")
+LM = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
+GAMMAS = (1, 2, 3, 5, 7)  # of the draft that is measured again
+BEAMS, NEW, SHOWN = 4, 32, 10  # SHOWN: the largest γ of a curve
+# Table 3: α at T = 0 and T = 1
+ALPHA = {
+    "GPT-like 97M, lm1b: unigram": [".03", ".03"],
+    "GPT-like 97M, lm1b: bigram": [".05", ".05"],
+    "GPT-like 97M, lm1b: GPT-like 6M": [".88", ".89"],
+    "T5-XXL 11B, EnDe: unigram": [".08", ".07"],
+    "T5-XXL 11B, EnDe: bigram": [".20", ".19"],
+    "T5-XXL 11B, EnDe: T5-small 77M": [".75", ".62"],
+    "T5-XXL 11B, EnDe: T5-base 250M": [".80", ".68"],
+    "T5-XXL 11B, EnDe: T5-large 800M": [".82", ".71"],
+    "T5-XXL 11B, CNN/DM: T5-small 77M": [".65", ".53"],
+    "LaMDA 137B, dialogue: LaMDA 100M": [".61", ".57"],
+    "LaMDA 137B, dialogue: LaMDA 8B": [".75", ".74"],
+}
+# Tables 2 and 4, T5-XXL, EnDe: γ, α, c, expected and measured speedup
+SPEED = {
+    "T5-small 77M, T = 0": ["7", ".75", ".02", "3.2", "3.4"],
+    "T5-small 77M, T = 1": ["7", ".62", ".02", "2.3", "2.6"],
+    "T5-large 800M, T = 0": ["7", ".82", ".11", "2.5", "1.7"],
+}
+# Table 5 and Appendix A.5, T5-small on EnDe, T = 1: α and speedup by lenience
+LENIENT = {1.0: (0.62, "2.5"), 0.5: (0.71, "3.1"), 0.3: (0.76, "3.6"), 0.1: (0.84, "5")}
+
+
+@dataclass
+class Beams:
+    """Beam search with a draft and without; an entry of each list is a prompt."""
+
+    steps: list[int]
+    passes: list[int]
+    nodes: list[int]  # drafted
+    plain_seconds: list[float]
+    seconds: list[float]
+
+
+class Measured(NamedTuple):
+    found: dict[str, Results]  # by draft
+    best: str  # the draft of the rest
+    by_gamma: dict[int, AtTemperature]  # T = 0
+    by_lenience: dict[float, AtTemperature]  # T = 1
+    non_iterative: AtTemperature
+    beams: Beams
+
+
+def paper(
+    overrides: Annotated[Sequence[str], "of train.py for all runs, e.g. data.limit=200"] = (),
+    *,
+    folder: Annotated[Path, "of the runs and the page, inside runs/"] = Path("paper"),
+    tokens: Annotated[int, "to train each draft on"] = 20_000,
+    prompts: Annotated[int, "held-out prompts to measure on"] = 6,
+    layers: Annotated[Sequence[int], "of the target in each draft LM"] = (1, 4, 8),
+    heads: Annotated[Sequence[str], 'e.g. "NAME drafter.depth=3"; default: of train.py'] = (),
+    runs: Annotated[Sequence[str], "finished runs inside runs/ to add, e.g. quickstart"] = (),
+) -> None:
+    """The experiments of the paper that introduced speculative decoding, on one page with plots.
+
+    Counts of tokens, prompt lookup, draft LMs of the target's first and last layers, and heads are
+    trained on equal tokens and measured. The trained draft with the largest speedup at T = 0 is
+    measured again with other γ, with lenience, by non-iterative rejection and under beam search.
+    Makes what `folder` lacks, and continues after an interruption, as recipe does.
+    """
+    common = [*SIZE, f"decode.prompts={prompts}", f"loop.max_tokens={tokens}", *overrides]
+    found, places = dict[str, Results](), dict[str, Path]()
+
+    def train(name: str, *own: str) -> None:
+        place = folder / name.replace(", ", "-").replace(" ", "-")
+        made = recipe.report_of(str(place), common, own, f"draft {len(found) + 1}")
+        name = name if own else f"{made.drafter} {name}"
+        found[name], places[name] = made, recipe.ROOT / "runs" / place
+
+    train("unigram", "drafter=unigram")
+    train("bigram", "drafter=bigram")
+    train("prompt lookup", "drafter=ngram")
+    deepest = opened(places["unigram"], prompts + 1).target.config.num_hidden_layers
+    opened.cache_clear()
+    for n in layers:
+        kept = [str(i) for i in range(deepest) if i < (n + 1) // 2 or i >= deepest - n // 2]
+        train(f"LM, {n} layer{'s' * (n > 1)}", *LM, f"drafter.layers=[{','.join(kept)}]")
+    for head in heads or [""]:
+        name, *more = head.split() or [""]
+        train(f"{name} head".strip(), *([f"drafter={name}", *more] if name else []))
+    for name in runs:
+        places[name] = recipe.ROOT / "runs" / name
+        found[name] = Results.read(places[name] / "report")
+    for name, made in found.items():
+        at = [at.temperature for at in made.temperatures if at.chain]
+        require(at == [0, 1], f"{places[name]} was not measured with chains at T = 0 and T = 1")
+    trained = [name for name in found if found[name].training]
+    best = max(trained, key=lambda name: found[name].temperatures[0].speedup.value)
+    here = make_folder(recipe.ROOT / "runs" / folder / "report")
+    write(here / "paper.md", page(rest_of(found, best, places[best]), here))
+    console.print(f"report: {here / 'paper.md'}")
+
+
+def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
+    """Measure one of the drafts in the other ways, or read these measurements from its run."""
+    base = found[best]
+    by_gamma = {base.temperatures[0].gamma: base.temperatures[0]}
+    for gamma in GAMMAS:
+        try:
+            made = again(run, f"gamma-{gamma}", base, gamma=gamma, temperatures=[0.0])
+        except UserError as error:
+            console.print(f"{best} is not measured with γ = {gamma}: {error}", markup=False)
+        else:
+            (by_gamma[gamma],) = made.temperatures
+    rules = {x: f"lenience:factor={x}" if x < 1 else "rejection" for x in LENIENT}
+    by_rule = {
+        rule: again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
+        for rule in (*rules.values(), "non_iterative")
+    }
+    of = {rule: made.temperatures[0] for rule, made in by_rule.items()}
+    lenient = {x: of[rule] for x, rule in rules.items()}
+    for at in (base.temperatures[1], *of.values()):
+        require(at.foreseen is not None, "the answers are too short: raise decode.max_new_tokens")
+    by_gamma = dict(sorted(by_gamma.items()))
+    return Measured(found, best, by_gamma, lenient, of["non_iterative"], beams_of(run, base))
+
+
+def beams_of(run: Path, base: Results) -> Beams:
+    """Search with `BEAMS` beams on the prompts of a report, plainly and with the draft in turn."""
+    kept, gamma = run / "beams.json", base.temperatures[0].gamma
+    if not kept.exists():
+        target, drafter, _, prompts, _ = opened(run, base.prompts + 1)
+        made = Beams([], [], [], [], [])
+        for prompt in [prompts[0], *prompts[: base.prompts]]:  # the first warms up
+            plain, found = (
+                beam_search(target, prompt, beams=BEAMS, max_new_tokens=NEW, drafter=x, gamma=gamma)
+                for x in (None, drafter)
+            )
+            made.steps.append(found.steps - 1)
+            made.passes.append(len(found.rounds))
+            made.nodes.append(sum(r.nodes for r in found.rounds))
+            made.plain_seconds.append(plain.seconds)
+            made.seconds.append(found.seconds)
+        made = Beams(*(column[1:] for column in vars(made).values()))
+        write_whole(kept, json.dumps(asdict(made)))
+    return read_record(Beams, kept, "delete it, and give the command again")
+
+
+def page(m: Measured, folder: Path) -> str:
+    """The page, whose plots are written into `folder`."""
+    base = m.found[m.best]
+    gamma_plot(folder / "gamma.png", m)
+    tokens_plot(folder / "tokens.png", m)
+    lenience_plot(folder / "lenience.png", m)
+    training = next(made.training for made in m.found.values() if made.training)
+    blocks = [
+        "# The experiments of Leviathan et al. 2023, at this size",
+        f"Target {base.target}, data {base.data}, {base.prompts} held-out prompts of up to "
+        f"{base.max_new_tokens} new tokens; drafts trained on {training.tokens:,} tokens of the "
+        f"target's own answers. Machine: {base.machine}. Intervals are 95 % bootstraps over "
+        "prompts. The paper's T5-XXL has 11B parameters and runs on a TPU-v4, and its drafts were "
+        "well trained. This target is small: a draft costs more of its step (c), and checking "
+        "several tokens costs more than one (v), which the paper takes as equal.",
+        "## α (Table 3)",
+        table("draft", ["α at T = 0", "α at T = 1", "positions"], dict(alphas(m))),
+        "Over all positions of the target's own answers: greedy at T = 0, sampled at T = 1. Small "
+        "targets repeat themselves at T = 0, which counts and lookup profit from.",
+        table("the paper's", ["α at T = 0", "α at T = 1"], ALPHA),
+        "## Speed (Tables 2 and 4)",
+        table("draft", [*SPEEDS], {name: row for name, row in speeds(m)}),
+        "Theorem 3.8 takes α as equal at all positions and v as 1; τ / (γc + v) takes what was "
+        "measured. The rest is the decoder's own time.",
+        table(
+            "the paper's, EnDe",
+            ["γ", "α", "c", "Theorem 3.8", "measured"],
+            SPEED,
+        ),
+        "## γ (Theorems 3.8 and 3.11)",
+        "![walltime and operations by γ](gamma.png)",
+        "Curves are the theorems for the α, c and ĉ measured with each draft; solid ones have the "
+        f"measured v, dotted ones v = 1. Points were measured: {m.best} at T = 0 with every γ, all "
+        "others with one. They lie below the curves where acceptance falls with depth.",
+        table(
+            m.best,
+            ["τ by Equation 1", "τ", "speedup by Theorem 3.8", "speedup", "operations"],
+            dict(gammas(m)),
+        ),
+        "## Tokens a pass against α (Figure 2, Equation 1)",
+        "![tokens a pass by α](tokens.png)",
+        "Each point has the colour of its γ. Rounds start where the last one failed, at harder "
+        "positions than the average one, so τ lies below the curve.",
+        "## The oracle (Section 3.5)",
+        table("draft", ORACLE, dict(oracles(m))),
+        "The oracle drafts exactly what will be accepted, and verifies it. Rounds were drafted 8 "
+        "deep where the draft can; those accepted in full count as if a rejection followed. The "
+        "paper says up to about 60 % above a fixed γ for unbounded compute and typical α and c.",
+        "## Lenience and non-iterative rejection (Appendices A.5, A.2)",
+        "![α by lenience](lenience.png)",
+        table(m.best, LENIENCE, dict(leniences(m))),
+        "Lossy for l < 1: another text is written, so α is foreseen at the anchors that the same "
+        "decoder visited. The paper's column is T5-small on EnDe; its speedups are for c = .015, "
+        "where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the best γ. Non-iterative rejection "
+        "(Appendix A.2) accepts x with p(x) / (M q(x)), M = max p / q. It "
+        "is lossless, but of a whole vocabulary some token is nearly always far "
+        "likelier for the target; the paper proves that it accepts less, and has no figures.",
+        "## Arithmetic intensity and bandwidth (Section 3.4)",
+        table("a pass of the target", PASS, dict(passes(m))),
+        "The weights are read once a pass, so intensity grows with the tokens; where GFLOP/s stop "
+        "growing, verification is no longer free. The cache is left out.",
+        f"## Beam search, {BEAMS} beams (Appendix A.4)",
+        table(m.best, ["passes", "steps a pass", "nodes a pass", "seconds"], dict(searches(m))),
+        f"A draft beam of {2 * BEAMS} for γ = {base.temperatures[0].gamma} steps. The hypotheses "
+        "are those of plain beam search. The paper proposes this and has no figures.",
+        "## Left out",
+        "An encoder-decoder target on translation and summarisation (Section 4.1): there is "
+        "neither a trained one nor data of pairs to take from PyPI.",
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+Rows = Iterable[tuple[str, list[str]]]
+SPEEDS = ("γ", "α", "c", "v", "τ", "Theorem 3.8", "τ / (γc + v)", "measured", "best γ")
+ORACLE = ("oracle", "best fixed γ", "above it", "above it by the closed forms")
+LENIENCE = ("α foreseen", "accepted at depth 0", "τ", "α, all positions", "the paper's α, speedup")
+
+
+def alpha_of(at: AtTemperature) -> float:
+    """α at depth 0 over all positions, the one number that the closed forms take."""
+    return at.alpha.all.of(at.temperature)[0].value
+
+
+def cost_of_a_pass(m: Measured) -> theory.PassCost:
+    """v by γ: the medians of what was measured with all drafts."""
+    points: dict[int, list[float]] = {}
+    ats = [at for made in m.found.values() for at in made.temperatures]
+    for at in (*ats, *m.by_gamma.values()):
+        points.setdefault(at.gamma, []).append(at.costs.v.value)
+    return theory.pass_cost({gamma: statistics.median(of) for gamma, of in points.items()})
+
+
+def measured_operations(at: AtTemperature, c_hat: float) -> float:
+    return theory.round_operations(at.drafted_per_round.value, c_hat) / at.tau.value
+
+
+def alphas(m: Measured) -> Rows:
+    for name, made in m.found.items():
+        zero, one = (at.alpha.all.of(at.temperature)[0] for at in made.temperatures)
+        yield name, [str(zero), str(one), f"{one.n:,}"]
+
+
+def speeds(m: Measured) -> Rows:
+    v = cost_of_a_pass(m)
+    for name, made in m.found.items():
+        for at in made.temperatures:
+            alpha, c = at.alpha.all.of(at.temperature)[0], at.costs.c.value
+            expected = through(alpha, lambda a: theory.walltime_factor(a, at.gamma, c))  # noqa: B023
+            figures = [f"{alpha.value:.3f}", f"{c:.3f}", at.costs.v.text(2), str(at.tau)]
+            figures += [x.text(2) for x in (expected, foreseen_speedup(at), at.speedup)]
+            fastest = theory.best_gamma(alpha.value, c, FURTHEST, v)
+            yield f"{name}, T = {at.temperature:g}", [str(at.gamma), *figures, str(fastest)]
+
+
+def gammas(m: Measured) -> Rows:
+    c_hat = m.found[m.best].operations
+    for gamma, at in m.by_gamma.items():
+        alpha, operations = alpha_of(at), "—"
+        if c_hat is not None:
+            foreseen = theory.operations_factor(alpha, gamma, c_hat)
+            operations = f"{measured_operations(at, c_hat):.2f} (Theorem 3.11: {foreseen:.2f})"
+        tokens = theory.expected_tokens(alpha, gamma)
+        factor = theory.walltime_factor(alpha, gamma, at.costs.c.value)
+        found = [f"{tokens:.2f}", str(at.tau), f"{factor:.2f}", at.speedup.text(2), operations]
+        yield f"γ = {gamma}", found
+
+
+def oracles(m: Measured) -> Rows:
+    for name, made in m.found.items():
+        for at in made.temperatures:
+            if (known := at.oracle) is not None:
+                alpha, c = alpha_of(at), at.costs.c.value
+                closed = max(theory.walltime_by_gamma(alpha, c, FURTHEST))
+                yield (
+                    f"{name}, T = {at.temperature:g}",
+                    [
+                        f"{known.speedup:.2f}",
+                        f"{known.fixed_speedup:.2f} (γ = {known.fixed_gamma})",
+                        f"{known.speedup / known.fixed_speedup - 1:.0%}",
+                        f"{max(1.0, theory.oracle_factor(alpha, c)) / closed - 1:.0%}",
+                    ],
+                )
+
+
+def leniences(m: Measured) -> Rows:
+    every = m.found[m.best].temperatures[1]
+    assert every.foreseen
+    for (factor, at), known in zip(m.by_lenience.items(), every.foreseen.lenience, strict=True):
+        alpha, speed = LENIENT[factor]
+        yield f"l = {factor:g}", [*_accepted(at, factor), str(known.alpha), f"{alpha}, {speed}×"]
+    at = m.non_iterative
+    yield "non-iterative", [*_accepted(at, None), str(every.foreseen.non_iterative), "—"]
+
+
+def _accepted(at: AtTemperature, factor: float | None) -> list[str]:
+    return [
+        f"{foreseen(at, factor):.3f}" if factor else "—",
+        str(at.conditional_acceptance[0]),
+        str(at.tau),
+    ]
+
+
+def foreseen(at: AtTemperature, factor: float) -> float:
+    """α_l at the anchors that this decoder visited."""
+    assert at.foreseen
+    return next(x.visited.value for x in at.foreseen.lenience if x.factor == factor and x.visited)
+
+
+def passes(m: Measured) -> Rows:
+    base = m.found[m.best]
+    yield "plain step", of_pass(base, 1, base.temperatures[0].costs.step_seconds)
+    for gamma, at in m.by_gamma.items():
+        yield f"γ = {gamma}", of_pass(base, gamma + 1, at.costs.verify_seconds)
+
+
+def searches(m: Measured) -> Rows:
+    beams, gamma = m.beams, m.found[m.best].temperatures[0].gamma
+    steps, done = sum(beams.steps), max(1, sum(beams.passes))
+    most = theory.beam_passes(BEAMS, 2 * BEAMS, gamma)
+    plain, seconds = sum(beams.plain_seconds), sum(beams.seconds)
+    gain = ratio_interval(beams.plain_seconds, beams.seconds)
+    yield "plain", [f"{steps:,}", "1.00", str(BEAMS), f"{plain:.1f}"]
+    nodes = f"{BEAMS + sum(beams.nodes) / done:.1f} of {most}"
+    with_draft = f"{seconds:.1f}: {gain.text(2)} times as fast"
+    yield "with the draft", [f"{done:,}", f"{steps / done:.2f}", nodes, with_draft]
+
+
+def gamma_plot(path: Path, m: Measured) -> None:
+    """Walltime factors at T = 0 and T = 1, and operations at T = 0, against γ."""
+    v, gammas = cost_of_a_pass(m), range(SHOWN + 1)
+    panels: list[list[Line]] = [[], [], []]
+    for i, (name, made) in enumerate(m.found.items()):
+        colour = PALETTE[i % len(PALETTE)]
+        for lines, at in zip(panels, made.temperatures):
+            alpha, c = alpha_of(at), at.costs.c.value
+            factors = (theory.walltime_by_gamma(alpha, c, SHOWN, cost) for cost in (v, None))
+            points = list(m.by_gamma.values()) if (name, at.temperature) == (m.best, 0) else [at]
+            lines += [Line(gammas, f, colour, "", how) for f, how in zip(factors, "-:")]
+            speedups = [x.speedup.value for x in points]
+            lines.append(Line([x.gamma for x in points], speedups, colour, "", "o"))
+            if at.temperature == 0 and (c_hat := made.operations) is not None:
+                grown = [theory.operations_factor(alpha, g, c_hat) for g in gammas]
+                counted = [measured_operations(x, c_hat) for x in points]
+                panels[2] += [
+                    Line(gammas, grown, colour, name),
+                    Line([x.gamma for x in points], counted, colour, "", "o"),
+                ]
+    titles = ["Speedup, T = 0", "Speedup, T = 1", "Growth of operations, T = 0"]
+    curves(path, [Panel(title, "γ", lines) for title, lines in zip(titles, panels)])
+
+
+def tokens_plot(path: Path, m: Measured) -> None:
+    """Tokens a pass against α, for every γ with which something was measured."""
+    panels = []
+    for t in (0, 1):
+        ats = [made.temperatures[t] for made in m.found.values()]
+        ats += list(m.by_gamma.values()) * (t == 0)
+        used, lines = sorted({*GAMMAS, *(at.gamma for at in ats)}), list[Line]()
+        furthest = min(1.0, max(map(alpha_of, ats)) + 0.1)
+        alphas = [furthest * i / 50 for i in range(51)]
+        for gamma, colour in zip(used, PALETTE):
+            tokens = [theory.expected_tokens(alpha, gamma) for alpha in alphas]
+            points = [(alpha_of(at), at.tau.value) for at in ats if at.gamma == gamma]
+            lines.append(Line(alphas, tokens, colour, f"γ = {gamma}"))
+            lines.append(Line([a for a, _ in points], [tau for _, tau in points], colour, "", "o"))
+        panels.append(Panel(f"Tokens a pass, T = {t}", "α at depth 0, all positions", lines))
+    curves(path, panels, 5)
+
+
+def lenience_plot(path: Path, m: Measured) -> None:
+    x, ats = list(m.by_lenience), m.by_lenience
+    every = m.found[m.best].temperatures[1].foreseen
+    assert every
+    visited = [foreseen(at, factor) for factor, at in ats.items()]
+    counted = [at.conditional_acceptance[0].value for at in ats.values()]
+    lines = [
+        Line(x, visited, PALETTE[0], "foreseen at visited anchors"),
+        Line(x, counted, PALETTE[0], "decoder's own count", "o"),
+        Line(
+            x,
+            [a.alpha.value for a in every.lenience],
+            PALETTE[1],
+            "foreseen at all positions",
+            "--",
+        ),
+        Line(x, [alpha for alpha, _ in LENIENT.values()], GREY, "the paper, T5-small", "--"),
+    ]
+    curves(path, [Panel(f"α by lenience, T = 1, {m.best}", "l", lines)], 2)
