@@ -17,14 +17,15 @@ from specdec.files import make_folder, read_record, write_whole
 from specdec.measure.results import AtTemperature, Results
 from specdec.progress import console
 from specdec.report.markdown import write
-from specdec.report.plots import GREY, PALETTE, Line, Panel, curves
+from specdec.report.plots import PALETTE, Line, Panel, curves
 from specdec.report.tables import table
 from specdec.report.theory import FURTHEST, PASS, foreseen_speedup, of_pass, through
 from specdec.theory import leviathan as theory
 from specdec.theory.intervals import ratio_interval
 
 SIZE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3", "data.limit=300")
-LM = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
+UNTRAINED = ("drafter=unigram", "drafter=bigram", "drafter=ngram")
+CUT = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
 GAMMAS = (1, 2, 3, 5, 7)  # of the draft that is measured again
 BEAMS, NEW, SHOWN = 4, 32, 10  # SHOWN: the largest γ of a curve
 # Table 3: α at T = 0 and T = 1
@@ -47,8 +48,14 @@ SPEED = {
     "T5-small 77M, T = 1": ["7", ".62", ".02", "2.3", "2.6"],
     "T5-large 800M, T = 0": ["7", ".82", ".11", "2.5", "1.7"],
 }
-# Table 5 and Appendix A.5, T5-small on EnDe, T = 1: α and speedup by lenience
-LENIENT = {1.0: (0.62, "2.5"), 0.5: (0.71, "3.1"), 0.3: (0.76, "3.6"), 0.1: (0.84, "5")}
+# Table 5 and Appendix A.5, T5-small on EnDe: α and speedup at T = 1, by rule
+LENIENT = {
+    "rejection": ".62, 2.5×",
+    "lenience:factor=0.5": ".71, 3.1×",
+    "lenience:factor=0.3": ".76, 3.6×",
+    "lenience:factor=0.1": ".84, 5×",
+    "non_iterative": "—",
+}
 
 
 @dataclass
@@ -66,8 +73,7 @@ class Measured(NamedTuple):
     found: dict[str, Results]  # by draft
     best: str  # the draft of the rest
     by_gamma: dict[int, AtTemperature]  # T = 0
-    by_lenience: dict[float, AtTemperature]  # T = 1
-    non_iterative: AtTemperature
+    by_rule: dict[str, AtTemperature]  # T = 1
     beams: Beams
 
 
@@ -91,23 +97,22 @@ def paper(
     common = [*SIZE, f"decode.prompts={prompts}", f"loop.max_tokens={tokens}", *overrides]
     found, places = dict[str, Results](), dict[str, Path]()
 
-    def train(name: str, *own: str) -> None:
-        place = folder / name.replace(", ", "-").replace(" ", "-")
+    def train(*own: str, named: str = "") -> None:
+        place = folder / (named or own[0].removeprefix("drafter=") if own else "head")
         made = recipe.report_of(str(place), common, own, f"draft {len(found) + 1}")
-        name = name if own else f"{made.drafter} {name}"
+        name = named or made.drafter
         found[name], places[name] = made, recipe.ROOT / "runs" / place
 
-    train("unigram", "drafter=unigram")
-    train("bigram", "drafter=bigram")
-    train("prompt lookup", "drafter=ngram")
-    deepest = opened(places["unigram"], prompts + 1).target.config.num_hidden_layers
+    for drafter in UNTRAINED:
+        train(drafter)
+    any_run = next(iter(places.values()))
+    deepest = opened(any_run, prompts + 1).target.config.num_hidden_layers
     opened.cache_clear()
     for n in layers:
         kept = [str(i) for i in range(deepest) if i < (n + 1) // 2 or i >= deepest - n // 2]
-        train(f"LM, {n} layer{'s' * (n > 1)}", *LM, f"drafter.layers=[{','.join(kept)}]")
+        train(*CUT, f"drafter.layers=[{','.join(kept)}]", named=f"{n}-layer-LM")
     for head in heads or [""]:
-        name, *more = head.split() or [""]
-        train(f"{name} head".strip(), *([f"drafter={name}", *more] if name else []))
+        train(*(f"drafter={head}".split() if head else []))
     for name in runs:
         places[name] = recipe.ROOT / "runs" / name
         found[name] = Results.read(places[name] / "report")
@@ -132,17 +137,13 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
             console.print(f"{best} is not measured with γ = {gamma}: {error}", markup=False)
         else:
             (by_gamma[gamma],) = made.temperatures
-    rules = {x: f"lenience:factor={x}" if x < 1 else "rejection" for x in LENIENT}
-    by_rule = {
-        rule: again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
-        for rule in (*rules.values(), "non_iterative")
-    }
-    of = {rule: made.temperatures[0] for rule, made in by_rule.items()}
-    lenient = {x: of[rule] for x, rule in rules.items()}
-    for at in (base.temperatures[1], *of.values()):
+    by_rule = dict[str, AtTemperature]()
+    for rule in LENIENT:
+        made = again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
+        (by_rule[rule],) = made.temperatures
+    for at in (base.temperatures[1], *by_rule.values()):
         require(at.foreseen is not None, "the answers are too short: raise decode.max_new_tokens")
-    by_gamma = dict(sorted(by_gamma.items()))
-    return Measured(found, best, by_gamma, lenient, of["non_iterative"], beams_of(run, base))
+    return Measured(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
 
 
 def beams_of(run: Path, base: Results) -> Beams:
@@ -171,7 +172,6 @@ def page(m: Measured, folder: Path) -> str:
     base = m.found[m.best]
     gamma_plot(folder / "gamma.png", m)
     tokens_plot(folder / "tokens.png", m)
-    lenience_plot(folder / "lenience.png", m)
     training = next(made.training for made in m.found.values() if made.training)
     blocks = [
         "# The experiments of Leviathan et al. 2023, at this size",
@@ -187,24 +187,16 @@ def page(m: Measured, folder: Path) -> str:
         "targets repeat themselves at T = 0, which counts and lookup profit from.",
         table("the paper's", ["α at T = 0", "α at T = 1"], ALPHA),
         "## Speed (Tables 2 and 4)",
-        table("draft", [*SPEEDS], {name: row for name, row in speeds(m)}),
+        table("draft", SPEEDS, dict(speeds(m))),
         "Theorem 3.8 takes α as equal at all positions and v as 1; τ / (γc + v) takes what was "
         "measured. The rest is the decoder's own time.",
-        table(
-            "the paper's, EnDe",
-            ["γ", "α", "c", "Theorem 3.8", "measured"],
-            SPEED,
-        ),
+        table("the paper's, EnDe", ["γ", "α", "c", "Theorem 3.8", "measured"], SPEED),
         "## γ (Theorems 3.8 and 3.11)",
         "![walltime and operations by γ](gamma.png)",
         "Curves are the theorems for the α, c and ĉ measured with each draft; solid ones have the "
         f"measured v, dotted ones v = 1. Points were measured: {m.best} at T = 0 with every γ, all "
         "others with one. They lie below the curves where acceptance falls with depth.",
-        table(
-            m.best,
-            ["τ by Equation 1", "τ", "speedup by Theorem 3.8", "speedup", "operations"],
-            dict(gammas(m)),
-        ),
+        table(m.best, BY_GAMMA, dict(gammas(m))),
         "## Tokens a pass against α (Figure 2, Equation 1)",
         "![tokens a pass by α](tokens.png)",
         "Each point has the colour of its γ. Rounds start where the last one failed, at harder "
@@ -215,14 +207,13 @@ def page(m: Measured, folder: Path) -> str:
         "deep where the draft can; those accepted in full count as if a rejection followed. The "
         "paper says up to about 60 % above a fixed γ for unbounded compute and typical α and c.",
         "## Lenience and non-iterative rejection (Appendices A.5, A.2)",
-        "![α by lenience](lenience.png)",
         table(m.best, LENIENCE, dict(leniences(m))),
         "Lossy for l < 1: another text is written, so α is foreseen at the anchors that the same "
         "decoder visited. The paper's column is T5-small on EnDe; its speedups are for c = .015, "
         "where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the best γ. Non-iterative rejection "
-        "(Appendix A.2) accepts x with p(x) / (M q(x)), M = max p / q. It "
-        "is lossless, but of a whole vocabulary some token is nearly always far "
-        "likelier for the target; the paper proves that it accepts less, and has no figures.",
+        "accepts x with p(x) / (M q(x)), M = max p / q. It is lossless, but of a whole vocabulary some "
+        "token is nearly always far likelier for the target than for the draft; the paper proves that "
+        "it accepts less, and has no figures.",
         "## Arithmetic intensity and bandwidth (Section 3.4)",
         table("a pass of the target", PASS, dict(passes(m))),
         "The weights are read once a pass, so intensity grows with the tokens; where GFLOP/s stop "
@@ -240,6 +231,7 @@ def page(m: Measured, folder: Path) -> str:
 
 Rows = Iterable[tuple[str, list[str]]]
 SPEEDS = ("γ", "α", "c", "v", "τ", "Theorem 3.8", "τ / (γc + v)", "measured", "best γ")
+BY_GAMMA = ("τ by Equation 1", "τ", "speedup by Theorem 3.8", "speedup", "operations")
 ORACLE = ("oracle", "best fixed γ", "above it", "above it by the closed forms")
 LENIENCE = ("α foreseen", "accepted at depth 0", "τ", "α, all positions", "the paper's α, speedup")
 
@@ -311,27 +303,13 @@ def oracles(m: Measured) -> Rows:
 
 
 def leniences(m: Measured) -> Rows:
-    every = m.found[m.best].temperatures[1]
-    assert every.foreseen
-    for (factor, at), known in zip(m.by_lenience.items(), every.foreseen.lenience, strict=True):
-        alpha, speed = LENIENT[factor]
-        yield f"l = {factor:g}", [*_accepted(at, factor), str(known.alpha), f"{alpha}, {speed}×"]
-    at = m.non_iterative
-    yield "non-iterative", [*_accepted(at, None), str(every.foreseen.non_iterative), "—"]
-
-
-def _accepted(at: AtTemperature, factor: float | None) -> list[str]:
-    return [
-        f"{foreseen(at, factor):.3f}" if factor else "—",
-        str(at.conditional_acceptance[0]),
-        str(at.tau),
-    ]
-
-
-def foreseen(at: AtTemperature, factor: float) -> float:
-    """α_l at the anchors that this decoder visited."""
-    assert at.foreseen
-    return next(x.visited.value for x in at.foreseen.lenience if x.factor == factor and x.visited)
+    every = m.found[m.best].temperatures[1].foreseen
+    assert every
+    known = [*(x.alpha for x in every.lenience), every.non_iterative]
+    for i, (rule, at) in enumerate(m.by_rule.items()):
+        visited = [*(x.visited for x in at.foreseen.lenience), "—"][i] if at.foreseen else "—"
+        figures = (visited, at.conditional_acceptance[0], at.tau, known[i], LENIENT[rule])
+        yield f"`{rule}`", [str(x) for x in figures]
 
 
 def passes(m: Measured) -> Rows:
@@ -393,24 +371,3 @@ def tokens_plot(path: Path, m: Measured) -> None:
             lines.append(Line([a for a, _ in points], [tau for _, tau in points], colour, "", "o"))
         panels.append(Panel(f"Tokens a pass, T = {t}", "α at depth 0, all positions", lines))
     curves(path, panels, 5)
-
-
-def lenience_plot(path: Path, m: Measured) -> None:
-    x, ats = list(m.by_lenience), m.by_lenience
-    every = m.found[m.best].temperatures[1].foreseen
-    assert every
-    visited = [foreseen(at, factor) for factor, at in ats.items()]
-    counted = [at.conditional_acceptance[0].value for at in ats.values()]
-    lines = [
-        Line(x, visited, PALETTE[0], "foreseen at visited anchors"),
-        Line(x, counted, PALETTE[0], "decoder's own count", "o"),
-        Line(
-            x,
-            [a.alpha.value for a in every.lenience],
-            PALETTE[1],
-            "foreseen at all positions",
-            "--",
-        ),
-        Line(x, [alpha for alpha, _ in LENIENT.values()], GREY, "the paper, T5-small", "--"),
-    ]
-    curves(path, [Panel(f"α by lenience, T = 1, {m.best}", "l", lines)], 2)
