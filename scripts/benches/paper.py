@@ -211,9 +211,9 @@ def page(m: Measured, folder: Path) -> str:
         "Lossy for l < 1: another text is written, so α is foreseen at the anchors that the same "
         "decoder visited. The paper's column is T5-small on EnDe; its speedups are for c = .015, "
         "where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the best γ. Non-iterative rejection "
-        "accepts x with p(x) / (M q(x)), M = max p / q. It is lossless, but of a whole vocabulary some "
-        "token is nearly always far likelier for the target than for the draft; the paper proves that "
-        "it accepts less, and has no figures.",
+        "accepts x with p(x) / (M q(x)), M = max p / q. It is lossless, but of a whole vocabulary "
+        "some token is nearly always far likelier for the target than for the draft. The paper "
+        "proves that it accepts less, and has no figures.",
         "## Arithmetic intensity and bandwidth (Section 3.4)",
         table("a pass of the target", PASS, dict(passes(m))),
         "The weights are read once a pass, so intensity grows with the tokens; where GFLOP/s stop "
