@@ -96,10 +96,12 @@ def paper(
     """
     common = [*SIZE, f"decode.prompts={prompts}", f"loop.max_tokens={tokens}", *overrides]
     found, places = dict[str, Results](), dict[str, Path]()
+    others = {name: results_of(recipe.ROOT / "runs" / name) for name in runs}
 
     def train(*own: str, named: str = "") -> None:
         place = folder / (named or own[0].removeprefix("drafter=") if own else "head")
-        made = recipe.report_of(str(place), common, own, f"draft {len(found) + 1}")
+        recipe.report_of(str(place), common, own, f"draft {len(found) + 1}")
+        made = results_of(recipe.ROOT / "runs" / place)
         name = named or made.drafter
         found[name], places[name] = made, recipe.ROOT / "runs" / place
 
@@ -108,22 +110,27 @@ def paper(
     any_run = next(iter(places.values()))
     deepest = opened(any_run, prompts + 1).target.config.num_hidden_layers
     opened.cache_clear()
+    require(max(layers) <= deepest, f"--layers {max(layers)}: the target has {deepest}")
     for n in layers:
         kept = [str(i) for i in range(deepest) if i < (n + 1) // 2 or i >= deepest - n // 2]
         train(*CUT, f"drafter.layers=[{','.join(kept)}]", named=f"{n}-layer-LM")
     for head in heads or [""]:
         train(*(f"drafter={head}".split() if head else []))
-    for name in runs:
-        places[name] = recipe.ROOT / "runs" / name
-        found[name] = Results.read(places[name] / "report")
-    for name, made in found.items():
-        at = [at.temperature for at in made.temperatures if at.chain]
-        require(at == [0, 1], f"{places[name]} was not measured with chains at T = 0 and T = 1")
+    found |= others
+    places |= {name: recipe.ROOT / "runs" / name for name in runs}
     trained = [name for name in found if found[name].training]
     best = max(trained, key=lambda name: found[name].temperatures[0].speedup.value)
     here = make_folder(recipe.ROOT / "runs" / folder / "report")
     write(here / "paper.md", page(rest_of(found, best, places[best]), here))
     console.print(f"report: {here / 'paper.md'}")
+
+
+def results_of(run: Path) -> Results:
+    """The report of a run, which must have drafted chains at T = 0 and T = 1."""
+    made = Results.read(run / "report")
+    at = [at.temperature for at in made.temperatures if at.chain]
+    require(at == [0, 1], f"{run} was not measured with chains at T = 0 and T = 1: leave it out")
+    return made
 
 
 def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
@@ -195,7 +202,8 @@ def page(m: Measured, folder: Path) -> str:
         "![walltime and operations by γ](gamma.png)",
         "Curves are the theorems for the α, c and ĉ measured with each draft; solid ones have the "
         f"measured v, dotted ones v = 1. Points were measured: {m.best} at T = 0 with every γ, all "
-        "others with one. They lie below the curves where acceptance falls with depth.",
+        "others with one. They lie below the curves where acceptance falls with depth, and for "
+        "operations where rounds draft less than γ, as those that copy do.",
         table(m.best, BY_GAMMA, dict(gammas(m))),
         "## Tokens a pass against α (Figure 2, Equation 1)",
         "![tokens a pass by α](tokens.png)",

@@ -376,6 +376,9 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
 
     tiny, runs = make_tiny(tmp_path), tmp_path / "runs" / "p"
     mine = [x for x in tiny.overrides() if not x.startswith(("drafter", "track"))]
+    with pytest.raises(UserError, match="does not exist"):
+        bench.paper(mine, folder=Path("p"), runs=["nothing"])
+    assert not tiny_runs  # what is wrong is told before anything is trained
     given: dict[str, Any] = dict(tokens=600, prompts=2, layers=[2])
     given |= dict(heads=["medusa drafter.depth=4"], runs=["p/unigram"])
     pages, written = [], []
@@ -430,6 +433,8 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
     shown = (runs / "report" / "paper.html").read_text()
     for name in ("gamma", "tokens"):
         assert f'<img src="{name}.png"' in shown and (runs / "report" / f"{name}.png").exists()
+    with pytest.raises(UserError, match="--layers 5: the target has 4"):
+        bench.paper(["data.limit=null", *mine], folder=Path("p"), layers=[5])
 
 
 def test_the_papers_own_figures_are_those_of_its_formulas() -> None:
