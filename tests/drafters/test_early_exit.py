@@ -111,7 +111,9 @@ def test_the_draft_is_the_first_layers_with_the_products_added(
     through the final norm and the head."""
     drafter, twin = made(target, alpha=alpha), deepcopy(target.model)
     with torch.no_grad():
-        for (name, _, _), (down, up) in zip(drafter.sizes.adapted, drafter.adapters, strict=True):
+        for (name, _, _), (down, up) in zip(
+            drafter.sizes.adapted, drafter.adapters.pairs, strict=True
+        ):
             twin.model.get_submodule(name).weight += scale * up.weight @ down.weight
         states = twin(torch.tensor(TEXTS), output_hidden_states=True).hidden_states[EXIT]
         expected = twin.lm_head(twin.model.norm(states))
@@ -124,7 +126,7 @@ def test_a_draft_on_disk_holds_the_adapters_alone(target: Target, tmp_path: Path
     drafter = made(target)
     drafts.save(tmp_path / "best", drafter, target)
     saved = load_file(tmp_path / "best" / drafts.WEIGHTS)
-    assert len(saved) == 2 * 7 * EXIT and all(n.startswith("adapters.") for n in saved)
+    assert len(saved) == 2 * 7 * EXIT and all(n.startswith("adapters.pairs.") for n in saved)
     loaded = drafts.load(tmp_path / "best", target, torch.float32)
     assert isinstance(loaded, EarlyExit) and loaded.config == drafter.config
     assert torch.equal(logits(loaded), logits(drafter))

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, entries, growth_over, states
-from specdec.drafters.models.pretrained import LoraOptions, with_adapters
-from specdec.drafters.models.views import View, ViewSizes, decoder_layers, shallow
+from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
+from specdec.drafters.models.pretrained import LoraOptions
+from specdec.drafters.models.views import View, ViewSizes, decoder_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth
@@ -51,22 +51,18 @@ class EarlyExitConfig:
 
 @dataclass(kw_only=True)
 class EarlyExitSizes(ViewSizes):
-    """`adapted`: the linear layers with adapters: name in the model, width of input and output."""
+    """`adapted`: the linear layers with adapters."""
 
-    adapted: list[tuple[str, int, int]] = field(default_factory=list)
+    adapted: list[Adapted] = field(default_factory=list)
 
 
 class EarlyExit(View):
     Config = EarlyExitConfig
     Sizes = EarlyExitSizes
-    adapters: Any  # the pairs A, B of each adapted layer, in their order
 
     def __init__(self, config: EarlyExitConfig, sizes: EarlyExitSizes) -> None:
         super().__init__(config, sizes)
-        rank, plain = config.lora.rank, partial(nn.Linear, bias=False)
-        pairs = (nn.ModuleList([plain(n, rank), plain(rank, m)]) for _, n, m in sizes.adapted)
-        self.adapters = nn.ModuleList(pairs)
-        self.dropout = nn.Dropout(config.lora.dropout)
+        self.adapters = Adapters(config.lora, sizes.adapted)
 
     @classmethod
     def trains(cls, config: EarlyExitConfig) -> bool:
@@ -77,8 +73,7 @@ class EarlyExit(View):
         L = decoder_layers(target, config.name)
         E = (L + 1) // 2 if config.layers is None else config.layers
         require(1 <= E <= L, f"drafter.layers={E}: give 1 to {L}, the layers of this target")
-        assert isinstance(target, Target)
-        adapted = _widths(_with_adapters(shallow(target, E), config.lora))
+        adapted = adapted_layers(target, E, config.lora)
         return cls.sized(config, target, layers=E, adapted=adapted)
 
     @property
@@ -86,21 +81,10 @@ class EarlyExit(View):
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
     def start(self, target: Parts) -> None:
-        for _, up in self.adapters:
-            up.weight.zero_()  # the rest starts as in peft, which is the default of nn.Linear
+        self.adapters.start()
 
     def view(self, target: Target) -> Any:
-        """The first layers, of which those with adapters run the drafter's own."""
-        body = shallow(target, self.sizes.layers)
-        found = _with_adapters(body, self.config.lora)
-        require(
-            self.sizes.adapted == _widths(found),
-            f"the draft's adapters do not fit the layers of {target.name}: train the draft again",
-        )
-        for layer, (down, up) in zip(found.values(), self.adapters, strict=True):
-            layer.lora_A["default"], layer.lora_B["default"] = down, up
-            layer.lora_dropout["default"] = self.dropout
-        return body
+        return self.adapters.view(target, self.sizes.layers)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
@@ -110,14 +94,14 @@ class EarlyExit(View):
         return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
 
     def new_cache(self, capacity: int | None = None) -> SlotCache | None:
-        return new_cache(self.target.config) if len(self.adapters) else None
+        return new_cache(self.target.config) if self.config.lora.rank else None
 
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
         ctx.cache.drop()
         return ctx.cache
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        if not len(self.adapters):
+        if not self.config.lora.rank:
             return super().begin(ctx)
         if cache is None:
             return Drafter.begin(self, ctx)
@@ -129,16 +113,3 @@ class EarlyExit(View):
         """Logits [B, T, S] of tokens that continue what the cache holds, or [B, 1, S] at `last`."""
         hidden = self.continued(cache, ids_BT, parents_BT)
         return self.unembed(hidden if last_B1 is None else entries(hidden, last_B1), 0)
-
-
-def _with_adapters(body: Any, lora: LoraOptions) -> dict[str, Any]:
-    """Put adapters without memory into a model; returns its adapted layers by name."""
-    if not lora.rank:
-        return {}
-    with torch.device("meta"):
-        with_adapters(body, lora)
-    return {name: m for name, m in body.named_modules() if hasattr(m, "lora_A")}
-
-
-def _widths(adapted: dict[str, Any]) -> list[tuple[str, int, int]]:
-    return [(name, x.in_features, x.out_features) for name, x in adapted.items()]

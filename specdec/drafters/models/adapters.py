@@ -1,0 +1,82 @@
+"""LoRA adapters on the target's own layers (Hu et al. 2022) that belong to a draft: they add
+(alpha / rank) B A x to W x in a view of the target, and the target itself never has them.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.drafters.models.pretrained import LoraOptions, with_adapters
+from specdec.drafters.models.views import shallow
+from specdec.errors import require
+from specdec.target.base import Target
+from specdec.target.parts import Parts
+
+Adapted = tuple[str, int, int]  # a linear layer: name in the base model, width of input and output
+
+
+class Adapters(nn.Module):
+    """A and B of each layer in `adapted`, with which `view` is trained. They are trained, moved and
+    saved with the draft; rank 0 has none."""
+
+    pairs: Any  # A and B of each adapted layer, in their order
+
+    def __init__(self, lora: LoraOptions, adapted: Sequence[Adapted]) -> None:
+        super().__init__()
+        self.lora, self.adapted = lora, adapted
+        plain = partial(nn.Linear, bias=False)
+        pairs = (nn.ModuleList([plain(n, lora.rank), plain(lora.rank, m)]) for _, n, m in adapted)
+        self.pairs = nn.ModuleList(pairs)
+        self.dropout = nn.Dropout(lora.dropout)
+
+    def start(self) -> None:
+        """Start at nothing: B is zero, and A as in peft, which is the default of nn.Linear."""
+        for _, up in self.pairs:
+            up.weight.zero_()
+
+    def view(self, target: Target, layers: int) -> Any:
+        """The target's base model with its first layers and these adapters. Raises UserError if
+        they do not fit."""
+        body = shallow(target, layers)
+        found = _empty_adapters(body, self.lora)
+        require(
+            list(self.adapted) == _widths(found),
+            f"the draft's adapters do not fit the layers of {target.name}: train the draft again",
+        )
+        for layer, (down, up) in zip(found.values(), self.pairs, strict=True):
+            layer.lora_A["default"], layer.lora_B["default"] = down, up
+            layer.lora_dropout["default"] = self.dropout
+        return body
+
+    @torch.no_grad()
+    def merged(self, target: Target) -> Target:
+        """A target with W + (alpha / rank) B A in a copy of the weights, rounded once."""
+        model, body = deepcopy(target.model), self.view(target, len(target.layers))
+        for name, _, _ in self.adapted:
+            weight = model.base_model.get_submodule(name).weight
+            weight.copy_(weight + body.get_submodule(name).get_delta_weight("default"))
+        name = f"{target.name}, adapted with its draft"
+        return type(target)(model, target.tokenizer, name, target.revision)
+
+
+def adapted_layers(target: Parts, layers: int, lora: LoraOptions) -> list[Adapted]:
+    """The linear layers that adapters are for, in the target's first layers."""
+    assert isinstance(target, Target)
+    return _widths(_empty_adapters(shallow(target, layers), lora))
+
+
+def _empty_adapters(body: Any, lora: LoraOptions) -> dict[str, Any]:
+    """Put adapters without memory into a model; returns its adapted layers by name."""
+    if not lora.rank:
+        return {}
+    with torch.device("meta"):
+        with_adapters(body, lora)
+    return {name: m for name, m in body.named_modules() if hasattr(m, "lora_A")}
+
+
+def _widths(adapted: dict[str, Any]) -> list[Adapted]:
+    return [(name, x.in_features, x.out_features) for name, x in adapted.items()]
