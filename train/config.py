@@ -66,6 +66,11 @@ class Config:
         return self.family.trains(self.drafter)
 
     @property
+    def needs_layers(self) -> bool:
+        """Whether the configured drafter runs the target's own layers, even in training."""
+        return self.family.reads_body or self.family.adapts_target(self.drafter)
+
+    @property
     def trains_at_visits(self) -> bool:
         """Whether training is on a decoder's rounds, not at all positions of a text."""
         return self.data.rounds is not None or self.rounds.data == "on_policy"
@@ -131,6 +136,12 @@ def resolve(cfg: DictConfig) -> Config:
             not config.family.copies,
             f"also={config.also}: {drafter.name} copies too: give also=null, or another drafter",
         )
+    decoded = config.rounds.answers_again or config.data.rounds or config.also
+    require(
+        not (config.family.adapts_target(drafter) and decoded),
+        f"drafter={drafter.name} adapts the target here, and also=, rounds.data= and data.rounds= "
+        "need it as it is: leave them out",
+    )
     if isinstance(layers := getattr(drafter, "layers", None), list):
         require(
             0 < len(layers) == len(set(layers)) and min(layers) >= 0,

@@ -84,7 +84,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         with accelerator.main_process_first():  # a GGUF target is made dense once
             target = TargetOnDemand(replace(cfg.target, device=device))
             fingerprint = target.parts.fingerprint()
-        if cfg.family.reads_body:
+        if cfg.needs_layers:
             target.whole()
         console.print(opening(target.parts, cfg.target, reason))
         job = Job(cfg, folder, accelerator, target, tracker, progress, started)
@@ -202,7 +202,7 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
         store.fill(Online(target.whole(), needs, sampler, mine), job.progress)
     accelerator.wait_for_everyone()
     store.refresh()
-    if not drafter.reads_body:
+    if not cfg.needs_layers:
         target.release()
         drafter.attach(target.parts)
     return [Disk(store, needs, side, target.parts.device) for side in sides]
@@ -210,14 +210,14 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
 
 def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -> Results:
     """Measure the best draft with the decoder; write the report, log to W&B and export."""
-    cfg, folder = job.cfg, job.folder
-    drafter, also = drafts.load(folder / "best", target), None
+    cfg, folder, original, also = job.cfg, job.folder, target, None
+    drafter, target = drafts.load_pair(folder / "best", original)
     if cfg.also is not None:
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         drafts.save(folder / f"with-{cfg.also}", also, target)
     results = evaluate(
-        Subject(cfg.name, target, drafter, cfg.data.path, also),
+        Subject(cfg.name, target, drafter, cfg.data.path, also, original),
         [p.ids.tolist() for p in texts.prompts],
         replace(cfg.decode, prompts=texts.measured),
         job.progress,
@@ -233,4 +233,7 @@ def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
         checked = export.write(folder / "export", drafter, target, cfg.export)
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
+        if target is not original:
+            export.write_target(folder / "export-target", target)
+            console.print(f"exported to {folder / 'export-target'}: the adapted target, to serve")
     return results

@@ -94,7 +94,7 @@ def _continued(
     both = (earlier.sizes, kind.plan(config, target))
     was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
     for name in sorted(was.keys() | now.keys()):
-        if name != "draft_vocab" and was.get(name) != now.get(name):
+        if name != "draft_vocab" and was.get(name) not in (now.get(name), []):  # [] may be added
             raise UserError(
                 f"drafter.from={folder} was trained with {name}={was.get(name)}, this run asks for "
                 f"{now.get(name)}: give the settings that the draft had"

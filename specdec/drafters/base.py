@@ -23,6 +23,7 @@ from specdec.errors import UserError, require, require_between, require_known, r
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Growth, Shape
+from specdec.target.base import Target
 from specdec.target.parts import Parts
 
 
@@ -85,6 +86,7 @@ class Drafter(nn.Module, ABC):
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
+    added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
     def __init__(self, config: Any, sizes: Any) -> None:
@@ -105,6 +107,12 @@ class Drafter(nn.Module, ABC):
     def trains(cls, config: Any) -> bool:
         """Whether a drafter with this config has weights to train."""
         return cls.trainable
+
+    @classmethod
+    def adapts_target(cls, config: Any) -> bool:
+        """Whether a drafter with this config trains adapters on the target along with itself. The
+        target with these adapters is then the one that it drafts for."""
+        return False
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
@@ -174,7 +182,7 @@ class Drafter(nn.Module, ABC):
             )
             place_S = torch.searchsorted(self.vocab_S, known_S)
         for name, x in self.state_dict().items():
-            if name == "vocab_S":
+            if name == "vocab_S" or (name not in theirs and name.startswith(self.added)):
                 continue
             found = theirs.get(name, torch.empty(0))
             over_vocab = self.vocab_S is not None and x.shape[:1] == self.vocab_S.shape
@@ -212,6 +220,17 @@ class Drafter(nn.Module, ABC):
 
     def attach(self, target: Parts) -> None:
         """Keep references to the frozen parts of the target that the drafter reads."""
+
+    def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
+        """If the target is adapted: its final hidden states [B, T, D] with the adapters as they are
+        now, and the weight of the draft's own loss beside the divergence of the adapted target from
+        the original, when the share `progress` of a run is done."""
+        return None
+
+    def settled(self, target: Target) -> "tuple[Drafter, Target]":
+        """The drafter and the target that decode, neither attached yet: these, or if the target was
+        adapted, a drafter without adapters and a copy of the target into which they are merged."""
+        return self, target
 
     @property
     def target_vocab(self) -> int:

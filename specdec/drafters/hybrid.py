@@ -167,6 +167,11 @@ class Hybrid(Drafter):
                 "such as runs/NAME/best",
             )
             head = kind.build(kind.Config(), target)
+        require(
+            not head.adapts_target(head.config),
+            f"drafter.head: {head.config.name} was trained together with adapters on the target, "
+            "which a hybrid does not have: give another draft",
+        )
         require(not head.copies, f"drafter.head: {head.config.name} copies too: give another draft")
         alpha = config.alpha or list(head.noted_alpha) or [0.4]
         members = described(copier), described(head)

@@ -126,6 +126,8 @@ class TeacherForcing(nn.Module):
         self.sampler = sampler
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
         self._head = target.unembedding(drafter.vocab_S)
+        adapts = drafter.adapts_target(drafter.config)
+        self._whole = target if adapts else None  # else its layers could not be released
         self._index_V: Tensor | None = None
         if (vocab_S := drafter.vocab_S) is not None:
             self._index_V = torch.full((target.vocab_size,), -1, device=vocab_S.device)
@@ -168,9 +170,10 @@ class TeacherForcing(nn.Module):
         `anchors` has those of each row; None (and `measure`) takes all valid positions. The loss is
         Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total.
         """
+        moment = moment or Moment(seeds=range(len(batch.mask_BT)))
+        original, (batch, share) = batch, self._adapted(batch, moment.progress)
         if measure:
             return self._table(batch, more)
-        moment = moment or Moment(seeds=range(len(batch.mask_BT)))
         depth = self.depth
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen, reference = chosen.to(batch.mask_BT.device), self._reference[0]
@@ -215,7 +218,38 @@ class TeacherForcing(nn.Module):
             return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
 
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
-        return chunked(part, [hidden_NKD], parameters, self.objective.chunk)
+        loss, seen = chunked(part, [hidden_NKD], parameters, self.objective.chunk)
+        if batch is not original:
+            loss = share * loss + self._divergence(original, batch, chosen)
+        return loss, seen
+
+    def _adapted(self, batch: Batch, progress: float) -> tuple[Batch, float]:
+        """The batch as the target reads it with the adapters that are trained along with the draft,
+        and the weight of the draft's loss; the same batch if there are none. The draft's gradient
+        reaches the adapters through the features that it reads; p is a constant, as ever."""
+        found = self.drafter.adapted(batch.ctx, progress)
+        if found is None:
+            return batch, 1.0
+        assert self._whole is not None
+        final_BTD, share = found
+        with torch.no_grad():
+            summary = summarise(self._whole, final_BTD, self.sampler)
+        ctx = replace(batch.ctx, final_BTD=final_BTD)
+        return replace(batch, ctx=ctx, final_BTD=final_BTD.detach(), summary=summary), share
+
+    def _divergence(self, original: Batch, adapted: Batch, anchors: Anchors) -> Tensor:
+        """KL(original ‖ adapted) of the target's distributions at T = 1, summed over the anchors
+        with the weights of depth 0."""
+        where_N = anchors.row_N * original.mask_BT.shape[1] + anchors.position_N
+        weight_N, target, now_BTD = anchors.weight_NK[:, 0], self._whole, adapted.ctx.final_BTD
+        assert target is not None and now_BTD is not None
+
+        def part(rows: slice, now_ND: Tensor, before_ND: Tensor) -> tuple[Tensor, Tensor]:
+            kl_N = divergence(*(target.logits(x) for x in (before_ND, now_ND)))
+            return (kl_N * weight_N[rows]).sum(), kl_N.detach().sum()
+
+        cut = [x.flatten(0, 1)[where_N] for x in (now_BTD, original.final_BTD)]
+        return chunked(part, cut, [], self.objective.chunk)[0]
 
     def _table(self, batch: Batch, more: Columns | None) -> Table:
         anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
@@ -297,6 +331,12 @@ class TeacherForcing(nn.Module):
     def _draft_ids(self, target_ids: Tensor) -> Tensor:
         """Indices in the draft vocabulary, -1 where it lacks the token."""
         return target_ids if self._index_V is None else self._index_V[target_ids]
+
+
+def divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
+    """KL(p ‖ q) [...] in nats, of logits [..., V]."""
+    log_p, log_q = (z.float().log_softmax(-1) for z in (logits_p, logits_q))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def _at(anchors: Anchors, batch: Batch, read: Callable[[Tensor], Tensor]) -> Tensor:

@@ -84,9 +84,24 @@ def save(
 
 def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
     """Read a draft for its target, in `dtype` (None: the target's), ready to draft. Raises
-    UserError as `read` does, and for a draft that fails to draft a few tokens."""
+    UserError as `read` does, for a draft that fails to draft a few tokens, and for one whose target
+    was trained too."""
+    drafter, own = load_pair(folder, target, dtype)
+    require(
+        own is target,
+        f"{folder}: this draft is for a target that was adapted along with it: load both, with "
+        "load_pair",
+    )
+    return drafter
+
+
+def load_pair(
+    folder: Path | str, target: Target, dtype: torch.dtype | None = None
+) -> tuple[Drafter, Target]:
+    """`load` a draft, and with it the target that it drafts for: the one given, or a copy of it
+    with the adapters that were trained along with the draft."""
     folder = Path(folder)
-    drafter = read(folder, target)
+    drafter, target = read(folder, target).to(target.device).settled(target)
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
     if drafter.state_dict():
@@ -95,7 +110,7 @@ def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -
         raise UserError(f"{folder / CARD}: shape does not fit {target.name}: make the draft again")
     if is_packed(target.model):
         pack(drafter)
-    return drafter.eval()
+    return drafter.eval(), target
 
 
 def read(folder: Path | str, target: Parts) -> Drafter:

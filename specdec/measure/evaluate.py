@@ -27,6 +27,7 @@ from specdec.measure.forced import along, decoded, drafting, forced, foreseen, p
 from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, Results, Sample
 from specdec.measure.setup import Setup
+from specdec.measure.shift import shift
 from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
@@ -43,13 +44,14 @@ SHOWN = 6  # samples that are kept
 @dataclass
 class Subject:
     """What is measured: a run's draft, for its target, on some data. A second draft, `also`,
-    may take turns with it."""
+    may take turns with it. If the target was trained too, `original` is what it was before."""
 
     name: str  # of the run
     target: Target
     drafter: Drafter
     data: str
     also: Drafter | None = None
+    original: Target | None = None
 
 
 def evaluate(
@@ -119,8 +121,11 @@ def evaluate(
             also=also,
         )
 
-    other = subject.also
-    return results(drafter, None if other is None else results(other, None))
+    other, before = subject.also, subject.original
+    measured = results(drafter, None if other is None else results(other, None))
+    if before is not None and before is not target:
+        measured.shift = shift(before, target, chosen, cfg.max_new_tokens, cfg.batch)
+    return measured
 
 
 @dataclass

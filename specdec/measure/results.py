@@ -167,6 +167,17 @@ class Training:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Shift:
+    """How far a target that was trained with its draft is from the original, over the original's
+    greedy answers: KL(original ‖ adapted) in nats a token at T = 1, and the share of answers that
+    the adapted target gives too."""
+
+    original: str
+    kl: Interval
+    same: Interval
+
+
 @dataclass
 class Results:
     """A draft measured on some prompts."""
@@ -189,12 +200,15 @@ class Results:
     weight_bytes: int = 0  # of the target, which a pass reads
     training: Training | None = None
     also: "Results | None" = None  # another draft, measured in turns with this one
+    shift: Shift | None = None  # of the target, if it was trained too
 
     def headline(self) -> dict[str, float]:
         """The figures for comparing runs, each under one flat name."""
         out: dict[str, float] = {}
         if self.also is not None:
             out = {f"{self.also.drafter}/{name}": x for name, x in self.also.headline().items()}
+        if self.shift is not None:
+            out |= {"shift/kl": self.shift.kl.value, "shift/same": self.shift.same.value}
         for at in self.temperatures:
             figures = {name: getattr(at, name) for name in HEADLINE}
             figures |= {"c": at.costs.c, "v": at.costs.v}

@@ -30,6 +30,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         f"# {results.name}: {results.drafter} for {results.target}",
         _setting(results),
         f"Machine: {results.machine}.",
+        shifted(results),
         by_temperature(results.temperatures, lambda at: _headline(at, results)),
         *_costs(results),
         *_also(results.also),
@@ -74,6 +75,18 @@ def _setting(results: Results) -> str:
         f"Intervals are 95 % bootstraps over prompts{batches}. "
         "Plain and speculative decoding take turns in one process; seconds cover the tokens after "
         "the first, which the target's prefill emits, and include the draft's own prefill."
+    )
+
+
+def shifted(results: Results) -> str:
+    """How far the target has moved, if it was trained too, in a paragraph."""
+    if (shift := results.shift) is None:
+        return ""
+    return (
+        f"The target was trained along with the draft: decoding is lossless with respect to the "
+        f"adapted target, not to {shift.original}. Over the original's greedy answers to these "
+        f"prompts, KL(original ‖ adapted) is {shift.kl.text(4)} nats a token, and "
+        f"{shift.same.text(2)} of the answers stay the same."
     )
 
 

@@ -40,6 +40,8 @@ def summary(results: Results) -> str:
             f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s "
             f"against {at.plain_tokens_per_second.value:.0f} plain"
         )
+    if results.shift is not None:
+        lines.append(markdown.shifted(results))
     if (also := results.also) is not None:
         for at in also.temperatures:
             lines.append(

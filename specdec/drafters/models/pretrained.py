@@ -33,6 +33,7 @@ class LoraOptions:
     to the adapters' input. `targets` names the layers that get adapters, as in [q_proj, v_proj];
     null takes all linear layers but the LM head."""
 
+    key: ClassVar[str] = "drafter.lora"
     rank: int = 0
     alpha: float | None = None
     dropout: float = 0.0
@@ -46,7 +47,7 @@ class LoraOptions:
             ("dropout", 0 <= self.dropout < 1, "at least 0 and less than 1"),
             ("alpha", self.alpha is None or self.alpha > 0, "more than 0, or null"),
         ):
-            require(fits, f"drafter.lora.{name}={getattr(self, name)}: give {give}")
+            require(fits, f"{self.key}.{name}={getattr(self, name)}: give {give}")
 
 
 @dataclass
@@ -151,7 +152,7 @@ def with_adapters(model: nn.Module, lora: LoraOptions) -> Any:
     try:
         return get_peft_model(model, options)  # type: ignore[arg-type]
     except ValueError as error:
-        raise UserError(f"drafter.lora: {' '.join(str(error).split())}") from error
+        raise UserError(f"{lora.key}: {' '.join(str(error).split())}") from error
 
 
 def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:

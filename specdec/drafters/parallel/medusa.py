@@ -1,14 +1,24 @@
-"""Medusa-1 (Cai et al. 2024): parallel heads on the target's last hidden state.
+"""Medusa (Cai et al. 2024): parallel heads on the target's last hidden state.
 
 Head k maps the hidden state at a - 1 to token a + 1 + k:
 logits_k = W2_k (SiLU(W1_k h + b_k) + h), where W1 starts at zero and W2 as the target's LM head, so
 training starts from the target's own head. The paper's formula has no b; the reference's layers
 (FasterDecoding/Medusa, medusa/model/medusa_model.py) have one. It starts at random, so the
-reference's heads do not start exactly as the target's. Letters: B batch, K heads, D width.
+reference's heads do not start exactly as the target's.
+
+That is Medusa-1, for the target as it is. With `adapter.rank` it is Medusa-2: LoRA adapters on the
+target are trained together with the heads, and the adapted target is the one that is decoded.
+The loss is KL(original ‖ adapted) at every anchor + λ sin(π t / 2T) · the heads' loss at step t of
+T (section 2.3.2 of the paper; `medusa_self_distillation` and the schedule `sine` of the reference's
+compute_loss). It differs from the reference in that the heads' learning rate is the adapters', not
+four times it, and the target's LM head, which may be its embedding too, gets no adapter.
+
+Letters: B batch, T time, K heads, D width.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +26,25 @@ from torch import Tensor, nn
 from specdec.context import Context
 from specdec.drafters.base import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
+from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
+from specdec.drafters.models.pretrained import LoraOptions
+from specdec.drafters.models.views import decoder_layers
+from specdec.errors import require_within
 from specdec.sampling.trees import Growth
+from specdec.target.base import Target
 from specdec.target.parts import Parts
+
+
+@dataclass
+class TargetLoraOptions(LoraOptions):
+    """Adapters on the target; rank 0 leaves it as it is. `weight` is λ, of the heads' loss."""
+
+    key: ClassVar[str] = "drafter.adapter"
+    weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_within(self.key, self, weight=0)
 
 
 @dataclass
@@ -26,6 +53,7 @@ class MedusaConfig:
 
     With `shared_head` all heads use one trained LM head; without it each has its own, as in the
     paper. `bias` gives each layer the reference's b. `draft_vocab` null keeps the whole vocabulary.
+    `adapter.rank` above 0 trains the target too (Medusa-2).
     """
 
     name: str = "medusa"
@@ -34,6 +62,14 @@ class MedusaConfig:
     draft_vocab: int | None = 8192
     shared_head: bool = True
     bias: bool = False
+    adapter: TargetLoraOptions = field(default_factory=TargetLoraOptions)
+
+
+@dataclass(kw_only=True)
+class MedusaSizes(HeadsSizes):
+    """`adapted`: the target's linear layers with adapters."""
+
+    adapted: list[Adapted] = field(default_factory=list)
 
 
 class ResidualBlock(nn.Module):
@@ -51,21 +87,60 @@ class ResidualBlock(nn.Module):
 
 class Medusa(Heads):
     Config = MedusaConfig
+    Sizes = MedusaSizes
+    sizes: MedusaSizes
     parallel = True
+    added = "adapters."
     bounds = {"num_layers": (1, MOST_LAYERS)}
 
-    def __init__(self, config: MedusaConfig, sizes: HeadsSizes) -> None:
+    def __init__(self, config: MedusaConfig, sizes: MedusaSizes) -> None:
         super().__init__(config, sizes, sizes.width, config.shared_head, bias=False)
         blocks = (
             ResidualBlock(sizes.width, config.num_layers, config.bias) for _ in range(config.depth)
         )
         self.blocks = nn.ModuleList(blocks)
+        self.adapters = Adapters(config.adapter, sizes.adapted)
+
+    @classmethod
+    def adapts_target(cls, config: MedusaConfig) -> bool:
+        return config.adapter.rank > 0
+
+    @classmethod
+    def plan(cls, config: MedusaConfig, target: Parts) -> MedusaSizes:
+        sizes = super().plan(config, target)
+        if cls.adapts_target(config):
+            L = decoder_layers(target, config.name)
+            sizes.adapted = adapted_layers(target, L, config.adapter)
+        return sizes
+
+    def attach(self, target: Parts) -> None:
+        if self.adapts_target(self.config):
+            assert isinstance(target, Target)
+            self.body = (self.adapters.view(target, len(target.layers)),)  # so never saved
+
+    def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
+        if not self.adapts_target(self.config):
+            return None
+        out = self.body[0](input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False)
+        weight = self.config.adapter.weight * math.sin(math.pi / 2 * progress)
+        return out.last_hidden_state, weight
+
+    def settled(self, target: Target) -> "tuple[Medusa, Target]":
+        if not self.adapts_target(self.config):
+            return self, target
+        config = replace(self.config, adapter=TargetLoraOptions())
+        plain = type(self)(config, replace(self.sizes, adapted=[]))
+        state = {n: x for n, x in self.state_dict().items() if not n.startswith(self.added)}
+        plain.load_state_dict(state)
+        plain.noted_alpha = self.noted_alpha
+        return plain, self.adapters.merged(target)
 
     def start(self, target: Parts) -> None:
         for block in self.blocks:
             for layer in block.layers:  # type: ignore[union-attr]
                 layer.weight.zero_()
         self.copy_head(target)
+        self.adapters.start()
 
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
         """Heads read no token at all."""
