@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.context import Moment
+from specdec.context import Context, Moment
 from specdec.decoding.decode import generate
 from specdec.drafters import with_copying
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
@@ -86,12 +86,22 @@ def test_the_loss_is_the_heads_own_for_the_adapted_target_and_its_divergence(
         float(kl(logits(target, ids), logits(own, ids))[2:9].sum()) for ids in TEXTS
     )  # the tokens that count are 3 to 9, so anchors are 2 to 8
     assert moved > 0.1
-    assert float(loss) == pytest.approx(
-        0.5 * math.sin(math.pi / 4) * float(heads) + moved, rel=1e-4
+    assert float(loss.detach()) == pytest.approx(
+        0.5 * math.sin(math.pi / 4) * float(heads.detach()) + moved, rel=1e-4
     )
     measured = forcing(batch, measure=True).alpha.sampled
     again = TeacherForcing(plain, own, sampler)(theirs, measure=True).alpha.sampled
     torch.testing.assert_close(measured, again, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_texts_do_not_see_each_other(target: Target) -> None:
+    drafter = made(target)
+    _, own = drafter.settled(target)
+    ids, position = torch.tensor([TEXTS[0] + TEXTS[1]]), torch.arange(10).repeat(2)[None]
+    found = drafter.adapted(Context(ids, position_BT=position), 0.5)
+    assert found is not None and found[1] == pytest.approx(0.5 * math.sqrt(0.5))
+    theirs = own.features(torch.tensor(TEXTS), drafter.needs)[1].flatten(0, 1)
+    torch.testing.assert_close(found[0][0].detach(), theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_heads_and_adapters_are_trained_and_the_target_is_not(target: Target) -> None:
@@ -132,8 +142,9 @@ def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -
         n for n in drafter.state_dict() if not n.startswith("adapters.")
     }
     for ids in TEXTS:
+        asked = torch.tensor([ids])  # 0 is a token here, which the mask keeps
         plain = own.model.generate(
-            torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0
+            asked, attention_mask=torch.ones_like(asked), max_new_tokens=20, do_sample=False
         )
         fast = generate(own, ids, max_new_tokens=20, drafter=loaded, gamma=2)
         assert fast.ids == plain[0, len(ids) :].tolist()
