@@ -72,22 +72,19 @@ class Heads(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        return self.unrolled(ctx, anchors_BA, drafted_BAk, self.output)
-
-    def unrolled(
+    def hidden(
         self,
         ctx: Context,
         anchors_BA: Tensor,
         drafted_BAk: Tensor | None,
-        output: Callable[[Tensor, int], Tensor],
+        output: Callable[[Tensor, int], Tensor] | None = None,
     ) -> Tensor:
-        """`hidden`, with an `output` that may differ in training."""
+        """`Drafter.hidden`; training may give an `output` of its own."""
         tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         state, found = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):
             state = self.step(state, tokens_BAK[..., k], k)
-            found.append(output(state, k))
+            found.append((output or self.output)(state, k))
         return torch.stack(found, 2)
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:

@@ -132,4 +132,4 @@ class Hydra(Heads):
 
         if kept == 1:
             return self.hidden(ctx, anchors_BA, None)
-        return self.unrolled(ctx, anchors_BA, None, lambda state, k: self.output(state, k, drop))
+        return self.hidden(ctx, anchors_BA, None, lambda state, k: self.output(state, k, drop))
