@@ -30,7 +30,7 @@ class Context:
     ids_BT: Tensor
     layers_BTF: Tensor | None = None  # the layers of `Needs`, concatenated in their order
     final_BTD: Tensor | None = None
-    document_BT: Tensor | None = None  # each token's document, -1 = padding; None = only one
+    document_BT: Tensor | None = None  # each token's document, -1 = padding; None: by positions
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …
     lengths: list[int] | None = None
     texts: list[list[int]] | None = None  # the tokens of each row, where a caller has them
@@ -38,10 +38,13 @@ class Context:
 
     def documents(self) -> tuple[Tensor, Tensor]:
         """The position [B, T] of each token in its document, and the number of that document."""
-        if self.position_BT is not None and self.document_BT is not None:
-            return self.position_BT, self.document_BT
-        place_T = torch.arange(self.ids_BT.shape[1], device=self.ids_BT.device)
-        return place_T.expand_as(self.ids_BT), torch.zeros_like(self.ids_BT)
+        position_BT, document_BT = self.position_BT, self.document_BT
+        if position_BT is None:
+            place_T = torch.arange(self.ids_BT.shape[1], device=self.ids_BT.device)
+            position_BT = place_T.expand_as(self.ids_BT)
+        if document_BT is None:
+            document_BT = (position_BT == 0).cumsum(1) - 1
+        return position_BT, document_BT
 
     def counts(self) -> list[int]:
         return self.lengths or [self.ids_BT.shape[1]] * len(self.ids_BT)
