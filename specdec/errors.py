@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -87,13 +87,6 @@ def of_files(error: OSError | SafetensorError) -> UserError:
     )
 
 
-def end_quietly() -> NoReturn:
-    """End silently with the exit code of SIGPIPE, as other tools do when the reader of their
-    output, such as `head`, has closed it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails
-    sys.exit(128 + signal.SIGPIPE)
-
-
 def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2."""
     try:
@@ -101,8 +94,9 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
             made = main()
             sys.stdout.flush()
             return made
-        except BrokenPipeError:
-            end_quietly()
+        except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush fails
+            sys.exit(128 + signal.SIGPIPE)
         except (OSError, SafetensorError) as error:
             raise of_files(error) from error
     except UserError as error:

@@ -213,9 +213,9 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
 def fitting_rule(
     name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
 ) -> Rule:
-    """The verification rule of this name. "auto" is block for chains, recursive for static trees
-    and point_mass for trees whose nodes are picked by likelihood. Raises UserError for an unknown
-    rule, or one that does not fit the shape."""
+    """The verification rule of this name. "auto" is block for chains, recursive for trees drawn
+    from q, and point_mass for trees whose nodes are picked by likelihood. Raises UserError for an
+    unknown rule, or one that does not fit the shape."""
     if isinstance(name, Rule):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed

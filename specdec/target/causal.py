@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.errors import UserError
+from specdec.errors import require
 from specdec.runtime.cache import SlotCache, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import States, Target, concatenated
@@ -24,7 +24,10 @@ class CausalTarget(Target):
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         super().__init__(model, tokenizer, name, revision)
-        self.layers = _decoder_layers(model, self.config.num_hidden_layers)
+        count = self.config.num_hidden_layers
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        require(bool(lists), f"no list of {count} decoder layers in {type(model).__name__}")
+        self.layers = lists[0]  # found by its length, as its name depends on the architecture
         self._compiled: dict[Needs, Pass] = {}
         check_causal(self)
 
@@ -105,11 +108,3 @@ def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tupl
         slots_NL = begin_N[group, None] + step_L
         yield slots_NL.clamp_max(position_BT.numel() - 1), step_L < length_N[group, None]
         del lengths[group]
-
-
-def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """The list of decoder layers, found by its length (its name depends on the architecture)."""
-    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not found:
-        raise UserError(f"no list of {count} decoder layers in {type(model).__name__}")
-    return found[0]

@@ -121,12 +121,12 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     cfg, path, config, tokenizer, weights = _opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None
+    bare, verbosity = copy.deepcopy(config), logging.get_verbosity()
+    logging.set_verbosity_error()  # no warnings about the layers' weights, which are left unread
     try:
-        bare = copy.deepcopy(config)
         text = bare.get_text_config(decoder=True)
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
-        with _quiet():  # no warnings about the layers' weights, which are left unread
-            of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision
+        of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision
         parts = StoredParts(
             *of_parts, config=config, weights=weights, whole=partial(load_target, cfg)
         )
@@ -136,6 +136,8 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         raise
     except Exception:  # a model without layers may raise anything
         return None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 class TargetOnDemand:
@@ -222,14 +224,3 @@ def _told(cfg: TargetConfig) -> Iterator[None]:
             "a folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
             "package:NAME"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers: it has no option for just the warnings about tensors left unread."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -223,7 +223,11 @@ class Seq2SeqModel:
         with ExitStack() as stack:
             if (table := self._table) is not None and not given:
                 given = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
-                rows_BTD = _rows(table, place)  # replaces its own look-up, which may fail
+                # replaces its own look-up, which fails beyond its end: tokens that will be cut off
+                # an answer may get there, and take the last row
+                index_BT = place.position_BT + getattr(table, "offset", 0)
+                weight = table.weight
+                rows_BTD = nn.functional.embedding(index_BT.clamp_max(len(weight) - 1), weight)
                 stack.enter_context(table.register_forward_hook(lambda *_: rows_BTD))
             for module, inputs in given:
 
@@ -337,13 +341,6 @@ class Seq2SeqTarget(Target):
             out, split = self.seq2seq.read(ids_BT, position_BT, document_BT, cache)
         layers = concatenated(seen, needs)
         return None if layers is None else split.spread(layers), split.spread(out)
-
-
-def _rows(table: nn.Embedding, place: Place) -> Tensor:
-    """BART's position embeddings [B, T, D] at `place`. Beyond the table's end its last row is used:
-    only tokens that will be cut off an answer get there."""
-    index_BT = place.position_BT + getattr(table, "offset", 0)
-    return nn.functional.embedding(index_BT.clamp_max(len(table.weight) - 1), table.weight)
 
 
 def _with_bias(model: Any) -> nn.Linear:
