@@ -51,7 +51,7 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--gamma", type=int, help="default: the trained depth")
     option("--top-p", type=float, default=1.0)
     option("--top-k", type=int, default=0)
-    option("--rule", default="auto", help=f"at T > 0: auto, {', '.join(RULES)}")
+    option("--rule", default="auto", help=f"at T > 0 (lenience at any T): auto, {', '.join(RULES)}")
     option("--tree", choices=TREES, help="default: a chain")
     option("--nodes", type=int, help="of a tree; default: 12; static trees: the fastest number")
     option("--branches", type=int, default=4, help="children per node of a dynamic tree")

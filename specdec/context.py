@@ -23,9 +23,9 @@ class Needs:
 
 @dataclass
 class Context:
-    """Tokens and the target's features of them. A reader at anchor a uses only features < a. While
-    decoding, a row's `lengths[b]` tokens end with its anchor, its features one position earlier,
-    and padding follows. In training (`lengths` is None) both cover all of a packed row."""
+    """Tokens and the target's features of them. A reader at anchor a uses only features before a.
+    While decoding, a row's `lengths[b]` tokens end with its anchor, its features one position
+    earlier, and padding follows. In training (`lengths` is None) both cover all of a packed row."""
 
     ids_BT: Tensor
     layers_BTF: Tensor | None = None  # the layers of `Needs`, concatenated in their order
@@ -57,8 +57,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Moment:
-    """When in a run a training pass takes place, for families and objectives that change over
-    a run, and which of its results count."""
+    """How far a run has come at a training pass, for families and objectives that change over
+    a run, and which results of the pass count."""
 
     progress: float = 0.0  # share of the run's steps done so far
     seeds: Sequence[int] = ()  # one per row: everything random in a row follows from its seed

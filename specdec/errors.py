@@ -38,7 +38,7 @@ def require(condition: bool, message: str) -> None:
 
 @contextmanager
 def located(where: object) -> Iterator[None]:
-    """Put the place that it concerns before the message of a UserError from this block."""
+    """Begin the message of any UserError from this block with the place that it concerns."""
     try:
         yield
     except UserError as error:

@@ -90,7 +90,7 @@ def read_json(path: Path) -> Any:
     try:
         require(path.is_file(), f"{path} does not exist, or is not a file")
         size = path.stat().st_size
-        require(size <= LARGEST, f"{path} has {size / 1e6:,.0f} MB: none of ours is that large")
+        require(size <= LARGEST, f"{path} is {size / 1e6:,.0f} MB: none of ours is that large")
         value = json.loads(path.read_bytes())
     except RecursionError:
         raise UserError(f"{path} is damaged: it nests thousands of brackets") from None

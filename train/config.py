@@ -34,8 +34,8 @@ from train.tracking import TrackConfig
 @dataclass
 class Config:
     """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
-    the same command continues it. `also` is a family that copies: at its end the run
-    measures a hybrid of that family and the draft, and saves it as with-FAMILY."""
+    the same command continues it. `also` is a family that copies: the run ends by
+    measuring a hybrid of that family and the draft, which it saves as with-FAMILY."""
 
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)

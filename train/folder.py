@@ -101,7 +101,7 @@ def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
 
 
 def digest(documents: Sequence[Document]) -> str:
-    """A short hash of documents and their masks."""
+    """A short hash of documents, their masks and, if they have any, their rounds."""
     digest = hashlib.blake2b(digest_size=12)
     for document in documents:
         digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())

@@ -14,7 +14,7 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
     """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time.
 
     Rows are spread over the processes; sums are reduced before they are divided. Raises UserError
-    where no answer is long enough to measure τ.
+    if no answer is long enough to measure τ.
     """
     model.eval()
     world, rank = accelerator.num_processes, accelerator.process_index

@@ -138,7 +138,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
         return None
     count = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     console.print(
-        f"drafter {cfg.drafter.name}: {count:,} trained parameters\nobjective: {cfg.objective}"
+        f"drafter {cfg.drafter.name}: {count:,} trainable parameters\nobjective: {cfg.objective}"
     )
     on_policy = cfg.rounds.data == "on_policy"
     first = [] if on_policy else texts.train

@@ -37,7 +37,7 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 class Engine:
     """vLLM in its own process (scripts/engine.py), which answers one prompt at a time.
 
-    `root` holds the folders target and draft; the draft is in this `layout`, and None decodes
+    `root` holds the folders `target` and `draft`. `layout` is that of the draft; None decodes
     plainly. Raises UserError if the engine fails.
     """
 
@@ -146,7 +146,7 @@ def on_shared_text(
 ) -> Iterator[tuple[Answer, Answer]]:
     """Our answers and the engine's along one of our texts, where both write the same tokens.
 
-    In bfloat16 near-ties flip, so wherever the engine leaves the text, it starts again from it. A
+    In bfloat16 near-ties flip, so an engine that leaves the text is put back on it. A
     stretch ends γ tokens early, so that the last round drafts only tokens that both write.
     """
     start = 0

@@ -65,7 +65,7 @@ def families(
     console.print(
         f"{', '.join(f'{n:,}' for n in alike) or 'no'} training tokens a family, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens; {first.machine}. Intervals "
-        "are 95 % bootstraps over prompts; for training and drafting times, they are over turns."
+        "are 95 % bootstraps over prompts; for training and drafting times, over timings."
     )
     alpha = [f"α {v}, depth {k}" for v in ("sampled", "greedy") for k in range(recipe.DEPTHS)]
     tau = [f"τ of {shape}, T = {t}" for shape in ("a chain", "a tree") for t in (0, 1)]

@@ -113,7 +113,7 @@ def two_samples(
     samples: Annotated[int, "per prompt and side"] = 500,
     rule: str = "block",
 ) -> None:
-    """A two-sample test at T = 1: do plain and speculative continuations have one distribution?
+    """A two-sample test at T = 1: are plain and speculative continuations distributed alike?
 
     For each prompt, it draws `samples` continuations of 3 tokens plainly and speculatively. A
     chi-square test of homogeneity over the joint cells (rare ones pooled) is summed over prompts,
@@ -148,7 +148,7 @@ def two_samples(
         ):
             found = map(homogeneity, plain, drawn(side, partial(drafted, rule=judge)))
             chi, freedom = map(sum, zip(*found, strict=True))
-            require(freedom > 0, "no continuation came often enough: give more --samples")
+            require(freedom > 0, "no continuation occurred often enough: give more --samples")
             half = torch.tensor([freedom / 2, chi / 2]).double()
             p_value = float(torch.special.gammaincc(*half))
             verdict = "not rejected" if p_value > 0.001 else "rejected"

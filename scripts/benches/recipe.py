@@ -25,7 +25,7 @@ STARTS, OBJECTIVES = ("target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
 FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null", "also=null")
 ROOT = Path(__file__).resolve().parents[2]
-DEPTHS = 3  # of which α is shown
+DEPTHS = 3  # how many depths α is shown for
 Counts = tuple[list[float], list[float]]  # numerators and denominators, one of each per prompt
 
 
@@ -51,7 +51,7 @@ class Arm:
         return self.counts(0, lambda p: p.greedy[depth], lambda p: p.positions[depth])
 
     def tau(self) -> Counts:
-        """Of the decoder, at T = 0."""
+        """τ of the decoder at T = 0."""
         return self.counts(0, lambda p: p.emitted, lambda p: p.rounds)
 
     def walked(self, at: int) -> Counts:
@@ -159,7 +159,7 @@ def recipe(
         *(("kl → nla", f"start {x}", f"{x}-nla", f"{x}-kl") for x in STARTS),
         ("both", "", "target-nla", "random-kl"),
     ]
-    brought = []  # what each part brings while the other stays, at the best rates
+    brought = []  # the gain from each part while the other stays, at the best rates
     for what, same, ours, theirs in pairs:
         a, b = best[ours], best[theirs]
         more = (

@@ -32,7 +32,7 @@ from specdec.theory.leviathan import best_gamma, walltime_factor
 from train.data.conversations import DataConfig
 from train.data.split import split_prompts
 
-STEPS = 63  # of a loop, and as many bare calls
+STEPS = 63  # steps of a loop, and as many bare calls
 
 
 def theory(drafts: Sequence[Path], timing: Timing) -> None:
@@ -66,7 +66,7 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
         "copies) counts in proportion. Theorem 3.8 assumes that every position accepts with the α "
         "of depth 0, independently, and that a verification costs a step (v = 1)."
     )
-    show(["ms a round", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
+    show(["ms per round", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
 
 
 def speed(drafts: Sequence[Path], timing: Timing) -> None:
@@ -78,7 +78,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
     theirs = target_of(drafts[0], timing.dtype, packed=False)
-    if theirs.model.config._attn_implementation == "grouped":  # ours: transformers has sdpa there
+    if theirs.model.config._attn_implementation == "grouped":  # ours; transformers then has sdpa
         theirs.model.set_attn_implementation("sdpa")
     assistants = drafters_of(drafts, theirs)
     (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")

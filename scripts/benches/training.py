@@ -29,7 +29,7 @@ from train.plan import rehearsal
 from train.processes import accelerator_of
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-WIDTH, VOCAB = 576, 8192  # of SmolLM2 and the default draft vocabulary
+WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft vocabulary
 
 
 def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
@@ -119,4 +119,4 @@ def throughput(
         found.append([str(size), f"{speed:,.0f}", peak])
     share = sum(int(d.mask.sum()) for d in documents) / sum(len(d.ids) for d in documents)
     console.print(f"{target.dtype}; share of tokens with a loss: {share:.2f}")
-    show([f"rows of {cfg.data.max_length} a step", "tokens/s", "peak GPU memory, MB"], found)
+    show([f"rows of {cfg.data.max_length} per step", "tokens/s", "peak GPU memory, MB"], found)

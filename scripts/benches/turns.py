@@ -57,9 +57,9 @@ def ours(
 def in_turn(
     ways: dict[str, Way], prompts: list[list[int]], first: list[list[int]] | None = None
 ) -> dict[str, list[Answer]]:
-    """The answers of every way to every prompt. Each way first warms up: if its passes are compiled
-    on all prompts, so that no graph is built on the clock, otherwise on `first` (by default the
-    first prompt and the longest)."""
+    """The answers of every way to every prompt. Each way first warms up: if its passes are
+    compiled, on all prompts, so that no graph is built on the clock; otherwise on `first` (by
+    default the first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
     made: dict[str, list[Answer]] = {name: [] for name in ways}
     with bars(console) as progress:

@@ -20,7 +20,7 @@ class Round:
     drafted: int  # tokens on the longest drafted path
     accepted: int
     nodes: int  # all drafted tokens: more than `drafted` in a tree
-    tested: int  # `accepted`, plus one if the draft went on after the accepted tokens
+    tested: int  # `accepted`, plus one if the draft continued after the accepted tokens
     path: tuple[int, ...] = ()  # the nodes that were kept
     tokens: tuple[int, ...] = ()  # what was drafted, if it was a chain
 

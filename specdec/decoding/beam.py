@@ -124,7 +124,7 @@ class Search:
         """Extend every beam by one token, given log p of the live beams. A node that is `known` by
         its parent and token is reused."""
         W, V = self.beams, log_p_WV.shape[1]
-        most = max(2, 1 + len(self.eos)) * W  # W go on even if each beam's best tokens are eos
+        most = max(2, 1 + len(self.eos)) * W  # so that W go on even if each beam's best are eos
         total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
         token_C = index_C % V
         ends_C = torch.isin(token_C, self.eos) | (self.length + 1 >= self.limit)
@@ -159,7 +159,7 @@ class LiveTree:
 
     def __init__(self, target: Target, needs: Needs, prompt: Sequence[int]) -> None:
         self.target, self.needs, self.cache = target, needs, target.new_cache()
-        self.reread = 0  # number of nodes in the last pass that had to reread forgotten tokens
+        self.reread = 0  # number of nodes in the last pass that reread forgotten tokens
         ids_1T = torch.tensor([list(prompt)], device=target.device)
         self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
         self.cache.keep([len(prompt)])

@@ -62,7 +62,7 @@ class DecodeConfig:
                 "decode.paths are all the nodes of a static tree: give decode.tree=static with "
                 "them, and no decode.nodes",
             )
-            Static(self.paths)  # raises where they do not form a tree
+            Static(self.paths)  # raises if they do not form a tree
         require(0 < self.top_p <= 1, f"decode.top_p={self.top_p}: give a share above 0, up to 1")
         require(
             0 < len(self.temperatures) == len(set(self.temperatures)),

@@ -219,7 +219,7 @@ def fitting_rule(
     if isinstance(name, Rule):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
-    best = "point_mass" if picked else "recursive"  # of a tree
+    best = "point_mass" if picked else "recursive"  # the best rule for a tree
     if name == "auto":
         name = "block" if not tree else "point_mass" if greedy_draft else best
     rule = named(name)

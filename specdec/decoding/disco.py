@@ -76,7 +76,7 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
         f"stop classifier: {kept} of {n} recorded tokens were accepted, so there is no boundary to "
         "learn: record more rounds, or draft a fixed length",
     )
-    with torch.inference_mode(False), torch.enable_grad():  # also from within decoding
+    with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
         y_N, x_NF = accepted_N.double().cpu(), features_NF.double().cpu()
         mean_F, scale_F = x_NF.mean(0), x_NF.std(0, correction=0)
         scale_F = torch.where(scale_F > 1e-9, scale_F, 1.0)

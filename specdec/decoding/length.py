@@ -114,8 +114,8 @@ class Optimal(Adaptive):
     def use(self, found: Any = None) -> None:
         require(
             self.c is not None,
-            "length.c is missing: give the time of a draft step over that of a target step, as an "
-            "evaluation reports it under costs",
+            "length.c is missing: give the time of a draft step divided by that of a target step, "
+            "which an evaluation reports under costs",
         )
 
     def rates(self, alpha: list[float], batch: int) -> list[float]:
@@ -226,7 +226,7 @@ def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = Non
     as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given rounds (drafted,
     accepted) that were decoded with a long fixed γ.
 
-    A round of n accepted tokens emits n + 1. The oracle emits them at the least cost: in one round
+    A round of n accepted tokens emits n + 1. The oracle emits them at the lowest cost: in one round
     that drafts n, or in several if a wide pass costs more than a second one. The fixed γ is the
     best one for the same rounds. A censored round, which was fully accepted, counts as if a
     rejection followed, which lowers the bound. c and v are those of `specdec.theory.leviathan`.

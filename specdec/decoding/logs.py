@@ -24,7 +24,7 @@ class Logged:
     rounds: Rounds
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether an answer of a target with this vocabulary can have given this line."""
+        """Whether this line can come from an answer of a target with this vocabulary."""
         texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.rounds)]
         end = len(self.prompt) + len(self.ids)
         return (

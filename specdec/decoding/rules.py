@@ -335,7 +335,7 @@ def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
 
 
 def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
-    """The drafted tokens' values [B, N] out of values [B, M, V] by place and token."""
+    """The drafted tokens' values [B, N], picked from values [B, M, V] by place and token."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
     return x_BMV[row_B1, proposal.above_BN, proposal.tokens_BN.clamp_min(0)]
 
@@ -350,7 +350,7 @@ def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None
     depth_BM = pad(torch.zeros_like(above_BN), (1, 0))
     score_BN = torch.zeros_like(kept_BN, dtype=torch.float32) if score_BN is None else score_BN
     total_BM = pad(score_BN, (1, 0))
-    for _ in range(kept_BN.shape[1]):  # each turn reaches one depth further
+    for _ in range(kept_BN.shape[1]):  # each iteration reaches one depth further
         parent_BN = depth_BM.gather(1, above_BN)
         reached_BN = kept_BN & ((parent_BN > 0) | (above_BN == 0))
         further_BM = pad(torch.where(reached_BN, parent_BN + 1, 0), (1, 0))

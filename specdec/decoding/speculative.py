@@ -131,7 +131,7 @@ def speculative_generate(
     processors = _processors(config, target, eos, seen, limit, logits_processor)
     stop = config.stop_strings or ()
     sampler = Sampler(1.0 if config.do_sample else 0.0)
-    if config.do_sample and not _late(config):  # else the processors warp
+    if config.do_sample and not _late(config):  # otherwise the processors do it
         sampler = Sampler(config.temperature, config.top_k, config.top_p)
     done = decode(
         target,

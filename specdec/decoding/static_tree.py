@@ -1,4 +1,4 @@
-"""Choosing a static tree by the acceptance of each rank and the seconds of a round. Letters:
+"""Choosing a static tree by the acceptance of each rank and the time that a round takes. Letters:
 D depths, R ranks among siblings."""
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def acceptance_by_rank(
     `decode` options that the tree is for and `width` children after each node of that chain. Rank r
     is the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`), else
     the r-th token drawn."""
-    paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # as nodes stand
+    paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
     options |= {"drafter": drafter, "shape": Static(paths), "max_new_tokens": max_new_tokens}
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""The drafter families: one file each, and this dict of them."""
+"""The drafter families, and the dict that finds them by name."""
 
 from collections import Counter
 from collections.abc import Iterable

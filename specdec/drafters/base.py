@@ -1,4 +1,4 @@
-"""The drafter interface: one class a family, used by training and by decoding alike.
+"""The drafter interface: one class per family, used by training and by decoding alike.
 
 Letters: B batch, A anchors, k depth, K number of depths, D width, S draft vocabulary, W nodes that
 grow at once.
@@ -76,10 +76,10 @@ class Drafter(nn.Module, ABC):
     trainable: ClassVar[bool] = True  # see `trains`
     reads_body: ClassVar[bool] = False  # runs the target's own layers, so it needs a whole target
     needs: Needs = Needs()
-    depth: int  # depths that are trained and measured, and the γ drafted by default
+    depth: int  # how many depths are trained and measured; also the default γ
     parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
     max_depth: int | None = None  # parallel heads cannot draft more than they have
-    in_transformers: ClassVar[str | None] = None  # its name in `generate` there, for benches
+    in_transformers: ClassVar[str | None] = None  # its name in transformers' generate, for benches
     long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on long prompts
     copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
     chooses: ClassVar[bool] = False  # whether it chooses what to draft, by what `weigh` learns
@@ -209,7 +209,7 @@ class Drafter(nn.Module, ABC):
         buffers. `masks` mark the assistant's tokens."""
 
     def require_sound(self) -> None:
-        """Raise UserError where loaded buffers hold values that no fit can have produced, such as
+        """Raise UserError if loaded buffers hold values that no fit can have produced, such as
         ids outside the target's vocabulary."""
         if (ids_S := self.vocab_S) is not None:
             rising = bool((ids_S[1:] > ids_S[:-1]).all() and ids_S[0] >= 0)
@@ -292,7 +292,7 @@ class Drafter(nn.Module, ABC):
     ) -> None:
         """Learn, before decoding at some temperature, what the choice of a draft depends on, for
         families with `chooses`. `cost(member, γ)` measures the time of one draft step of a member
-        that drafts γ tokens, and of a pass over γ + 1 tokens, both over the time of a plain step.
+        that drafts γ tokens, and of a pass over γ + 1 tokens, both in plain steps.
         In `texts`, the target answers at that temperature wherever `masks` is true."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
@@ -319,7 +319,7 @@ class Drafter(nn.Module, ABC):
 
     def hear(self, logits_BXV: Tensor, cache: Any) -> None:
         """Take the target's logits after each scout of the last proposal; `cache` is the one used
-        for that draft. Called only for families that send scouts; they learn from them here."""
+        for that draft. Called only for families that send scouts, which learn from these logits."""
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """The state of one round at its anchors. This default reads every node's path again from

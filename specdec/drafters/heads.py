@@ -22,7 +22,7 @@ from specdec.drafters.base import Drafter, Sizes, entries, tokens_from, with_dep
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
-MOST_LAYERS = 64  # of one head
+MOST_LAYERS = 64  # the most layers that one head may have
 
 
 @dataclass(kw_only=True)

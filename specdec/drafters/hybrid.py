@@ -49,7 +49,7 @@ class HybridConfig:
     """`head`, which drafts up to `gamma` tokens, is the folder of a trained draft, such as
     runs/NAME/best, or a family that needs no training. `copying` is the family that copies up to
     `depth` tokens. `alpha` is the head's acceptance by depth; its last value also holds for deeper
-    ones. null takes what the run that trained the head noted, or 0.4."""
+    ones. null takes the α noted when the head was trained, or 0.4."""
 
     name: str = "hybrid"
     depth: int = 8
@@ -261,7 +261,7 @@ class Hybrid(Drafter):
 
     def copied(self, memory: Memory, beside: bool = False) -> list[int]:
         """The tokens to copy at the end of a text: none if the head should commit more, unless the
-        two stand `beside` each other."""
+        two go `beside` each other in a tree."""
         found = memory.chain(self.longest)
         of_cells, of_head = self.rates()
         rates = of_cells[cell(memory)][: len(found) + 1]

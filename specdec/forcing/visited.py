@@ -1,5 +1,5 @@
-"""The rounds of a decoder as something to learn from: the draft's own tokens, and what the target
-makes of them, also after the first one that it rejected.
+"""The rounds of a decoder as training data: the draft's own tokens, and the target's states after
+them, even after the first one that it rejected.
 
 Letters: B batch, T time, N anchors, R rounds, K depths, D width.
 """

@@ -73,7 +73,7 @@ def write(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 
 def read(drafter: Drafter, tensors: Tensors) -> Tensors:
-    """Raises UserError where the two descriptions of the draft vocabulary contradict each other."""
+    """Raises UserError if the two descriptions of the draft vocabulary contradict each other."""
     if (offset_S := tensors.pop("d2t", None)) is None:
         return tensors
     vocab_S, inside_V = offset_S + torch.arange(len(offset_S)), tensors.pop("t2d", None)

@@ -44,7 +44,7 @@ def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
 
 
 def one_layer(drafter: Any) -> Description:
-    """The layer of a recurrent drafter as a Llama of one layer."""
+    """The config of a one-layer Llama, for the layer of a recurrent drafter."""
     return {**drafter.llama.to_dict(), "model_type": "llama", "num_hidden_layers": 1}
 
 

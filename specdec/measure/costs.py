@@ -27,17 +27,17 @@ from specdec.sampling.trees import Chain, Shape
 from specdec.theory.intervals import Interval, median_interval
 
 T = TypeVar("T")
-TURNS = 31  # of each part
-OF_A_TABLE = 5  # turns of each of its cells
+TURNS = 31  # timings of each part
+OF_A_TABLE = 5  # timings behind each cell of a cost table
 TIMED = 48  # tokens decoded to time rounds
-OF_ROUNDS = 5  # turns of each shape whose rounds are compared
+OF_ROUNDS = 5  # timings of each shape whose rounds are compared
 
 
 @dataclass(frozen=True)
 class Costs:
     """Medians in seconds of one plain step, one verification pass and one drafting; `c` is a
-    draft step over a plain step (drafting / (γ · step), Definition 3.7 of Leviathan et al.),
-    `v` a verification over a plain step."""
+    draft step in plain steps (drafting / (γ · step), Definition 3.7 of Leviathan et al.),
+    `v` a verification in plain steps."""
 
     step_seconds: Interval
     verify_seconds: Interval
@@ -133,7 +133,7 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
 
 
 def cost_table(setup: Setup, prompt: Sequence[int], gamma: int) -> CostTable:
-    """Seconds of a round by rows (up to `cfg.batch`) and drafted tokens, for length goodput."""
+    """Seconds of a round by rows (up to `cfg.batch`) and drafted tokens, for length `goodput`."""
     most = setup.cfg.batch
     batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (most, gamma))
     seconds = []
@@ -149,7 +149,7 @@ def rounds_in_turn(
     setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[tuple[float, float]]:
     """For each shape, the seconds of a whole round and of its drafting when `cfg.batch` prompts are
-    decoded together: medians of `OF_ROUNDS` turns, after a warm-up turn."""
+    decoded together: medians of `OF_ROUNDS` timings, taken in turn after a warm-up."""
     cfg, found = setup.cfg, [list[tuple[float, float]]() for _ in shapes]
     batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
     tokens = min(cfg.max_new_tokens, TIMED)

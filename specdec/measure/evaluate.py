@@ -76,7 +76,7 @@ def evaluate(
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     learning = others or chosen
     cfgs = {drafter: cfg}
-    if subject.also is not None:  # it drafts chains as long as it is made for
+    if subject.also is not None:  # its chains have the length that it was built for
         cfgs[subject.also] = replace(cfg, gamma=cfg.gamma if cfg.tree else None)
     found = {each: list[AtTemperature]() for each in cfgs}
     known: dict[tuple[Drafter, str], Costs] = {}

@@ -57,8 +57,8 @@ class Foreseen:
 
     divergence: list[Interval]  # D_LK by depth
     lenience: list[Lenient]  # at depth 0
-    rejection_tokens: Interval  # E[tokens a pass] of a chain by rule rejection
-    block_tokens: Interval  # the same by rule block
+    rejection_tokens: Interval  # E[tokens per pass] of a chain under the rule `rejection`
+    block_tokens: Interval  # the same under `block`
     non_iterative: Interval | None = None  # α at depth 0 by rule non_iterative
 
 
@@ -84,7 +84,7 @@ class Sample:
 
 @dataclass
 class AtTemperature:
-    """All figures at one temperature. Seconds are those of whole batches."""
+    """All figures at one temperature. Times are those of whole batches."""
 
     temperature: float
     rule: str
@@ -199,7 +199,7 @@ class Results:
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # of the target, which a pass reads
     training: Training | None = None
-    also: "Results | None" = None  # another draft, measured in turns with this one
+    also: "Results | None" = None  # another draft, which took turns with this one
     shift: Shift | None = None  # of the target, if it was trained too
 
     def headline(self) -> dict[str, float]:

@@ -28,10 +28,10 @@ from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import interpolate
 
-NODES = 12  # of a tree
+NODES = 12  # nodes of a tree, unless given
 SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
 MORE = (1, 7, 15, 31, 63)  # on other devices
-OF_A_CHOICE = 11  # turns in which the costs of a choice are measured
+OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
 
 
@@ -109,7 +109,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
 
 
 def weigh(setup: Setup, prompts: Sequence[Sequence[int]]) -> None:
-    """Let a drafter that chooses its drafts weigh them, by plain answers to some prompts."""
+    """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
         found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_CHOICE)

@@ -66,7 +66,7 @@ class _Chunked(torch.autograd.Function):
 def chunked(
     part: Part, cut: Sequence[Tensor], parameters: Sequence[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `part` over chunks of the rows of the tensors in `cut`, which have equally many.
+    """Sum of `part` over chunks of rows of the tensors in `cut`, which are all equally long.
 
     `part(slice, rows of each tensor…)` returns a summed loss (scalar, float32) and detached summed
     statistics. Those of `parameters` that a chunk reads get their gradient. At most one chunk's

@@ -1,6 +1,6 @@
 """The terms of an objective: functions from a `Piece` to a loss [N, K].
 
-A term does not reduce, mask or weigh: `objective.py` does that once for all. Its constants are
+A term does not reduce, mask or weight: `objective.py` does that once for all. Its constants are
 keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
 q = softmax(z) and P = Σ_S p <= 1, the docstrings give ∂L/∂z, which the tests check in float64.
 
@@ -158,7 +158,7 @@ def expected_tree(
         m_r = 1 - G_r,  G_r = Σ_x min(p, M_r q),  M_0 = 0,  M_{r+1} = M_r + 1 - G_r,
 
     and a_r = G_{r+1} - G_r; G_1 = β, so on a chain this is `expected_length`. Siblings drawn
-    without replacement (rule recursive, the default for trees) are accepted more often: L is too
+    without replacement (`recursive`, the default for trees) are accepted more often: L is too
     low for them, and more so the more of q is on few tokens.
 
     Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, but p and q are known
@@ -262,7 +262,7 @@ TERMS: dict[str, Term] = {
         *(d_pace, expected_length, expected_tree, on_policy, confidence, smooth_l1),
     )
 }
-# terms that weigh depths themselves, so the default decay is 1
+# terms that weight the depths themselves, so the default decay is 1
 COUPLED = ("d_pace", "expected_length", "expected_tree", "on_policy")
 COMPARING = ("adaspec",)  # terms that read a reference draft
 OF_TREES = ("expected_tree",)  # terms that read the paths of a tree

@@ -61,7 +61,7 @@ class ObjectiveConfig:
 
     def require_complete(self, drafted: list[list[int]] | None) -> None:
         """Take the paths of the tree that will be `drafted` if a term reads them and none are
-        given. Raise UserError for a term that lacks what it reads, and for what no term reads."""
+        given. Raise UserError for a term that lacks an input, and for inputs that no term reads."""
         used = self._used()
         comparing, of_trees = ([name for name in used if name in x] for x in (COMPARING, OF_TREES))
         if of_trees and self.paths is None:
@@ -86,7 +86,7 @@ class ObjectiveConfig:
             f"objective.paths is read by {', '.join(OF_TREES)} alone: omit it, or add that term",
         )
         if self.paths is not None:
-            Static(self.paths)  # raises where they do not form a tree
+            Static(self.paths)  # raises if they do not form a tree
 
     def loss(self, piece: Piece) -> Tensor:
         """The weighted sum of the terms [N, K]."""

@@ -68,12 +68,12 @@ def _setting(results: Results) -> str:
     if len(set(shapes)) > 1:
         ats = zip(shapes, results.temperatures, strict=True)
         said = ", ".join(f"{shape} at T = {at.temperature:g}" for shape, at in ats)
-    batches = ", those of seconds over batches" * (results.batch > 1)
+    batches = ", or over batches for times" * (results.batch > 1)
     return (
         f"{results.prompts} held-out prompts ({results.data}), up to {results.max_new_tokens} new "
         f"tokens, batch {results.batch}, drafting {said}{', compiled' * results.compiled}. "
         f"Intervals are 95 % bootstraps over prompts{batches}. "
-        "Plain and speculative decoding take turns in one process; seconds cover the tokens after "
+        "Plain and speculative decoding take turns in one process; times cover the tokens after "
         "the first, which the target's prefill emits, and include the draft's own prefill."
     )
 
@@ -111,7 +111,7 @@ def _counted(at: AtTemperature, results: Results) -> dict[str, str]:
         same = f"{at.identical} of {results.prompts}{why}"
     return {
         "**speedup over plain decoding**": f"**{at.speedup.text(2)}**",
-        "τ (tokens a target pass, pooled)": at.tau.text(),
+        "τ (tokens per target pass, pooled)": at.tau.text(),
         "tokens/s, speculative": at.tokens_per_second.text(1),
         "tokens/s, plain": at.plain_tokens_per_second.text(1),
         "rounds": f"{at.rounds:,}",
@@ -133,7 +133,7 @@ def _costs(results: Results) -> list[str]:
             theory.milliseconds, (costs.step_seconds, costs.verify_seconds, costs.draft_seconds)
         )
         lines.append(
-            f"Costs ({drafted(results, at)}; medians of {costs.c.n} turns): a plain step {step} "
+            f"Costs ({drafted(results, at)}; medians of {costs.c.n} timings): a plain step {step} "
             f"ms, a verification of {at.nodes + 1} tokens {verify} ms (v = {costs.v.text(2)}), "
             f"drafting {at.nodes} tokens {draft} ms (c = {costs.c.text()})."
         )
@@ -149,7 +149,7 @@ def _also(results: Results | None) -> list[str]:
     shape = drafted(results, results.temperatures[0])
     return [
         f"## {results.drafter.capitalize()}",
-        f"This draft answered the same prompts in turns with the one above, drafting {shape} at "
+        f"This draft took turns with the one above on the same prompts, drafting {shape} at "
         "most. Its costs change from round to round, so no speedup is predicted.",
         by_temperature(results.temperatures, lambda at: _counted(at, results)),
     ]
@@ -170,7 +170,7 @@ def _learned(at: AtTemperature, learned_on: str) -> list[str]:
         lines.append(f"The choice rests on this acceptance by rank: {shares}.")
     if learned.c is not None and learned.v is not None:
         given = f"c = {learned.c.text()} and v = {learned.v.text(2)}"
-        lines.append(f"Length optimal was given {given}, measured {where}.")
+        lines.append(f"The length `optimal` was given {given}, measured {where}.")
     if learned.table is not None:
         lines.append(f"Rounds were timed {where}: see cost-table-T{at.temperature:g}.json.")
     if learned.classifier is not None:

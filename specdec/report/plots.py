@@ -1,4 +1,4 @@
-"""The plots of a report, as PNG files. Legends stand below the axes, where they cover nothing."""
+"""The plots of a report, as PNG files. Legends are below the axes, where they cover nothing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -92,14 +92,14 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
 
     forms = {
         "α at depth 0, all positions": alpha.text(),
-        "tokens a pass, one α for all depths (Equation 1)": of(expected_tokens, gamma, digits=3),
-        "tokens a pass, α of each depth": (
+        "tokens per pass, one α for all depths (Equation 1)": of(expected_tokens, gamma, digits=3),
+        "tokens per pass, α of each depth": (
             f"{expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
         ),
-        "**tokens a pass, measured (τ)**": f"**{at.tau.text()}**",
+        "**tokens per pass, measured (τ)**": f"**{at.tau.text()}**",
         "speedup (Theorem 3.8, v = 1)": of(walltime_factor, gamma, c),
         "**speedup, measured**": f"**{at.speedup.text(2)}**",
-        "least speedup with the best γ (Corollary 3.9)": of(guaranteed_factor, c),
+        "guaranteed speedup with the best γ (Corollary 3.9)": of(guaranteed_factor, c),
         "best γ, with the measured v": f"{best} (measured with {gamma})",
         "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(oracle_factor, c),
         "reads of the target's weights shrink by (Section 3.4)": of(expected_tokens, gamma),
@@ -121,7 +121,7 @@ def _measured_law(at: AtTemperature) -> list[str]:
             "rule `block`, expected (never less)": [found.block_tokens.text()],
             f"rule `{at.rule}`, measured (τ)": [at.tau.text()],
         }
-        blocks.append(table("tokens a pass at the visited anchors", [""], rows))
+        blocks.append(table("tokens per pass at the visited anchors", [""], rows))
     divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
     plain = ""
@@ -151,6 +151,6 @@ def _reads(results: Results) -> list[str]:
     return [
         *blocks,
         f"A beam search of width {BEAMS} behind a draft beam of the same width would have the "
-        f"target judge {beam_passes(BEAMS, BEAMS, at.gamma)} positions a pass at γ = {at.gamma} "
+        f"target judge {beam_passes(BEAMS, BEAMS, at.gamma)} positions per pass at γ = {at.gamma} "
         "(Appendix A.4).",
     ]

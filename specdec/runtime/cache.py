@@ -166,7 +166,7 @@ class SlotCache(Cache):
         known_BT1 = (parents_BT >= 0).to(sees.dtype)[..., None]
         sees[:, start:].scatter_(2, parents_BT.clamp_min(0)[..., None], known_BT1)
         sees.diagonal(0, 1, 2).fill_(1)
-        for _ in range(T.bit_length()):  # ancestors: each turn reaches twice as far
+        for _ in range(T.bit_length()):  # ancestors: each product reaches twice as far
             sees = (sees @ sees).clamp_(max=1)
         self._sees_BSS = sees
         return sees.sum(-1).long() - 1, sees[:, start:] > 0

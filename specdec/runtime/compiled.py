@@ -21,7 +21,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.probes import compare
 
 GRAPHS = 64  # the most graphs of one pass
-SHORT = 16  # tokens a row; a draft's longer passes, such as prefill, run uncompiled
+SHORT = 16  # tokens per row; a draft's longer passes, such as prefill, run uncompiled
 TOLD = 5.0  # seconds; the user is told of a graph that took longer to build
 TIMINGS = 7  # timings of the graph and of the uncompiled pass, in turn
 # how far a graph's results may differ from the uncompiled pass, relative to the norm: the graph
@@ -125,7 +125,7 @@ def _signature(x: Any) -> Hashable:
 
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
     """Which of Dynamo's checks to keep: those of things that can change between passes of one model
-    (shapes of inputs and cache, global state). All would take over a millisecond a pass."""
+    (shapes of inputs and cache, global state). All would take over a millisecond per pass."""
     of_cache = ("capacity", "shown", "slots", "layers[0].keys")
     changing = ("inputs", *(f"cache.{name}" for name in of_cache))
     names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]

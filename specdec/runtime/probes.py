@@ -43,14 +43,14 @@ def compare(
     except Exception as error:  # a kernel or compiler may fail in any way; the public way ran
         return Answer(False, first_line(error))
     off = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-    if not off <= limit:  # also where it is NaN
+    if not off <= limit:  # true for NaN as well
         return Answer(False, f"the result differs by {off:.1e} from the expected one")
     own, theirs = seconds(ours, public, repeats=repeats)
     return Answer(theirs >= gain * own, f"{theirs / own:.2f} times as fast as without")
 
 
 def seconds(*ways: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """The time that each way takes: the least of `repeats` timings, made in turn."""
+    """The time that each way takes: the shortest of `repeats` timings; the ways take turns."""
     best = [float("inf")] * len(ways)
     for _ in range(repeats):
         for i, way in enumerate(ways):

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.errors import UserError
 
-FEW = 256  # up to so many query rows of a KV head, one product over groups beats copied keys
+FEW = 256  # up to this many query rows of a KV head, one product over groups beats copied keys
 
 
 def grouped_attention(

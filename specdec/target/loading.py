@@ -84,7 +84,7 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
 def located(cfg: TargetConfig) -> str:
     """The folder or hub name that transformers loads; a GGUF file is made dense once. Raises
     UserError where there is no such file or package."""
-    require(bool(cfg.path), "target.path is missing: a hub name, a folder or a .gguf file")
+    require(bool(cfg.path), "target.path is missing: give a hub name, a folder or a .gguf file")
     path = cfg.path
     if path.startswith("package:"):
         path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
@@ -97,7 +97,7 @@ def named(cfg: TargetConfig) -> str:
 
 
 def load_target(cfg: TargetConfig) -> Target:
-    """Load the model that `cfg` names. Raises UserError where it cannot be loaded."""
+    """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = _opened(cfg)
     stored = None
     with _told(cfg):

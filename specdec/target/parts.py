@@ -165,7 +165,7 @@ def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     lists = {key: x for key, x in model.items() if isinstance(x, list)}
     for key in lists.keys() & {"layer_types", "mlp_layer_types", "no_rope_layers"}:
-        found[key] = [lists[key][k] for k in kept if k < len(lists[key])]  # an entry a layer
+        found[key] = [lists[key][k] for k in kept if k < len(lists[key])]  # one entry per layer
     for key in lists.keys() & {"mlp_only_layers", "moe_layers"}:
         found[key] = [kept.index(k) for k in lists[key] if k in kept]  # which layers
     if first := model.get("first_k_dense_replace"):

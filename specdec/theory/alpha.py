@@ -73,7 +73,7 @@ def expected_tokens(alpha_NK: Tensor) -> Tensor:
 
 
 def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
-    """E[tokens of a round] [N] under rule block, computed from text that the target wrote itself.
+    """E[tokens of a round] [N] under the rule `block`, from text that the target wrote itself.
 
     `ratio_NK` is s = q(x) / p(x) at the text's own token x at each depth. For a chain X ~ q with
     r_l = p(X_l) / q(X_l), at least i tokens are accepted with probability
@@ -81,9 +81,9 @@ def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
         rejection   Π_{l<=i} min(1, r_l)                    (Leviathan et al. 2023, Algorithm 1)
         block       p_i = min(1, p_{i-1} r_i), p_0 = 1      (Sun et al. 2024, Algorithm 2)
 
-    and p_i = min over 0 <= j <= i of r_{j+1} … r_i. The mean over X ~ q is the mean over text X ~ p
-    times Π q / p: of Π_{l<=i} min(1, s_l) for rejection, so its tokens are `expected_tokens` of
-    min(1, s), and of min over 0 <= j <= i of s_1 … s_j for block, which is never less.
+    where p_i is the min over 0 <= j <= i of r_{j+1} … r_i. Weighting by s_1 … s_i turns a mean over
+    text X ~ p into one over X ~ q. The weighted terms are Π_{l<=i} min(1, s_l) for rejection, hence
+    `expected_tokens` of min(1, s), and the min over 0 <= j <= i of s_1 … s_j for block, never less.
     """
     return 1 + ratio_NK.cumprod(-1).clamp_max(1).cummin(-1).values.sum(-1)
 

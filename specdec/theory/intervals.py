@@ -1,6 +1,6 @@
 """Measured figures with their intervals: 95 % percentile bootstraps.
 
-Whole prompts (or turns of a clock) are resampled, never single positions, because the positions
+Whole prompts (or single timings) are resampled, never single positions, because the positions
 of one prompt are not independent.
 """
 
@@ -68,8 +68,8 @@ def difference_interval(
 def median_interval(
     values: Sequence[float], per: Sequence[float] | None = None, *, seed: int = 0
 ) -> Interval:
-    """The median of `values`, divided by the median of `per` if given. Both have an entry per turn,
-    measured in the same turns; `n` counts the turns."""
+    """The median of `values`, divided by the median of `per` if given. Entry i of
+    both was timed in the same repetition; `n` counts the repetitions."""
     found = np.asarray(values, float)
     under = np.ones_like(found) if per is None else np.asarray(per, float)
     n = len(found)

@@ -7,7 +7,7 @@ one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the pape
 end. Impossible values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise
 UserError.
 
-Letters: N positions, V vocabulary, S draft vocabulary; γ (`gamma`) drafted tokens a round.
+Letters: N positions, V vocabulary, S draft vocabulary; γ (`gamma`) drafted tokens per round.
 """
 
 from bisect import bisect_right
@@ -57,7 +57,7 @@ def expected_tokens(alpha: Alpha, gamma: int) -> float:
 
 
 def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float:
-    """Expected speedup over plain decoding: E[tokens] / (γc + v), with v = 1 Theorem 3.8."""
+    """Expected speedup over plain decoding: E[tokens] / (γc + v), which is Theorem 3.8 at v = 1."""
     return expected_tokens(alpha, gamma) / _cost(gamma, c, v)
 
 
@@ -68,7 +68,7 @@ def round_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
 
 
 def guaranteed_factor(alpha: float, c: float) -> float:
-    """The least gain of the best γ: (1 + α) / (1 + c) if α > c, else 1 (Corollary 3.9)."""
+    """The guaranteed speedup of the best γ: (1 + α) / (1 + c) if α > c, else 1 (Corollary 3.9)."""
     return max(1.0, walltime_factor(alpha, 1, c))
 
 
@@ -93,8 +93,8 @@ def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = N
 
 
 def best_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> int:
-    """The γ in 0 … limit with the largest `walltime_factor` (Section 3.5), found by trying all; of
-    equals the smallest, so 0 if none gains."""
+    """The γ in 0 … limit with the largest `walltime_factor` (Section 3.5), found by trying all; the
+    smallest of several equally good ones, so 0 if none gains."""
     factors = walltime_by_gamma(alpha, c, limit, v)
     return factors.index(max(factors))
 
@@ -163,6 +163,6 @@ def beam_passes(width: int, draft_width: int, gamma: int) -> int:
 
 def _cost(gamma: int, c: float, v: float) -> float:
     """γc + v."""
-    require(c >= 0, f"c={c}: a draft step over a target step is 0 or more")
-    require(v > 0, f"v={v}: a verification pass over a target step is more than 0")
+    require(c >= 0, f"c={c}: the cost of a draft step in target steps is 0 or more")
+    require(v > 0, f"v={v}: the cost of a verification in target steps is more than 0")
     return gamma * c + v

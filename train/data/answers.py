@@ -1,5 +1,5 @@
-"""The target, a draft or both together answer the prompts, in batches, into files from which a run
-resumes. If both answer, the decoder's rounds may be kept. Logs of rounds are also read here."""
+"""Answers to the prompts, written in batches by the target, a draft or both together, and kept in
+files from which a run resumes; with a decoder's rounds if both write. Also reads logs of rounds."""
 
 import hashlib
 import json

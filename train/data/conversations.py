@@ -18,7 +18,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can
 
 
 class Unusable(Exception):
-    """A record or conversation is left out; the message is the reason that is counted."""
+    """A record or conversation to be left out; the message is the reason that is counted."""
 
 
 @dataclass

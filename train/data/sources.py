@@ -19,7 +19,7 @@ from train.data.conversations import Conversation, DataConfig, Tally, Unusable, 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
 PIECE = 1 << 16  # characters of an array that are read at a time
-LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what stands before an element of an array
+LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element of an array
 
 
 def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:

@@ -145,7 +145,7 @@ class Chat:
             try:
                 before, _ = self._render(messages[:i], prompt=True)
                 after, _ = self._render(messages[: i + 1])
-            except Unusable as reason:  # the template takes the chat, but not its beginning
+            except Unusable as reason:  # the template accepts the chat, but not its beginning
                 raise Unusable(DISAGREE) from reason
             if not text.startswith(before) or not after.startswith(before):
                 raise Unusable(DISAGREE)
@@ -188,7 +188,7 @@ def whole_prompts(
         if room is not None and len(found[-1].ids) > room:
             raise UserError(
                 f"{conversation.id}: the prompt has {len(found[-1].ids):,} tokens, and the target "
-                f"has room for {max(0, room):,} beside the answer: shorten it, or ask for shorter "
+                f"has room for {max(0, room):,} besides the answer: shorten it, or ask for shorter "
                 "answers"
             )
     return found

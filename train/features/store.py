@@ -127,7 +127,7 @@ class Store:
         return after and name_of(row.ids[x]) in self._files
 
     def fill(self, source: Source, progress: Progress) -> None:
-        """Store all documents of a source's rows. Raises UserError where the disk cannot hold
+        """Store all documents of a source's rows. Raises UserError if the disk cannot hold
         them."""
         tokens = sum(len(row.ids) for row in source.rows)
         rounds = (row.rounds for row in source.rows if row.rounds is not None)

@@ -1,6 +1,6 @@
 """Input copying (shallow aggressive decoding, Sun et al. 2021): for edits, corrections, rewrites.
 
-The output is expected to follow the input. A pointer stands at the next token to copy and moves on
+The output is expected to follow the input. A pointer marks the next token to copy and moves on
 while the text agrees with it. After a mismatch it is reset to just after the earlier occurrence of
 the shortest suffix of the text that occurred exactly once before (their Section 3.2.2). If no
 suffix is unique, the mismatch counts as a substitution and the pointer moves past it, up to

@@ -1,6 +1,6 @@
 """Lookahead decoding (Fu et al. 2024): the target drafts for itself, by Jacobi iteration.
 
-A window of W columns and N - 1 levels stands after the anchor: level l of column j guesses the
+A window of W columns and N - 1 levels follows the anchor: level l of column j guesses the
 token l + j + 1 places ahead, and was made one iteration before level l + 1. The target reads the
 window as scouts in the verifying pass, which gives each column's next guess. The N tokens of a
 column, which the target itself produced in this context, go to a pool, as the text's n-grams do. It

@@ -38,7 +38,7 @@ class Memory(ABC):
         """Up to `count` tokens that may follow the text."""
 
     def evidence(self) -> tuple[int, float]:
-        """What speaks for the chain looked up last: the length of the match that it continues, in
+        """The evidence for the chain looked up last: the length of the match that it continues, in
         tokens, and the share of the match's occurrences that the chain's first token follows."""
         return 1, 1.0
 
@@ -51,7 +51,7 @@ class Memory(ABC):
         return [self.chain(count)]
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
-        """Up to `nodes` tokens of the best paths; a beginning that paths share is stored once."""
+        """Up to `nodes` tokens of the best paths; a prefix that paths share is stored once."""
         found: dict[TreeNode, int] = {}
         for path in self.paths(depth):
             parent = -1

@@ -2,7 +2,7 @@
 
 Two indices are searched for the end of the text: one of a corpus (the answers seen in training),
 one of the text itself. Where the last n tokens occur, the draft follows the tree of their
-continuations and weighs each path by its frequencies, D(path) = Π count(child) / count(parent)
+continuations and weights each path by its frequencies, D(path) = Π count(child) / count(parent)
 (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every n
 and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
 

@@ -41,7 +41,7 @@ from specdec.target.parts import Parts
 @dataclass
 class EarlyExitConfig:
     """`layers` is E, the number of the target's layers that draft; null takes half of them. With
-    `lora.rank` above 0 these layers have adapters while they draft, which are trained."""
+    `lora.rank` above 0, these layers draft with adapters, and only the adapters are trained."""
 
     name: str = "early_exit"
     depth: int = 4

@@ -181,7 +181,7 @@ def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) ->
 
 
 def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
-    """Raise UserError unless the draft has the target's values of what a tokenizer determines."""
+    """Raise UserError unless `model` has the values of `target`, which a tokenizer determines."""
     for key, theirs in target.items():
         require(
             model.get(key) == theirs,

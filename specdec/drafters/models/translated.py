@@ -197,7 +197,7 @@ class Translated(Drafter):
             hidden_KD = torch.cat([hidden_KD, self.continued(own_k[None], cache)[0]])
         out = hidden_KD.new_zeros(depth, hidden_KD.shape[1] + 1)
         out[: len(hidden_KD), :-1] = hidden_KD
-        out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf  # also past the text's end
+        out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf  # even past the text's end
         return out
 
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
@@ -237,7 +237,7 @@ class TranslatedCache(SlotCache):
 
 
 def _loaded(config: TranslatedConfig, target: Parts) -> Target:
-    require(bool(config.source), "drafter.source is missing: the draft LM's hub name or folder")
+    require(bool(config.source), "drafter.source is missing: give the draft's hub name or folder")
     require(
         target.tokenizer is not None,
         "drafter=translated needs the target's tokenizer, but this target has none",
@@ -256,5 +256,5 @@ def _load(source: str, dtype: str, device: str) -> Target:
         isinstance(lm, CausalTarget),
         f"drafter.source={source!r} is an encoder-decoder: give a decoder-only LM",
     )
-    lm.new_cache()  # raises where a rejected token cannot be dropped
+    lm.new_cache()  # raises if a rejected token could not be dropped
     return lm

@@ -129,8 +129,8 @@ class Block(Drafter):
 
     def start(self, target: Parts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
-        `start=target` then copies what fits of the target's last layers, around a pass-through of
-        the highest feature, and sets query norms so that scores have their size in the target."""
+        `start=target` then copies the parts of the target's last layers that fit, around a
+        pass-through of the highest feature, and sets query norms to keep the size of its scores."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

@@ -5,7 +5,7 @@ logits get a bias that depends on the token before it: W2 W1[x], of low rank. So
 the token drafted before it, though the block itself is one pass. In training that token is the
 text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), and is trained
 by `objective.terms.confidence`. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ + that term, and depth
-k weighs e^{-k/4} (`experiment=dspark_paper`).
+k has the weight e^{-k/4} (`experiment=dspark_paper`).
 
 Letters: B batch, A anchors, N rows, K depth, W nodes, D width, R rank, S draft vocabulary.
 """

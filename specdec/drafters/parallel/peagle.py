@@ -2,7 +2,7 @@
 
 Depth 0 reads the pair (x_a, feature of a - 1), as in EAGLE-3. Every depth k > 0 reads the same
 masked pair, but at the rotary position a - 1 + k: the embedding of a mask token, and a learned
-`mask_hidden`, which goes through norms and fc in the place of the target's features. A masked pair
+`mask_hidden`, which goes through norms and fc in place of the target's features. A masked pair
 sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but no drafted
 token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle); the
 masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). The paper also trains
@@ -64,7 +64,7 @@ class PEagle(Eagle3):
         return self.target_vocab - 1 if given is None else given
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """COD sampling: the kept depths of an anchor are its first ones. Each of them weighs 1
+        """COD sampling: the kept depths of an anchor are its first ones. Their weight is 1
         over the product of the shares drawn, so that the expected loss is that of all depths."""
         weight_TK = super().anchors(valid_TK, generator)
         n = int((weight_TK[:, 0] > 0).sum())

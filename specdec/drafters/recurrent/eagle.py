@@ -108,6 +108,6 @@ class Eagle(Recurrent):
         return hidden.detach() if self.config.detach else hidden
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
-        """The unrolled layer at `train_depth` depths, over features with noise."""
+        """The states of the layer, unrolled to `train_depth` depths over noisy features."""
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAk)

@@ -22,7 +22,7 @@ from specdec.drafters.heads import Heads, HeadsSizes
 from specdec.errors import require
 from specdec.target.parts import Parts
 
-EPS = 1e-6  # of all norms
+EPS = 1e-6  # the eps of every norm
 
 
 @dataclass

@@ -163,7 +163,7 @@ class Recurrent(Drafter):
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
     def onward(self, hidden: Tensor) -> Tensor:
-        """What the next depth reads in the place of a feature, from the output [..., D]."""
+        """What the next depth reads in place of a feature, from the output [..., D]."""
         return hidden
 
     def copy_from(self, target: Parts) -> None:
