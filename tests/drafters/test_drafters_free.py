@@ -17,7 +17,7 @@ from specdec.drafters.copying.copy import CopyConfig
 from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
 from specdec.drafters.copying.lookahead import LookaheadConfig
 from specdec.drafters.copying.suffix import SuffixConfig
-from specdec.drafters.models.early_exit import EarlyExitConfig, shallow
+from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.sparse import SparseConfig, attention, voted
 from specdec.drafters.models.views import with_weights
 from specdec.errors import UserError
