@@ -19,7 +19,7 @@ from specdec.drafters.copying.lookahead import LookaheadConfig
 from specdec.drafters.copying.suffix import SuffixConfig
 from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.sparse import SparseConfig, attention, voted
-from specdec.drafters.models.views import with_weights
+from specdec.drafters.models.views import shallow, with_weights
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.runtime.cache import Place, model_inputs
