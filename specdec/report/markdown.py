@@ -146,11 +146,12 @@ def _also(results: Results | None) -> list[str]:
     """Another draft that took turns with this one on the same prompts."""
     if results is None:
         return []
-    shape = drafted(results, results.temperatures[0])
+    shape, fixed = drafted(results, results.temperatures[0]), results.length == "fixed"
     return [
         f"## {results.drafter.capitalize()}",
-        f"This draft took turns with the one above on the same prompts, drafting {shape} at "
-        "most. Its costs change from round to round, so no speedup is predicted.",
+        "This draft took turns with the one above on the same prompts, drafting "
+        f"{shape}{' at most' * fixed}. Its costs change from round to round, so no speedup is "
+        "predicted.",
         by_temperature(results.temperatures, lambda at: _counted(at, results)),
     ]
 
