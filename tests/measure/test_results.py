@@ -184,6 +184,14 @@ def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
     assert "> Why is the sky <b>blue?\n\nBecause. *(τ 1.50)*" in page
 
 
+@pytest.mark.parametrize("length", ["fixed", "optimal"])
+def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
+    first = results()
+    text = markdown.page(replace(first, also=replace(first, also=None, length=length)), {})
+    (said,) = (line for line in text.splitlines() if line.startswith("This draft took turns"))
+    assert said.count("at most") == 1
+
+
 def test_the_headline_is_flat() -> None:
     figures = results().headline()
     assert figures["T0/tau"] == 1.5 and figures["T1/alpha_sampled/1"] == 0.3
