@@ -8,12 +8,12 @@ import torch
 
 from specdec.decoding.decode import generate
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
-from specdec.forcing.teacher import TeacherForcing, batch_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from tests.drafters.families import make_target, text
-from tests.tiny import compose, random_drafter
+from tests.tiny import batch_of, compose, random_drafter
 
 K, NEW = 4, 40  # p_1 is the target's head, p_2 to p_4 are the drafter's
 
