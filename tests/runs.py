@@ -4,10 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import losses, records
+from specdec.formats import draft as drafts
+from tests.tiny import Tiny, losses, records
 
 
 def draft(folder: Path) -> dict[str, torch.Tensor]:
@@ -34,6 +36,32 @@ def require_same_run(ours: Path, theirs: Path) -> None:
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
+
+
+def require_learning_that_resumes(
+    tiny: Tiny, folder: Path, drafter: str, *more: str
+) -> list[float]:
+    """That a run in `folder`/whole learns, and that one which is interrupted after the checkpoint
+    of step 4 and continued is the same. Returns the losses at depth 0 of the first."""
+    tiny.job(folder / "whole", drafter, *more)
+    records = [train["loss"][0] for _, train in losses(folder / "whole")]
+    assert sum(records[-6:]) < sum(records[:6])
+
+    save, saved = drafts.save, []
+
+    def killed(*args: object, **more: object) -> None:
+        saved.append(args)
+        if len(saved) == 2:  # of the held-out pass after step 8
+            raise KeyboardInterrupt
+        save(*args, **more)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafts, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.job(folder / "again", drafter, *more)
+    tiny.job(folder / "again", drafter, *more)
+    require_same_run(folder / "again", folder / "whole")
+    return records
 
 
 def rows_of(count: int) -> Any:

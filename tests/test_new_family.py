@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from specdec.context import Context
 from specdec.decoding.decode import decode
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import Drafter, Sizes, text_after
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.gather import text_after
 from specdec.formats.draft import load
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler

@@ -9,18 +9,16 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from specdec.context import Context, Moment, Needs, Proposal
 from specdec.errors import UserError, require, require_between, require_known, require_within
-from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Growth, Shape
 from specdec.target.base import Target
@@ -343,55 +341,6 @@ class Drafter(nn.Module, ABC):
         return Growth(logits(1)[:, 0], grow)
 
 
-def growth_at_once(
-    first_BS: Tensor,
-    logits: Callable[[int, Tensor], Tensor],
-    marginals: Callable[[int], Tensor] | None = None,
-) -> Growth:
-    """The growth of a drafter that has read all depths at once. `first_BS` are the logits of depth
-    0. The logits [B, W, S] of another depth may depend on the tokens [B, W] just before it, but on
-    no other drafted token."""
-    grow = with_depth(lambda tokens_BW, parents_BW, depth: logits(depth, tokens_BW))
-    return Growth(first_BS, grow, marginals)
-
-
-def with_depth(
-    grow: Callable[[Tensor, Tensor | None, int], Tensor],
-) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """`Growth.grow` from a function that also takes the depth of the new nodes."""
-    depths = [0]  # the depth of the anchor, then of every node
-
-    def told(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
-        depths.extend([depth] * tokens_BW.shape[1])
-        return grow(tokens_BW, parents_BW, depth)
-
-    return told
-
-
-def growth_over(
-    cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-) -> Growth:
-    """The growth of a model with a cache of its own, which first reads the tokens committed since
-    the last round. `read` gives the logits [B, W, S] after ids [B, W] that follow the slots
-    [B, W], or as a chain if they are None; or [B, 1, S] at the indices [B, 1], if given."""
-    new = unread(cache, ctx.counts())
-    ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
-    first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)
-    cache.keep(new)
-    return Growth(first_B1S[:, 0], lambda ids, above: read(ids, above, None))
-
-
-def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
-    """The growth of a drafter that reads no drafted tokens, so that the logits [B, S] after a node
-    depend only on its depth."""
-    return growth_at_once(
-        logits(0),
-        lambda depth, tokens_BW: logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1),
-        lambda depth: torch.stack([*map(logits, range(depth))], 1),
-    )
-
-
 def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: Parts) -> list[int]:
     """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""
@@ -411,96 +360,6 @@ def require_rising(layers: Sequence[int] | None) -> None:
         f"drafter.layers={layers}: give distinct layers in rising order, as engines "
         "read them, or null for the default",
     )
-
-
-def states(
-    over_text: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
-    ctx: Context,
-    anchors_BA: Tensor,
-    drafted_BAk: Tensor | None,
-    depth: int,
-) -> Tensor:
-    """`Drafter.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
-    a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
-    if drafted_BAk is None:
-        return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
-    each = alone(ctx, anchors_BA, drafted_BAk)
-    found = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
-    return found.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
-
-
-def alone(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> Iterator[tuple[int, Context]]:
-    """For each anchor, its place in its document, and that document up to the anchor followed by
-    the tokens drafted there, with the target's final states of what precedes the anchor."""
-    for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
-        for a, first, drafted_k in zip(anchors, firsts, drafted_BAk[b], strict=True):
-            ids_1T = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_k])[None]
-            one, lacking = Context(ids_1T), 1 + len(drafted_k)
-            if ctx.final_BTD is not None:
-                one.final_BTD = pad(ctx.final_BTD[b : b + 1, first:a], (0, 0, 0, lacking))
-            yield a - first, one
-
-
-def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
-    """Where the document of each anchor [B, A] begins."""
-    return (anchors_BA - ctx.documents()[0].gather(1, anchors_BA)).tolist()
-
-
-def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None, depth: int) -> Tensor:
-    """The tokens [B, A, K] that depths 0, 1, … are the first to read: the anchor, and the drafted
-    tokens or, for K = `depth`, the text's own."""
-    if drafted_BAk is None:
-        return text_after(ctx.ids_BT, anchors_BA - 1, depth)
-    return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)
-
-
-def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
-    """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
-    return windows(ids_BT[..., None], anchors_BA + 1, count)[..., 0]
-
-
-def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
-    """`count` entries [B, A, count, D] starting at each index (clamped at the text's end)."""
-    steps = torch.arange(count, device=x_BTD.device)
-    index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
-    return entries(x_BTD, index.flatten(1)).view(*index.shape, x_BTD.shape[-1])
-
-
-def entries(x_BTD: Tensor, index_BA: Tensor) -> Tensor:
-    """The entries [B, A, D] of each row at that row's indices."""
-    return x_BTD.gather(1, index_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
-
-
-def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
-    """`count` entries of each row [B, count, …] from that row's start (padded by the last one)."""
-    if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
-        return x_BT[:, starts[0] : starts[0] + count]
-    index = torch.tensor(starts, device=x_BT.device)[:, None]
-    index = index + torch.arange(count, device=x_BT.device)
-    rows = torch.arange(len(starts), device=x_BT.device)[:, None]
-    return x_BT[rows, index.clamp_max(x_BT.shape[1] - 1)]
-
-
-def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
-    """The last real entry [B, D] of each row; row b has `counts[b]` of them."""
-    return pieces(x_BTD, [n - 1 for n in counts], 1)[:, 0]
-
-
-def unread(cache: SlotCache, counts: list[int], least: int = 1) -> list[int]:
-    """How many of each row's `counts[b]` entries a draft's cache has not read yet.
-
-    It is at least `least` per row: drafting again from the same anchor rereads the last entry.
-    The cache forgets the drafts of the previous round.
-    """
-    cache.drop()
-    if len(cache.lengths) != len(counts):
-        cache.lengths = [0] * len(counts)
-    known = cache.known()
-    cache.lengths = [
-        length - max(0, n + least - count)
-        for length, n, count in zip(cache.lengths, known, counts, strict=True)
-    ]
-    return [max(least, count - n) for n, count in zip(known, counts, strict=True)]
 
 
 def copied_chains(found: list[list[int]], ctx: Context) -> Proposal:

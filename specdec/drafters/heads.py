@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes, entries, tokens_from, with_depth
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.gather import entries, tokens_from
+from specdec.drafters.growth import with_depth
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs
-from specdec.drafters.base import Drafter, entries
+from specdec.drafters.base import Drafter
+from specdec.drafters.gather import entries
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, together
 from specdec.forcing.visited import Visited

@@ -24,7 +24,7 @@ from specdec.runtime.packed import PackedLinear
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
-from tests.runs import require_same_run
+from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, architectures, batch_of, losses, random_drafter, random_target
 
 RANK, EXIT = 4, 2
@@ -175,30 +175,11 @@ def test_options_that_cannot_be(target: Target, lora: dict[str, object], words: 
         EarlyExit.build(config(**lora), target)
 
 
-def test_a_run_learns_and_is_resumed(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
+def test_a_run_learns_and_is_resumed(tiny: Tiny, tmp_path: Path, one_thread: None) -> None:
     """With dropout and with features on disk, interrupted after the checkpoint of step 4; then
     trained further from its best draft."""
     options = ["drafter.lora.rank=4", "drafter.lora.dropout=0.1", "loop.epochs=4"]
-    tiny.job(tmp_path / "whole", "early_exit", *options)
-    records = [train["loss"][0] for _, train in losses(tmp_path / "whole")]
-    assert sum(records[-6:]) < sum(records[:6])
-
-    save, saved = drafts.save, []
-
-    def killed(*args: object, **more: object) -> None:
-        saved.append(args)
-        if len(saved) == 2:  # of the held-out pass after step 8
-            raise KeyboardInterrupt
-        save(*args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(drafts, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.job(tmp_path / "again", "early_exit", *options)
-    monkeypatch.setattr(drafts, "save", save)
-    tiny.job(tmp_path / "again", "early_exit", *options)
-    require_same_run(tmp_path / "again", tmp_path / "whole")
+    records = require_learning_that_resumes(tiny, tmp_path, "early_exit", *options)
 
     options.append(f"drafter.from={tmp_path / 'whole' / 'best'}")
     tiny.job(tmp_path / "further", "early_exit", *options)

@@ -21,8 +21,8 @@ from specdec.formats import export
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
-from tests.runs import require_same_run
-from tests.tiny import Tiny, architectures, batch_of, losses, random_drafter, random_target
+from tests.runs import require_learning_that_resumes
+from tests.tiny import Tiny, architectures, batch_of, random_drafter, random_target
 
 RANK = 4
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
@@ -144,29 +144,10 @@ def test_random_weights_are_not_adapted(target: Target) -> None:
     assert all(".lora_" in n for n, p in made.named_parameters() if p.requires_grad)
 
 
-def test_a_run_learns_resumes_and_exports(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
+def test_a_run_learns_resumes_and_exports(tiny: Tiny, tmp_path: Path, one_thread: None) -> None:
     """The whole job, with dropout, interrupted after the checkpoint of step 4."""
     options = ["drafter.lora.rank=4", "drafter.lora.dropout=0.1", "loop.epochs=4"]
-    tiny.job(tmp_path / "whole", "lm", *options)
-    records = [train["loss"][0] for _, train in losses(tmp_path / "whole")]
-    assert sum(records[-6:]) < sum(records[:6])
-
-    save, saved = drafts.save, []
-
-    def killed(*args: object, **more: object) -> None:
-        saved.append(args)
-        if len(saved) == 2:  # of the held-out pass after step 8
-            raise KeyboardInterrupt
-        save(*args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(drafts, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.job(tmp_path / "again", "lm", *options)
-    monkeypatch.setattr(drafts, "save", save)
-    tiny.job(tmp_path / "again", "lm", *options)
-    require_same_run(tmp_path / "again", tmp_path / "whole")
+    require_learning_that_resumes(tiny, tmp_path, "lm", *options)
 
     target = load_target(TargetConfig(path=str(tiny.target), dtype="float32", device="cpu"))
     best = drafts.load(tmp_path / "whole" / "best", target)

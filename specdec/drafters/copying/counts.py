@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes, tokens_from
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.gather import tokens_from
 from specdec.errors import require
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
-from specdec.drafters.base import entries
+from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import (
     DraftLMConfig,
     LMSizes,

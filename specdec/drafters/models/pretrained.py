@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes, growth_over, states
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.gather import states
+from specdec.drafters.growth import growth_over
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from specdec.drafters.base import entries
+from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import (
     DraftLMConfig,
     LMSizes,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import first_tokens, tokens_from
+from specdec.drafters.gather import first_tokens, tokens_from
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import Place, SlotCache, model_inputs

@@ -28,15 +28,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import (
-    Drafter,
-    Sizes,
-    copied_chains,
-    first_tokens,
-    last_of,
-    one_hot,
-    unread,
-)
+from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
+from specdec.drafters.gather import first_tokens, last_of, unread
 from specdec.drafters.models.bridge import Bridge
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.runtime.cache import SlotCache

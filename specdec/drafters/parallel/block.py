@@ -25,17 +25,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import (
-    AnchorsConfig,
-    Drafter,
-    Sizes,
-    chosen_layers,
-    last_of,
-    pieces,
-    reading_no_draft,
-    require_rising,
-    unread,
-)
+from specdec.drafters.base import AnchorsConfig, Drafter, Sizes, chosen_layers, require_rising
+from specdec.drafters.gather import last_of, pieces, unread
+from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.recurrent.attention import (
     KeyValue,
     Rope,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.base import growth_at_once, tokens_from
+from specdec.drafters.gather import tokens_from
+from specdec.drafters.growth import growth_at_once
 from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
 from specdec.sampling.trees import Growth
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.base import reading_no_draft
+from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
 from specdec.drafters.models.pretrained import LoraOptions

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes, reading_no_draft
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes, copy_last, llama_of
 from specdec.errors import require

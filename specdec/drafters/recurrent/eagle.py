@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs
-from specdec.drafters.base import text_after
+from specdec.drafters.gather import text_after
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,

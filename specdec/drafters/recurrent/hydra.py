@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specdec.context import Context, Moment
-from specdec.drafters.base import entries
+from specdec.drafters.gather import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import llama_of

@@ -33,7 +33,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import alone, entries, pieces, unread, with_depth
+from specdec.drafters.gather import alone, entries, pieces, unread
+from specdec.drafters.growth import with_depth
 from specdec.drafters.recurrent.attention import Sight, fused
 from specdec.drafters.recurrent.recurrence import (
     Layer,

@@ -22,15 +22,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.context import Context, Moment
-from specdec.drafters.base import (
-    AnchorsConfig,
-    Drafter,
-    Sizes,
-    entries,
-    pieces,
-    text_after,
-    unread,
-)
+from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
+from specdec.drafters.gather import entries, pieces, text_after, unread
 from specdec.drafters.recurrent.attention import Attention, KeyValue, Rope, Sight, attended, fused
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled

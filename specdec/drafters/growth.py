@@ -1,0 +1,63 @@
+"""How a round's tree grows, for kinds of drafters: `Growth` from what a drafter has read.
+
+Letters: B batch, W nodes that grow at once, S draft vocabulary, D width.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context
+from specdec.drafters.gather import pieces, unread
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.trees import Growth
+
+
+def growth_at_once(
+    first_BS: Tensor,
+    logits: Callable[[int, Tensor], Tensor],
+    marginals: Callable[[int], Tensor] | None = None,
+) -> Growth:
+    """The growth of a drafter that has read all depths at once. `first_BS` are the logits of depth
+    0. The logits [B, W, S] of another depth may depend on the tokens [B, W] just before it, but on
+    no other drafted token."""
+    grow = with_depth(lambda tokens_BW, parents_BW, depth: logits(depth, tokens_BW))
+    return Growth(first_BS, grow, marginals)
+
+
+def with_depth(
+    grow: Callable[[Tensor, Tensor | None, int], Tensor],
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`Growth.grow` from a function that also takes the depth of the new nodes."""
+    depths = [0]  # the depth of the anchor, then of every node
+
+    def told(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
+        depths.extend([depth] * tokens_BW.shape[1])
+        return grow(tokens_BW, parents_BW, depth)
+
+    return told
+
+
+def growth_over(
+    cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+) -> Growth:
+    """The growth of a model with a cache of its own, which first reads the tokens committed since
+    the last round. `read` gives the logits [B, W, S] after ids [B, W] that follow the slots
+    [B, W], or as a chain if they are None; or [B, 1, S] at the indices [B, 1], if given."""
+    new = unread(cache, ctx.counts())
+    ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
+    first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)
+    cache.keep(new)
+    return Growth(first_B1S[:, 0], lambda ids, above: read(ids, above, None))
+
+
+def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
+    """The growth of a drafter that reads no drafted tokens, so that the logits [B, S] after a node
+    depend only on its depth."""
+    return growth_at_once(
+        logits(0),
+        lambda depth, tokens_BW: logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1),
+        lambda depth: torch.stack([*map(logits, range(depth))], 1),
+    )

@@ -1,0 +1,242 @@
+"""The benches that train runs and compare them: recipes, objectives, families, the paper's.
+
+Run alone: python -m pytest tests/scripts/test_training_benches.py
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.errors import UserError
+from specdec.measure.results import PromptCounts, Results
+from specdec.theory.leviathan import walltime_by_gamma, walltime_factor
+from tests.measure.test_results import results
+from tests.tiny import (
+    architectures,
+    compose,
+    make_tiny,
+    random_target,
+)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of training runs. They are stood in for by results whose acceptance is known:
+    starting from the target adds .2 of 10 positions a prompt, nla .1, the second rate .05 for
+    random starts alone; a walk takes 10 rounds for 10 tokens and those."""
+    from benches import recipe
+
+    commands: list[list[str]] = []
+
+    def trained(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        given = {"drafter.start": "target"} | dict(x.split("=", 1) for x in command[2:])
+        share = 0.3 + 0.2 * (given["drafter.start"] == "target")
+        share += 0.1 * (given["objective"] == "nla")
+        share += 0.05 * (given["drafter.start"] == "random") * (given["optim.lr"] == "2e-3")
+        made = results()
+        accepted = [10 * share, 0.0]
+        for at in made.temperatures:
+            found = PromptCounts(12, 10, [10, 10], accepted, [0.0, 9.0], (10 + 10 * share, 10.0))
+            at.prompts = [found] * 4
+        folder = tmp_path / "runs" / given["name"] / "report"
+        folder.mkdir(parents=True)
+        made.write(folder)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe.subprocess, "run", trained)
+    return commands
+
+
+def tables(said: str) -> list[list[str]]:
+    return [[x.strip() for x in line.split("|")[1:-1]] for line in said.splitlines()]
+
+
+def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
+    runs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benches import recipe
+
+    for _ in range(2):
+        recipe.recipe(["data.limit=9"], folder=Path("arms"))
+    assert len(runs) == 4 * 2 * 3 and all("data.limit=9" in c for c in runs)
+    rows = tables(capsys.readouterr().out)
+    best = {(r[0], r[1]): (r[2], r[3], r[7]) for r in rows if len(r) == 8 and "best" in r[2]}
+    assert best["target", "nla"] == ("1e-3 (best)", "0.600", "0.250")
+    assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
+    parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
+    assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35
+    assert parts["kl → nla", "start target"] == "0.100" and parts["both", ""] == "0.250"
+
+
+def test_objectives_are_compared_with_the_first(
+    runs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benches import recipe
+
+    for _ in range(2):
+        recipe.objectives(arms=["kl", "nla objective.per=sequence"], seeds=2, folder=Path("o"))
+    assert [c[-4:] for c in runs[:2]] == [
+        ["name=o/kl-lr1e-3-seed0", "objective=kl", "optim.lr=1e-3", "loop.seed=0"],
+        ["objective=nla", "objective.per=sequence", "optim.lr=1e-3", "loop.seed=0"],
+    ]
+    assert len(runs) == 2 * 2
+    rows = tables(capsys.readouterr().out)
+    figures = ["0.600", "0.000", "0.000", "0.900", "1.600", "1.600"]  # α by depth, τ
+    assert ["nla", "1e-3", *figures, "0.600 0.600"] in rows
+    assert ["nla", "1e-3", "0.100", "0.000", "0.000", "0.000", "0.100", "0.100"] in rows
+
+
+@pytest.fixture
+def tiny_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The families of the training runs, which happen in this process and in `tmp_path`."""
+    from benches import recipe
+
+    trained: list[str] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        cfg = compose(command[2:])
+        trained.append(cfg.drafter.name)
+        try:
+            train.run(cfg, tmp_path / "runs" / cfg.name)
+        except UserError as error:
+            return subprocess.CompletedProcess(command, 2, stderr=f"a warning\nerror: {error}\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe.subprocess, "run", run)
+    return trained
+
+
+def test_families_are_trained_once_and_stand_in_one_table(
+    tmp_path: Path, tiny_runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the results of each run; predicted speedup is τ / (3c + v). Bigrams are counts,
+    lookup drafts no trees, and an encoder-decoder cannot draft for this target."""
+    from benches.families import families
+
+    tiny = make_tiny(tmp_path)
+    mine = [x for x in tiny.overrides() if not x.startswith(("drafter", "track"))]
+    names, said, runs = ["medusa", "bigram", "ngram", "seq2seq_lm"], [], tmp_path / "runs" / "all"
+    given, written = ["medusa drafter.depth=4", *names[1:]], []
+    for _ in range(2):
+        families(mine, folder=Path("all"), tokens=600, families=given)
+        said.append(capsys.readouterr().out)
+        written.append((runs / "medusa" / "tree" / "results.json").stat().st_mtime_ns)
+    assert written[0] == written[1]
+    assert tiny_runs == [*names, "seq2seq_lm"]  # only what was refused is tried again
+    rows = {row[0]: row[1:] for row in tables(said[1]) if row}
+    assert rows == {row[0]: row[1:] for row in tables(said[0]) if row}
+    assert "600 training tokens a family" in said[1]
+    assert rows["seq2seq_lm"][0].startswith("not measured") and "such as T5" in said[1]
+    for name in ("medusa", "bigram"):
+        chain, tree = (Results.read(runs / name / of) for of in ("report", "tree"))
+        (zero, one), trees = chain.temperatures, tree.temperatures
+        alphas = [*one.alpha.all.sampled[:3], *zero.alpha.all.greedy[:3]]
+        taus = [at.tau for at in (*chain.temperatures, *trees)]
+        assert rows[name][3:14] == [str(x) for x in (*alphas, *taus, zero.costs.c)]
+        for cell, at in zip(rows[name][14:16], chain.temperatures, strict=True):
+            expected = at.tau.value / (3 * at.costs.c.value + at.costs.v.value)
+            assert float(cell.split()[0]) == pytest.approx(expected, abs=0.0051)
+        assert rows[name][16:] == [at.speedup.text(2) for at in chain.temperatures]
+        assert all(not at.chain and at.nodes == 12 and at.gamma == 3 for at in trees)
+        assert [s.prompt for s in trees[0].samples] == [s.prompt for s in zero.samples]
+    head = Medusa.build(Medusa.Config(depth=4), random_target(architectures(90, 4)["llama"]))
+    assert rows["medusa"][0] == f"{sum(p.numel() for p in head.parameters()):,}"
+    assert float(rows["medusa"][1].split()[0]) > 0
+    assert rows["bigram"][:2] == ["0", "—"] and rows["ngram"][11:13] == ["—", "—"]
+
+    shutil.copytree(runs / "medusa", runs / "hydra")
+    longer = Results.read(runs / "hydra" / "report")
+    assert longer.training
+    longer.training.tokens += 1
+    longer.write(runs / "hydra" / "report")
+    with pytest.raises(UserError, match="different lengths"):
+        families(mine, folder=Path("all"), families=["medusa", "hydra"])
+
+
+@pytest.mark.slow
+def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: list[str]) -> None:
+    """Made once, and then read. The figures are those of the runs' results; of the closed forms for
+    one α, some by hand."""
+    from benches import paper as bench
+
+    tiny, runs = make_tiny(tmp_path), tmp_path / "runs" / "p"
+    mine = [x for x in tiny.overrides() if not x.startswith(("drafter", "track"))]
+    with pytest.raises(UserError, match="does not exist"):
+        bench.paper(mine, folder=Path("p"), runs=["nothing"])
+    assert not tiny_runs  # what is wrong is told before anything is trained
+    given: dict[str, Any] = dict(tokens=600, prompts=2, layers=[2])
+    given["heads"], pages, written = ["medusa drafter.depth=4"], [], []
+    for more in ({}, {}, {"runs": ["p/unigram"]}):
+        bench.paper([*mine, "data.limit=null"], folder=Path("p"), **given, **more)
+        pages.append((runs / "report" / "paper.md").read_text())
+        kept = [*runs.glob("*/*/results.json"), *runs.glob("*/beams.json")]
+        written.append({path: path.stat().st_mtime_ns for path in kept})
+    assert pages[0] == pages[1] != pages[2] and written[0] == written[2]
+    assert tiny_runs == ["unigram", "bigram", "ngram", "lm", "medusa"]
+    found = {
+        name: Results.read(runs / name.removeprefix("p/") / "report")
+        for name in ("unigram", "bigram", "ngram", "2-layer-LM", "medusa", "p/unigram")
+    }
+
+    rows: dict[str, list[list[str]]] = {}
+    for row in tables(pages[2]):
+        if len(row) > 1:
+            rows.setdefault(row[0], []).append(row[1:])
+    for name, made in found.items():
+        zero, one = made.temperatures
+        alphas = [zero.alpha.all.greedy[0], one.alpha.all.sampled[0]]
+        assert [*map(str, alphas), f"{alphas[1].n:,}"] in rows[name]
+        for at, alpha in zip(made.temperatures, alphas):
+            ((gamma, a, c, _, tau, expected, _, speedup, _), *_) = rows[
+                f"{name}, T = {at.temperature:g}"
+            ]
+            assert (gamma, a, c) == ("3", f"{alpha.value:.3f}", f"{at.costs.c.value:.3f}")
+            assert (tau, speedup) == (str(at.tau), at.speedup.text(2))
+            tokens = sum(alpha.value**n for n in range(4))
+            by_hand = tokens / (3 * at.costs.c.value + 1)
+            assert float(expected.split()[0]) == pytest.approx(by_hand, abs=0.0051)
+    best = max("2-layer-LM", "medusa", key=lambda name: found[name].temperatures[0].speedup.value)
+    run, base = runs / best, found[best]
+    for gamma in (1, 2):
+        (at,) = Results.read(run / f"gamma-{gamma}").temperatures
+        assert at.gamma == gamma and base.operations
+        (after, in_a_pass) = (rows[f"γ = {gamma}"][i] for i in (0, 1))
+        assert after[1] == str(at.tau) and after[3] == at.speedup.text(2)
+        grown = (gamma * base.operations + gamma + 1) / at.tau.value
+        assert float(after[4].split()[0]) == pytest.approx(grown, abs=0.0051)
+        assert in_a_pass[0] == str(gamma + 1)
+    (lenient,) = Results.read(run / "lenience-factor=0.1").temperatures
+    assert lenient.rule == "lenience:factor=0.1" and not lenient.lossless and lenient.foreseen
+    (row,) = rows["`lenience:factor=0.1`"]
+    assert row[0] == str(lenient.foreseen.lenience[-1].visited) and row[2] == str(lenient.tau)
+    (plain,) = Results.read(run / "non_iterative").temperatures
+    (row,) = rows["`non_iterative`"]
+    assert row[:3] == ["—", str(plain.conditional_acceptance[0]), str(plain.tau)]
+    steps, passes = (int(rows[how][0][0]) for how in ("plain", "with the draft"))
+    assert passes <= steps and rows["with the draft"][0][1] == f"{steps / passes:.2f}"
+    shown = (runs / "report" / "paper.html").read_text()
+    for name in ("gamma", "tokens"):
+        assert f'<img src="{name}.png"' in shown and (runs / "report" / f"{name}.png").exists()
+    with pytest.raises(UserError, match="--layers 5: the target has 4"):
+        bench.paper(["data.limit=null", *mine], folder=Path("p"), layers=[5])
+
+
+def test_the_papers_own_figures_are_those_of_its_formulas() -> None:
+    """Table 4 by Theorem 3.8. The speedups that Appendix A.5 gives for c = .015 are above the best
+    of that theorem, as the page says."""
+    from benches.paper import LENIENT, SPEED
+
+    for gamma, alpha, c, expected, _ in SPEED.values():
+        found = walltime_factor(float(alpha), int(gamma), float(c))
+        assert found == pytest.approx(float(expected), abs=0.0501)
+    alphas = [float(said.split(",")[0]) for said in LENIENT.values() if "," in said]
+    best = [max(walltime_by_gamma(alpha, 0.015, 30)) for alpha in alphas]
+    assert [f"{x:.1f}" for x in best] == ["2.3", "2.9", "3.4", "4.8"]
