@@ -6,6 +6,7 @@ A checkpoint is a folder: `training.safetensors` (weights and optimiser state, f
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from specdec.formats.draft import require_same, untied
 from specdec.measure.results import HeldOut
 
 TENSORS, STATE = "training.safetensors", "training.json"
+Optimizers = Sequence[torch.optim.Optimizer]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
@@ -57,12 +59,10 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
 
 
-def save(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, main: bool
-) -> None:
+def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: State, main: bool) -> None:
     """Write the checkpoint `step-N` of this state and drop all but the newest two."""
     tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
-    whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers, options=WHOLE))
     if not main:  # only the main process has the whole state
         return
     for name, entry in whole["state"].items():
@@ -82,7 +82,7 @@ def steps(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal())
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
+def load(folder: Path, model: nn.Module, optimizers: Optimizers) -> State | None:
     """Restore the newest checkpoint in `folder`; return its state, or None if there is none.
 
     Raises UserError if it is damaged or belongs to another model.
@@ -105,6 +105,6 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> St
             parameter, key = name.removeprefix("optimizer.").split("|")
             entries.setdefault(parameter, {})[key] = x
     whole: dict[str, Any] = {"state": entries, "param_groups": state.optimizer}
-    set_optimizer_state_dict(model, optimizer, whole, options=WHOLE)
+    set_optimizer_state_dict(model, optimizers, whole, options=WHOLE)
     torch.set_rng_state(tensors["generator"])
     return state

@@ -99,10 +99,11 @@ def train(
     cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
     accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
     world, rank = accelerator.num_processes, accelerator.process_index
-    model, optimizer = accelerator.prepare(forcing, optim.build(forcing, job.cfg.optim))
+    built = optim.build(forcing, job.cfg.optim, forcing.drafter.sizes)
+    model, *optimizers = accelerator.prepare(forcing, *built)
     parameters = [p for p in model.parameters() if p.requires_grad]
     checkpoints = job.folder / "checkpoints"
-    state = checkpoint.load(checkpoints, model, optimizer) or State()
+    state = checkpoint.load(checkpoints, model, optimizers) or State()
     tracker.rewind(state.step)
 
     task = progress.add_task("training", completed=state.step)
@@ -160,10 +161,11 @@ def train(
         norm = float(accelerator.clip_grad_norm_(parameters, job.cfg.optim.clip))
         _require_finite(norm, "gradient", step, chosen)
         rate = optim.learning_rate(job.cfg.optim, step, steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
 
         state.step = step + 1
         state.tokens += sum(len(row.ids) for row in of_rows.values())
@@ -191,7 +193,7 @@ def train(
                 save_draft(job.folder / "best", notes)
             stopped = cfg.patience is not None and state.waited >= cfg.patience
         if saving or stopped:
-            checkpoint.save(checkpoints, model, optimizer, state, job.main)
+            checkpoint.save(checkpoints, model, optimizers, state, job.main)
             accelerator.wait_for_everyone()
     progress.remove_task(task)
     assert state.best is not None

@@ -4,18 +4,29 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from specdec.errors import require, require_within
+from specdec.drafters.base import Sizes
+from specdec.errors import require, require_known, require_within
+
+HIDDEN = ("adamw", "muon")
 
 
 @dataclass
 class OptimConfig:
-    """AdamW. The learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then
-    falls along a cosine to `final` · `lr`. `clip` bounds the global gradient norm.
+    """AdamW, and for the hidden layers' matrices whichever of AdamW and Muon `hidden` names. The
+    learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then falls along a
+    cosine to `final` · `lr`. `clip` bounds the global gradient norm.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
+    are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
+    `weight_decay` mean the same for both. A matrix with one row or column for each token of a
+    vocabulary is no hidden layer's. Muon multiplies in bfloat16: on a CPU without it, a step takes
+    several times as long.
     """
 
     lr: float = 1e-3
+    hidden: str = "adamw"
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.01
     warmup: float = 0.05
@@ -24,6 +35,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_within("optim", self, weight_decay=0, final=0, warmup=(0, 1))
+        require_known("optim", self, hidden=HIDDEN)
         require(0 < self.lr < math.inf, f"optim.lr={self.lr}: give a number above 0")
         require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
         require(
@@ -32,15 +44,28 @@ class OptimConfig:
         )
 
 
-def build(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over the trained parameters of `model`, without weight decay on vectors."""
+def build(model: nn.Module, cfg: OptimConfig, sizes: Sizes) -> list[torch.optim.Optimizer]:
+    """The optimisers over the trained parameters of `model`, without weight decay on vectors.
+    `sizes`, the drafter's, tell how many tokens the vocabularies have."""
+    vocabularies = {sizes.target_vocab, sizes.draft_vocab}
+
+    def orthogonalised(p: Tensor) -> bool:
+        return cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}
+
     trained = [p for p in model.parameters() if p.requires_grad]
+    others = [p for p in trained if not orthogonalised(p)]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW([g for g in groups if g["params"]], cfg.lr, betas, fused=True)
+    given, betas = [g for g in groups if g["params"]], (cfg.betas[0], cfg.betas[1])
+    made: list[torch.optim.Optimizer] = []
+    if given:
+        made.append(torch.optim.AdamW(given, cfg.lr, betas, fused=True))
+    if hidden := [p for p in trained if orthogonalised(p)]:
+        decay = cfg.weight_decay
+        made.append(torch.optim.Muon(hidden, cfg.lr, decay, adjust_lr_fn="match_rms_adamw"))
+    return made
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:

@@ -185,7 +185,7 @@ def rehearsal(
     batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
-    optimizer = optim.build(forcing, cfg.optim)
+    optimizers = optim.build(forcing, cfg.optim, drafter.sizes)
 
     def step() -> int:
         anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in rows]
@@ -193,8 +193,9 @@ def rehearsal(
             loss, _ = forcing(batch, anchors)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
 
     return step

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from specdec.drafters.base import Sizes
 from specdec.forcing.teacher import TeacherForcing
 from specdec.target.loading import load_target
-from tests.runs import rows_of
+from tests.runs import require_learning_that_resumes, rows_of
 from tests.tiny import Tiny, batch_of, losses, records
 from train import optim
 from train.loop import OBJECTIVES, LoopConfig, _plan
@@ -138,13 +139,52 @@ def test_adamw_by_hand() -> None:
     """
     matrix, vector = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
     model = nn.ParameterList([matrix, vector])
-    adamw = optim.build(model, OptimConfig(lr=0.1, betas=[0.9, 0.95], weight_decay=0.01))
+    cfg = OptimConfig(lr=0.1, betas=[0.9, 0.95], weight_decay=0.01)
+    (adamw,) = optim.build(model, cfg, Sizes(target_vocab=50))
     for gradient, of_matrix, of_vector in ((0.5, 0.899, 0.9), (-0.25, 0.871264, 0.873163)):
         for weight in model:
             weight.grad = torch.full_like(weight, gradient)
         adamw.step()
         assert float(matrix) == pytest.approx(of_matrix, abs=1e-6)
         assert float(vector) == pytest.approx(of_vector, abs=1e-6)
+
+
+def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
+    """Muon's step is U Vᵀ of the gradient, which here is 3 · U Vᵀ, times .2 · lr · √max(rows,
+    columns), with singular values of .7 to 1.2 in five iterations. AdamW's first step is lr · the
+    gradient's sign, whatever its size: of the vector, and of a matrix over either vocabulary."""
+    torch.manual_seed(0)
+    hidden = nn.Parameter(torch.zeros(8, 4))
+    others = [nn.Parameter(torch.zeros(*shape)) for shape in ((4,), (50, 4), (4, 20))]
+    cfg = OptimConfig(lr=0.1, hidden="muon", weight_decay=0.0)
+    sizes = Sizes(target_vocab=50, draft_vocab=20)
+    built = optim.build(nn.ParameterList([hidden, *others]), cfg, sizes)
+    for p in (hidden, *others):
+        p.grad = 3 * torch.linalg.qr(torch.randn(8, 4)).Q if p is hidden else torch.randn_like(p)
+    for optimizer in built:
+        optimizer.step()
+    moved = torch.linalg.svdvals(hidden.detach()) / (0.2 * 0.1 * 8**0.5)
+    assert moved.min() > 0.6 and moved.max() < 1.3
+    assert hidden.grad is not None and torch.cosine_similarity(-hidden.grad, hidden, 0).min() > 0.95
+    for p in others:
+        assert p.grad is not None
+        torch.testing.assert_close(p.detach(), -0.1 * p.grad.sign())
+
+
+def test_a_run_with_muon_learns_and_resumes(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints hold the state of both optimisers."""
+    stepped = set()
+    for one in (torch.optim.Muon, torch.optim.AdamW):
+
+        def step(self: torch.optim.Optimizer, *args: Any, of: Any = one.step) -> Any:
+            stepped.add(type(self))
+            return of(self, *args)
+
+        monkeypatch.setattr(one, "step", step)
+    require_learning_that_resumes(tiny, tmp_path, "eagle3", "optim=muon", "optim.lr=5e-3")
+    assert stepped == {torch.optim.Muon, torch.optim.AdamW}
 
 
 def test_the_gradient_is_clipped_to_its_bound(
