@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/scripts/test_training_benches.py
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import train
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
 from specdec.measure.results import PromptCounts, Results
+from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import walltime_by_gamma, walltime_factor
 from tests.measure.test_results import results
 from tests.tiny import (
@@ -240,3 +242,40 @@ def test_the_papers_own_figures_are_those_of_its_formulas() -> None:
     alphas = [float(said.split(",")[0]) for said in LENIENT.values() if "," in said]
     best = [max(walltime_by_gamma(alpha, 0.015, 30)) for alpha in alphas]
     assert [f"{x:.1f}" for x in best] == ["2.3", "2.9", "3.4", "4.8"]
+
+
+def test_heads_of_several_sizes_and_their_frontier(
+    runs: list[list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """τ and c by hand: (1.4, .1), (1.5, .2) and (1.45, .3), which the second beats. All accept .6,
+    then .4, so 1.6 tokens at γ = 1 and 1.84 at γ = 2. v is 1, 1.2 and 1.4 at γ = 2, so 1.2 for all
+    and 1.1 at γ = 1: 1.6 / (.1 + 1.1) = 1.33 is more than 1.84 / (.2 + 1.2); 1.6 / 1.3 = 1.23."""
+    from benches import capacity, recipe
+
+    figures = {"default": (1.4, 0.1, 1.0), "wide": (1.5, 0.2, 1.2), "worse": (1.45, 0.3, 1.4)}
+
+    def report_of(name: str, overrides: list[str], own: list[str], said: str) -> Results:
+        tau, c, v = figures[name.removeprefix("sizes/").replace("layers-2_a-1", "wide")]
+        made, one = results(), Interval(0.5, 0.5, 0.5, 9)
+        for at in made.temperatures:
+            at.gamma, at.tau = 2, replace(one, value=tau)
+            at.conditional_acceptance = [replace(one, value=x) for x in (0.6, 0.4)]
+            at.costs = replace(at.costs, c=replace(one, value=c), v=replace(one, value=v))
+        asked.append(own)
+        return made
+
+    asked: list[list[str]] = []
+    monkeypatch.setattr(recipe, "report_of", report_of)
+    monkeypatch.setattr(capacity, "parameters", lambda draft: 7)
+    arms = ["default", "layers=2 a=1", "worse"]
+    capacity.capacity(folder=Path("sizes"), tokens=600, arms=arms)
+    assert asked[:2] == [
+        ["loop.max_tokens=600"],
+        ["loop.max_tokens=600", "drafter.layers=2", "drafter.a=1"],
+    ]
+    rows = {row[0]: row[1:] for row in tables(capsys.readouterr().out) if row}
+    assert [rows[arm][3] for arm in arms] == ["yes", "yes", ""]
+    assert [rows[arm][4] for arm in arms[:2]] == ["1.33 (γ = 1)", "1.23 (γ = 1)"]

@@ -1,0 +1,86 @@
+"""How large a head should be: what more layers, width or draft vocabulary add to τ, and what they
+cost."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from benches import recipe
+from benches.families import ONCE, parameters
+from benches.turns import show
+
+from specdec.errors import require
+from specdec.measure.results import AtTemperature, Results
+from specdec.progress import console
+from specdec.theory.leviathan import pass_cost, walltime_by_gamma
+
+ARMS = (
+    *("default", "num_layers=2", "intermediate_size=384", "intermediate_size=3072"),
+    *("draft_vocab=2048", "draft_vocab=32000", "depth=1", "depth=5"),
+)
+
+
+def capacity(
+    overrides: Annotated[Sequence[str], "of train.py for all heads, e.g. drafter=NAME"] = (),
+    *,
+    folder: Annotated[Path, "of the runs, inside runs/; one per drafter"] = Path("capacity"),
+    tokens: Annotated[int, "to train on"] = 60_000,
+    arms: Annotated[Sequence[str], "settings of drafter; several as one, in quotes"] = ARMS,
+) -> None:
+    """Heads of several sizes at equal training tokens: the frontier of τ against c.
+
+    A head is on the frontier if none of the others has a higher τ at the same c or less. Which head
+    on it is best depends on the machine: the predicted speedup is the highest over γ of τ / (γc +
+    v), with c of the head, v the median over all runs, since passes are the target's, and the
+    measured acceptance by depth. Makes the runs that `folder` lacks, and continues after an
+    interruption, as recipe does.
+    """
+    names = {arm: f"{folder}/{'_'.join(arm.split()).replace('=', '-')}" for arm in arms}
+    made: dict[str, Results] = {}
+    for n, (arm, name) in enumerate(names.items(), 1):
+        settings = [] if arm == "default" else arm.split()
+        own = [f"loop.max_tokens={tokens}", *(f"drafter.{x}" for x in settings)]
+        said = f"head {n} of {len(names)}"
+        made[arm] = recipe.report_of(name, [*ONCE, *overrides], own, said)
+    alike = {(x.drafter, x.training.tokens) for x in made.values() if x.training}
+    require(
+        len(alike) == 1,
+        f"the runs in runs/{folder} are of different drafters or lengths: give another --folder",
+    )
+    first = next(iter(made.values()))
+    console.print(
+        f"{first.drafter}, {alike.pop()[1]:,} training tokens a head, {first.prompts} held-out "
+        f"prompts of up to {first.max_new_tokens} new tokens, γ at most "
+        f"{max(x.temperatures[0].gamma for x in made.values())}; {first.machine}. Intervals are "
+        "95 % bootstraps over prompts, and over timings for c."
+    )
+    rows = []
+    for arm, one in made.items():
+        size = parameters(recipe.ROOT / "runs" / names[arm] / "best")
+        cells = [arm, f"{size:,}", str(one.temperatures[0].costs.c)]
+        for i, at in enumerate(one.temperatures):
+            others = [x.temperatures[i] for x in made.values()]
+            v = statistics.median(x.costs.v.value for x in others)
+            speedup, gamma = _best(at, v)
+            beaten = any(_dominates(x, at) for x in others)
+            cells += [str(at.tau), "" if beaten else "yes", f"{speedup:.2f} (γ = {gamma})"]
+        rows.append(cells)
+    columns = ["drafter.", "parameters", "c"]
+    for at in first.temperatures:
+        columns += [f"{what}, T = {at.temperature:g}" for what in ("τ", "frontier", "predicted")]
+    show(columns, rows)
+
+
+def _best(at: AtTemperature, v: float) -> tuple[float, int]:
+    """The highest predicted speedup, and its γ, for a pass over γ + 1 tokens that costs `v`."""
+    alpha = [x.value for x in at.conditional_acceptance]
+    factors = walltime_by_gamma(alpha, at.costs.c.value, len(alpha), pass_cost({at.gamma: v}))
+    best = max(factors[1:])
+    return best, factors.index(best, 1)
+
+
+def _dominates(a: AtTemperature, b: AtTemperature) -> bool:
+    """Whether `a` is at least as good as `b` in τ and in c, and better in one of them."""
+    better = a.tau.value - b.tau.value, b.costs.c.value - a.costs.c.value
+    return min(better) >= 0 and max(better) > 0
