@@ -87,7 +87,8 @@ def register() -> None:
     schema = OmegaConf.structured(Config)
     schema.objective.terms = {}  # objective=NAME fills it
     # the code that reads these checks their keys
-    for free in (schema.decode.settings, schema.objective.terms, schema.objective.constants):
+    open_ended = schema.decode.settings, schema.objective.terms, schema.objective.constants
+    for free in (*open_ended, schema.optim.rates):
         OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
     for name, drafter in DRAFTERS.items():

@@ -163,7 +163,7 @@ def train(
         rate = optim.learning_rate(job.cfg.optim, step, steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["scale"]
             optimizer.step()
             optimizer.zero_grad()
 

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from specdec.drafters.base import Sizes
-from specdec.errors import require, require_known, require_within
+from specdec.errors import require, require_between, require_known, require_within
 
 HIDDEN = ("adamw", "muon")
 
@@ -16,7 +17,8 @@ HIDDEN = ("adamw", "muon")
 class OptimConfig:
     """AdamW, and for the hidden layers' matrices whichever of AdamW and Muon `hidden` names. The
     learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then falls along a
-    cosine to `final` · `lr`. `clip` bounds the global gradient norm.
+    cosine to `final` · `lr`. `clip` bounds the global gradient norm. `rates` multiplies the
+    learning rate of parameters whose names match a shell pattern: optim.rates={*.bias:0.5}.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
     are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
@@ -27,6 +29,7 @@ class OptimConfig:
 
     lr: float = 1e-3
     hidden: str = "adamw"
+    rates: dict[str, float] = field(default_factory=dict)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.01
     warmup: float = 0.05
@@ -37,6 +40,8 @@ class OptimConfig:
         require_within("optim", self, weight_decay=0, final=0, warmup=(0, 1))
         require_known("optim", self, hidden=HIDDEN)
         require(0 < self.lr < math.inf, f"optim.lr={self.lr}: give a number above 0")
+        for pattern, scale in self.rates.items():
+            require_between(f"optim.rates.{pattern}", scale, 0)
         require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
@@ -45,26 +50,36 @@ class OptimConfig:
 
 
 def build(model: nn.Module, cfg: OptimConfig, sizes: Sizes) -> list[torch.optim.Optimizer]:
-    """The optimisers over the trained parameters of `model`, without weight decay on vectors.
-    `sizes`, the drafter's, tell how many tokens the vocabularies have."""
+    """The optimisers over the trained parameters of `model`, without weight decay on vectors. In
+    each group, `scale` is its learning rate in units of `lr`. `sizes`, the drafter's, tell how many
+    tokens the vocabularies have. Raises UserError if a pattern of `rates` matches nothing."""
     vocabularies = {sizes.target_vocab, sizes.draft_vocab}
-
-    def orthogonalised(p: Tensor) -> bool:
-        return cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    others = [p for p in trained if not orthogonalised(p)]
-    groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    given, betas = [g for g in groups if g["params"]], (cfg.betas[0], cfg.betas[1])
+    named = {n.removeprefix("drafter."): p for n, p in model.named_parameters() if p.requires_grad}
+    for pattern in cfg.rates:
+        require(
+            any(fnmatchcase(name, pattern) for name in named),
+            f"optim.rates: no trained parameter is named like {pattern!r}; some are "
+            f"{', '.join(list(named)[:3])}",
+        )
+    groups: dict[tuple[bool, float, float], list[Tensor]] = {}
+    for name, p in named.items():
+        hidden = cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}
+        decay = cfg.weight_decay if p.ndim >= 2 else 0.0
+        scale = math.prod(x for pattern, x in cfg.rates.items() if fnmatchcase(name, pattern))
+        groups.setdefault((hidden, decay, scale), []).append(p)
+    of_adamw, of_muon = (
+        [
+            {"params": some, "weight_decay": decay, "scale": scale}
+            for (hidden, decay, scale), some in groups.items()
+            if hidden == muon
+        ]
+        for muon in (False, True)
+    )
     made: list[torch.optim.Optimizer] = []
-    if given:
-        made.append(torch.optim.AdamW(given, cfg.lr, betas, fused=True))
-    if hidden := [p for p in trained if orthogonalised(p)]:
-        decay = cfg.weight_decay
-        made.append(torch.optim.Muon(hidden, cfg.lr, decay, adjust_lr_fn="match_rms_adamw"))
+    if of_adamw:
+        made.append(torch.optim.AdamW(of_adamw, cfg.lr, (cfg.betas[0], cfg.betas[1]), fused=True))
+    if of_muon:
+        made.append(torch.optim.Muon(of_muon, cfg.lr, adjust_lr_fn="match_rms_adamw"))
     return made
 
 

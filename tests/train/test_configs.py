@@ -152,6 +152,7 @@ def test_terms_that_change_over_a_run() -> None:
         ("data.max_length=0", [r"data\.max_length=0"]),
         ("optim.lr=0", [r"optim\.lr=0", "above 0"]),
         ("optim.lr=inf", [r"optim\.lr=inf"]),
+        ("optim.rates={*.bias:-1}", [r"optim\.rates\.\*\.bias=-1"]),
         ("optim.hidden=sgd", [r"optim\.hidden='sgd'", "adamw, muon"]),
         ("loop.seed=4294967296", [r"loop\.seed=4294967296", "0 to 4294967295"]),
         ("loop.seed=-1", [r"loop\.seed=-1"]),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from specdec.drafters.base import Sizes
+from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.target.loading import load_target
 from tests.runs import require_learning_that_resumes, rows_of
@@ -169,6 +170,25 @@ def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
     for p in others:
         assert p.grad is not None
         torch.testing.assert_close(p.detach(), -0.1 * p.grad.sign())
+
+
+def test_rates_scale_the_learning_rate_of_what_they_match(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth for the blocks' matrices, none for their biases, to which both patterns apply."""
+    used: list[list[float]] = []
+    adamw = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any) -> Any:
+        used.append(sorted(g["lr"] for g in self.param_groups))
+        return adamw(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    given = "optim.rates={blocks.*:0.1,blocks.*.bias:0}"
+    tiny.job(tmp_path / "run", "medusa", given, "optim.lr=1e-3", "drafter.bias=true")
+    assert used[0] == pytest.approx([0, 1e-4, 1e-3])
+    with pytest.raises(UserError, match=r"no trained parameter is named like 'heads\*'"):
+        tiny.job(tmp_path / "none", "medusa", "optim.rates={heads*:4}")
 
 
 def test_a_run_with_muon_learns_and_resumes(

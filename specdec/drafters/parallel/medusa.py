@@ -10,8 +10,8 @@ That is Medusa-1, for the target as it is. With `adapter.rank` it is Medusa-2: L
 target are trained together with the heads, and the adapted target is the one that is decoded.
 The loss is KL(original ‖ adapted) at every anchor + λ sin(π t / 2T) · the heads' loss at step t of
 T (section 2.3.2 of the paper; `medusa_self_distillation` and the schedule `sine` of the reference's
-compute_loss). It differs from the reference in that the heads' learning rate is the adapters', not
-four times it, and the target's LM head, which may be its embedding too, gets no adapter.
+compute_loss). Unlike in the reference, the target's LM head, which may be its embedding too, gets
+no adapter. In experiment=medusa2_paper the heads' weights learn four times as fast (`optim.rates`).
 
 Letters: B batch, T time, K heads, D width.
 """
