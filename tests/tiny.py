@@ -146,6 +146,7 @@ DRAFTER_OVERRIDES = {
     "mlp": ["drafter.draft_vocab=48", "drafter.depth=2"],
     "peagle": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
     "dflash": ["drafter.draft_vocab=48", "drafter.depth=3"],
+    "dflash2": ["drafter.draft_vocab=48", "drafter.depth=3", "drafter.group=8"],
     "dspark": ["drafter.draft_vocab=48", "drafter.depth=3"],
     "jetspec": ["drafter.draft_vocab=48", "drafter.depth=3"],
     "lm": ["drafter.layers=[0,3]", "drafter.depth=2"],

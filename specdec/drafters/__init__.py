@@ -20,6 +20,7 @@ from specdec.drafters.models.seq2seq_lm import Seq2SeqLM
 from specdec.drafters.models.sparse import Sparse
 from specdec.drafters.models.translated import Translated
 from specdec.drafters.parallel.dflash import DFlash
+from specdec.drafters.parallel.dflash2 import DFlash2
 from specdec.drafters.parallel.dspark import DSpark
 from specdec.drafters.parallel.jetspec import JetSpec
 from specdec.drafters.parallel.medusa import Medusa
@@ -35,7 +36,8 @@ from specdec.errors import UserError, nearest
 from specdec.target.parts import Parts
 
 FAMILIES: tuple[type[Drafter], ...] = (
-    *(Eagle3, Eagle, Falcon, MTP, MTPHeads, Medusa, Hydra, Mlp, PEagle, DFlash, DSpark, JetSpec),
+    *(Eagle3, Eagle, Falcon, MTP, MTPHeads, Medusa, Hydra, Mlp, PEagle),
+    *(DFlash, DFlash2, DSpark, JetSpec),
     *(LM, Ngram, Seq2SeqLM, Translated, Unigram, Bigram, Suffix, Lookahead, Copy),
     *(EarlyExit, Sparse, Hybrid),
 )

@@ -15,6 +15,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.drafters.parallel.dflash import DFlashConfig
+from specdec.drafters.parallel.dflash2 import DFlash2Config
 from specdec.drafters.parallel.dspark import DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
@@ -55,6 +56,7 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "mlp": MlpConfig(depth=3, draft_vocab=40, inner_dim=24),
     "peagle": PEagleConfig(depth=3, draft_vocab=40),
     "dflash": DFlashConfig(depth=3, num_layers=2, draft_vocab=40),
+    "dflash2": DFlash2Config(depth=3, num_layers=2, draft_vocab=40, group=4, rank=4),
     "dspark": DSparkConfig(depth=3, num_layers=2, draft_vocab=40, rank=4),
     "jetspec": JetSpecConfig(depth=3, num_layers=2, draft_vocab=None),
     "lm": LMConfig(depth=3, layers=[0, 3]),

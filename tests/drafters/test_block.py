@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
+from specdec.drafters import DRAFTERS
 from specdec.drafters.parallel.block import Block
 from specdec.drafters.parallel.dflash import DFlashConfig
+from specdec.drafters.parallel.dflash2 import DFlash2, DFlash2Config
 from specdec.drafters.parallel.dspark import DSpark, DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.errors import UserError
@@ -27,6 +29,9 @@ V, D, E, T = 61, 32, 8, 20
 CONFIGS = {
     "dflash": DFlashConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7),
     "jetspec": JetSpecConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7),
+    "dflash2": DFlash2Config(
+        depth=4, num_layers=2, draft_vocab=30, mask_token=7, taps=3, group=8, rank=5
+    ),
     "dspark": DSparkConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7, rank=5),
 }
 
@@ -62,6 +67,18 @@ def turned(x_HNE: Tensor, position_N: Tensor) -> Tensor:
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
+def convolved(x_MD: Tensor, read_MD: Tensor, of: dict[str, Tensor], kind: str, side: int) -> Tensor:
+    """Σ_t (base_t + correction_t(read_j)) x_{j-t} over the slots of one block, without a loop over
+    anything but slots and taps; a correction holds for 8 channels."""
+    base, found = of[f"{kind}_conv.base_kernel"][side], torch.zeros_like(x_MD)
+    correction = read_MD @ of[f"{kind}_conv.kernel_projection.weight"].T
+    correction = correction.view(len(x_MD), 2, 3, D // 8)[:, side].repeat_interleave(8, -1)
+    for j in range(len(x_MD)):
+        for tap in range(min(3, j + 1)):
+            found[j] += (base[tap] + correction[j, tap]) * x_MD[j - tap]
+    return found
+
+
 def plain(
     weights: dict[str, Tensor],
     target: Target,
@@ -81,7 +98,9 @@ def plain(
         keep = keep.tril(a)
     for i in range(2):
         of = {n.removeprefix(f"layers.{i}."): w for n, w in weights.items()}
-        read = rms(x, of["input_layernorm.weight"])
+        normed = read = rms(x, of["input_layernorm.weight"])
+        if name == "dflash2":
+            read = convolved(read, normed, of, "attention", 0)
         both = torch.cat([c, read])
 
         def heads(x: Tensor, kind: str, of: dict[str, Tensor] = of) -> Tensor:
@@ -94,15 +113,26 @@ def plain(
         keys = turned(heads(both, "k"), torch.arange(a + M)).repeat_interleave(2, 0)
         scores = (query @ keys.transpose(1, 2) / E**0.5).masked_fill(~keep, -torch.inf)
         seen = scores.softmax(-1) @ heads(both, "v").repeat_interleave(2, 0)
-        x = x + seen.transpose(0, 1).flatten(1) @ of["self_attn.o_proj.weight"].T
-        read = rms(x, of["post_attention_layernorm.weight"])
+        made = seen.transpose(0, 1).flatten(1) @ of["self_attn.o_proj.weight"].T
+        if name == "dflash2":
+            made = convolved(made, normed, of, "attention", 1)
+        x = x + made
+        normed = read = rms(x, of["post_attention_layernorm.weight"])
+        if name == "dflash2":
+            read = convolved(read, normed, of, "mlp", 0)
         gate, up = (read @ of[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        x = x + (gate * gate.sigmoid() * up) @ of["mlp.down_proj.weight"].T
+        made = (gate * gate.sigmoid() * up) @ of["mlp.down_proj.weight"].T
+        x = x + (convolved(made, normed, of, "mlp", 1) if name == "dflash2" else made)
     h = rms(x, weights["norm.weight"])
     logits = h @ target.head.weight[weights["vocab_S"]].T
     if name == "dspark":
         before = weights["markov_w1.weight"][[anchor, *drafted]]
         return logits + before @ weights["markov_w2.weight"].T
+    if name == "dflash2":
+        of = {n.removeprefix("candidate_selector."): w for n, w in weights.items()}
+        before = of["predecessor_codebook"][[anchor, *drafted]]
+        gate = before * (h[1:] @ of["hidden_projection.weight"].T)
+        return logits[1:] + gate @ of["successor_codebook"].T
     return logits[1:]
 
 
@@ -208,6 +238,21 @@ def test_the_confidence_head_learns_acceptance(target: Target) -> None:
     estimate, beta = (x[valid].detach() for x in found.more)
     left = (estimate - beta).square().mean() / beta.var()
     assert float(left) < 0.7
+
+
+def test_convolutions_and_selector_start_without_effect(target: Target) -> None:
+    """With the same weights otherwise, the logits of both are the same."""
+    ctx = target.features(text(4), DFlash2.build(CONFIGS["dflash2"], target).needs)[0]
+    logits: list[Tensor] = []
+    same: dict[str, Tensor] = {}
+    for name in ("dflash", "dflash2"):
+        torch.manual_seed(0)
+        drafter = DRAFTERS[name].build(CONFIGS[name], target).double()
+        drafter.attach(target)
+        drafter.load_state_dict(same, strict=False)
+        same = drafter.state_dict()
+        logits.append(drafter.unembed_all(drafter.hidden(ctx, torch.tensor([[3, 9]]), None)))
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

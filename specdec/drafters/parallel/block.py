@@ -152,6 +152,15 @@ class Block(Drafter):
     def attach(self, target: Parts) -> None:
         self._target, self._head = (target,), target.unembedding(self.vocab_S)
 
+    def read(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:
+        """What a layer's attention reads of the slots' stream [..., D], whose blocks follow each
+        other, and what `finish` needs to be told of it."""
+        return layer.input_layernorm(x), None
+
+    def finish(self, layer: Layer, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
+        """The stream after a layer."""
+        return layer.finish(x, attended)
+
     def head(self, states: Tensor) -> Tensor:
         """The target's logits [..., S] of states [..., D]."""
         assert self._head is not None
@@ -183,12 +192,12 @@ class Block(Drafter):
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
         x_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
         for layer in self.layers:
-            attention, read_BND = layer.self_attn, layer.input_layernorm(x_BND)
+            attention, (read_BND, kept) = layer.self_attn, self.read(layer, x_BND)
             shared = attention.keys_values(context_BTD, of_text)
             query = attention.query(read_BND, of_slots)
             own = attention.keys_values(read_BND, of_slots)
             heads = self._over_blocks(query, shared, sight, own)
-            x_BND = layer.finish(x_BND, attention.joined(heads))
+            x_BND = self.finish(layer, x_BND, attention.joined(heads), kept)
         return self.norm(x_BND).unflatten(1, (-1, M))[:, :, self.first :]
 
     def _over_blocks(self, query: Tensor, shared: KeyValue, sight: Sight, own: KeyValue) -> Tensor:
@@ -209,8 +218,9 @@ class Block(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.head(hidden)
 
-    def growth(self, logits_BKS: Tensor, anchor_B: Tensor) -> Growth:
-        """What grows from the head's logits of all depths after these anchors."""
+    def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
+        """What grows from the head's logits of all depths after these anchors, and from the states
+        that they were computed from."""
         return reading_no_draft(lambda k: logits_BKS[:, k])
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
@@ -224,18 +234,20 @@ class Block(Drafter):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor,
-    ) -> tuple[Tensor]:
-        """The logits [B, K, S] of one block in each row. Its embeddings [B, M, D] follow the new
-        features [B, W, F]; both get keys in the cache, with `mask` [B, M, P] over all of them."""
+    ) -> tuple[Tensor, Tensor]:
+        """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
+        [B, M, D] follow the new features [B, W, F]; both get keys in the cache, with `mask`
+        [B, M, P] over all of them."""
         context, x = self.fuse(features), embedding
         rope = tuple(t[:, context.shape[1] :] for t in (cos, sin))
         for i, layer in enumerate(self.layers):
-            attention, read = layer.self_attn, layer.input_layernorm(x)
+            attention, (read, kept) = layer.self_attn, self.read(layer, x)
             both = attention.keys_values(torch.cat([context, read], 1), (cos, sin))
             keys, values = cache.update(*both, i)
             heads = fused(attention.query(read, rope), keys, values, mask)
-            x = layer.finish(x, attention.joined(heads))
-        return (self.head(self.norm(x)[:, self.first :]),)
+            x = self.finish(layer, x, attention.joined(heads), kept)
+        states = self.norm(x)[:, self.first :]
+        return self.head(states), states
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """One pass, whatever is drafted from it. With a cache, it commits the keys of new features
@@ -243,12 +255,13 @@ class Block(Drafter):
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
-            logits_BKS = self.head(self.blocks(ctx, anchor_B1)[:, 0])
+            states_BKD = self.blocks(ctx, anchor_B1)[:, 0]
+            logits_BKS = self.head(states_BKD)
         else:
-            logits_BKS = self._cached(ctx, anchor_B, cache)
-        return self.growth(logits_BKS, anchor_B)
+            logits_BKS, states_BKD = self._cached(ctx, anchor_B, cache)
+        return self.growth(logits_BKS, states_BKD, anchor_B)
 
-    def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> Tensor:
+    def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
         new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
         W = max(new)
         features = pieces(self.features_of(ctx), cache.lengths, W)
@@ -260,7 +273,7 @@ class Block(Drafter):
         end_M1 = W + (steps[:M, None] + 1 if self.causal else M)
         mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= W) & (inner_B1P < end_M1)
         cos, sin = self.rope(position_BX, cache.shown + 1)
-        (logits_BKS,) = self.compiled(
+        found = self.compiled(
             cache,
             features=features,
             embedding=self.enter(anchor_B[:, None])[:, 0],
@@ -269,4 +282,4 @@ class Block(Drafter):
             mask=mask_BMP.expand(-1, M, -1),
         )
         cache.keep(new)
-        return logits_BKS
+        return found

@@ -51,7 +51,7 @@ class DSpark(Block):
         D = self.llama.hidden_size
         return self.head(hidden[..., :D]) + self.markov_w2(hidden[..., D:])
 
-    def growth(self, logits_BKS: Tensor, anchor_B: Tensor) -> Growth:
+    def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         def after(depth: int, tokens_BW: Tensor) -> Tensor:
             bias_BWS = self.markov_w2(self.markov_w1(tokens_BW))
             return logits_BKS[:, depth, None] + bias_BWS

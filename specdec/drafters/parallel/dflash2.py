@@ -1,0 +1,139 @@
+"""DFlash 2 (https://inco.ai/blog/dflash2): a bidirectional block with convolutions and a selector.
+
+Read from NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative/dflash/
+draft_qwen3_dflash2.py). It adds two things to DFlash. Before and after attention and MLP, each slot
+is mixed with the slots just before it in its block: Conv(x)_j = Σ_t k_{j,t} x_{j-t}, where k is a
+learned kernel plus a correction that is linear in the sub-layer's normed input and shared by groups
+of channels. And a selector makes each token fit the one before it: it adds ⟨A[x] * P h, B[y]⟩ to
+the logit of y after x, where h is the slot's state. Both start without any effect, as plain DFlash.
+
+The reference lets the selector choose among the 16 likeliest tokens of a slot, and trains it by
+cross-entropy over these, beside the head's over the whole vocabulary. Here it scores all tokens of
+the draft vocabulary, which costs next to nothing at rank 256, so that there is one q to train, to
+measure and to verify against (`experiment=dflash2_paper`).
+
+Letters: B batch, A anchors, M slots of a block, N slots of all anchors, K depth, W nodes, D width,
+G groups of channels, R rank, S draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.context import Context
+from specdec.drafters.gather import tokens_from
+from specdec.drafters.growth import growth_at_once
+from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
+from specdec.errors import require
+from specdec.sampling.trees import Growth
+from specdec.target.parts import Parts
+
+
+@dataclass
+class DFlash2Config(BlockConfig):
+    """`taps` is the number of slots that a convolution mixes, of which `group` channels share a
+    correction; `rank` is that of the selector."""
+
+    name: str = "dflash2"
+    taps: int = 2
+    group: int = 16
+    rank: int = 256
+
+
+class Convolution(nn.Module):
+    """The two convolutions around a sub-layer: side 0 on its input, side 1 on its output."""
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
+
+    def corrections(self, read: Tensor) -> Tensor:
+        """Those of both sides [..., 2, taps, G] for a sub-layer that reads [..., D]."""
+        return self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
+
+    def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
+        """x [B, N, D], convolved within each block of `slots`."""
+        x_BAMGg = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
+        kernel = self.base_kernel[side].unflatten(-1, (-1, self.group))
+        kernel = kernel + corrections[..., side, :, :, None].unflatten(1, (-1, slots))
+        mixed = torch.zeros_like(x_BAMGg)
+        for tap in range(min(self.taps, slots)):
+            earlier = nn.functional.pad(x_BAMGg, (0, 0, 0, 0, tap, 0))[:, :, :slots]
+            mixed = mixed + kernel[..., tap, :, :] * earlier
+        return mixed.flatten(3).flatten(1, 2)
+
+
+class Selector(nn.Module):
+    def __init__(self, width: int, rank: int, target_vocab: int, draft_vocab: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(target_vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(draft_vocab, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    def forward(self, gate: Tensor) -> Tensor:
+        """What is added to the logits [..., S], given A[x] * P h [..., R]."""
+        return gate @ self.successor_codebook.T
+
+
+class DFlash2(Block):
+    Config = DFlash2Config
+    bounds = {**Block.bounds, "taps": 1, "group": 1, "rank": 1}
+
+    def __init__(self, config: DFlash2Config, sizes: BlockSizes) -> None:
+        super().__init__(config, sizes)
+        D = self.llama.hidden_size
+        require(
+            D % config.group == 0,
+            f"drafter.group={config.group}: give a divisor of the target's width, {D}",
+        )
+        for layer in self.layers:
+            for name in ("attention_conv", "mlp_conv"):
+                layer.add_module(name, Convolution(D, config.taps, config.group))
+        size = sizes.draft_vocab or sizes.target_vocab
+        self.candidate_selector = Selector(D, config.rank, sizes.target_vocab, size)
+
+    def start(self, target: Parts) -> None:
+        super().start(target)
+        nn.init.normal_(self.candidate_selector.predecessor_codebook, std=0.02)
+        self.candidate_selector.successor_codebook.zero_()
+        for layer in self.layers:
+            for conv in (layer.attention_conv, layer.mlp_conv):
+                conv.kernel_projection.weight.zero_()
+                conv.base_kernel.zero_()[:, 0] = 1
+
+    def read(self, layer: Any, x: Tensor) -> tuple[Tensor, Any]:
+        normed, conv = layer.input_layernorm(x), layer.attention_conv
+        corrections = conv.corrections(normed)
+        return conv(normed, corrections, 0, self.slots), corrections
+
+    def finish(self, layer: Any, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
+        stream = x + layer.attention_conv(attended, kept, 1, self.slots)
+        normed, conv = layer.post_attention_layernorm(stream), layer.mlp_conv
+        corrections = conv.corrections(normed)
+        made = layer.mlp(conv(normed, corrections, 0, self.slots))
+        return stream + conv(made, corrections, 1, self.slots)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """The block's states and A[x] * P h, x the token before each depth [B, A, K, D + R]."""
+        states, chosen = super().hidden(ctx, anchors_BA, drafted_BAk), self.candidate_selector
+        before = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
+        gate = chosen.predecessor_codebook[before] * chosen.hidden_projection(states)
+        return torch.cat([states, gate], -1)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        D = self.llama.hidden_size
+        return self.head(hidden[..., :D]) + self.candidate_selector(hidden[..., D:])
+
+    def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
+        chosen = self.candidate_selector
+        states_BKR = chosen.hidden_projection(states_BKD)
+
+        def after(depth: int, tokens_BW: Tensor) -> Tensor:
+            gate_BWR = chosen.predecessor_codebook[tokens_BW] * states_BKR[:, depth, None]
+            return logits_BKS[:, depth, None] + chosen(gate_BWR)
+
+        return growth_at_once(after(0, anchor_B[:, None])[:, 0], after)
