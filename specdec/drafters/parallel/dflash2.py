@@ -3,8 +3,9 @@
 Read from NVIDIA-NeMo/Automodel (draft_qwen3_dflash2.py). It adds two things to DFlash. Before and
 after attention and MLP, each slot is mixed with the slots just before it in its block:
 Conv(x)_j = Σ_t k_{j,t} x_{j-t}, where k is a learned kernel plus a correction that is linear in the
-sub-layer's normed input and shared by groups of channels. And a selector makes each token fit the one before it: it adds ⟨A[x] * P h, B[y]⟩ to
-the logit of y after x, where h is the slot's state. Both start without any effect, as plain DFlash.
+sub-layer's normed input and shared by groups of channels. And a selector makes each token fit the
+one before it: it adds ⟨A[x] * P h, B[y]⟩ to the logit of y after x, where h is the slot's state.
+Both start without any effect, as plain DFlash.
 
 The reference lets the selector choose among the 16 likeliest tokens of a slot, and trains it by
 cross-entropy over these, beside the head's over the whole vocabulary. Here it scores all tokens of
