@@ -99,7 +99,6 @@ class EarlyExit(View):
         return new_cache(self.target.config) if self.config.lora.rank else None
 
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
-        ctx.cache.drop()
         return ctx.cache
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
