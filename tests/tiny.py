@@ -2,14 +2,11 @@
 
 `architectures` are configs of tiny targets, `random_target` and `random_drafter` models of them.
 `make_tiny(folder)` writes them; `Tiny.overrides` are the command line that trains on them,
-`compose` and `job` the same in this process, `process` and `Tiny.command` as a real one.
+`compose` and `job` the same in this process; `Tiny.command` is for `tests/processes.py`.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -362,33 +359,6 @@ def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         cfg = hydra_compose("config", quoted(overrides), return_hydra_config=hydra)
     return cfg if hydra else resolve(cfg)
-
-
-def environment() -> dict[str, str]:
-    """For processes: one thread, no network, no W&B, this repository first."""
-    given = {k: v for k, v in os.environ.items() if not k.startswith("HYDRA_")}
-    return given | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "disabled",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(REPOSITORY),
-        "COLUMNS": "80",
-    }
-
-
-def process(
-    arguments: Sequence[str], timeout: float = 120, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in the repository, to its end; `more` are environment variables."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env=environment() | more,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

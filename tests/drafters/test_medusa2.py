@@ -23,16 +23,8 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
-from tests.tiny import (
-    Tiny,
-    architectures,
-    batch_of,
-    compose,
-    losses,
-    process,
-    random_drafter,
-    random_target,
-)
+from tests.processes import process
+from tests.tiny import Tiny, architectures, batch_of, compose, losses, random_drafter, random_target
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
 MASKS = [[False] * 3 + [True] * 7] * 2

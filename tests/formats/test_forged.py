@@ -26,7 +26,8 @@ from specdec.formats import draft as drafts
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
-from tests.tiny import REPOSITORY, Tiny, learn, process, random_drafter
+from tests.processes import process
+from tests.tiny import REPOSITORY, Tiny, learn, random_drafter
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle3": {"layers": [1, 2, 3], "draft_vocab": 48, "depth": 2},

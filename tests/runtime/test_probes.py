@@ -20,7 +20,8 @@ from specdec.runtime import packed, probes
 from specdec.runtime.probes import Answer, Choice, compare, native_dtype
 from specdec.target import loading
 from specdec.target.loading import TargetConfig, load_target, opening, resolved
-from tests.tiny import Tiny, process
+from tests.processes import process
+from tests.tiny import Tiny
 from train import folder, pipeline
 
 ONE, TWO = torch.ones(3), torch.full((3,), 2.0)

@@ -15,7 +15,8 @@ import torch
 from specdec.drafters import frequent_tokens
 from specdec.errors import UserError
 from tests.device import Placed
-from tests.tiny import REPOSITORY, make_tiny, process
+from tests.processes import process
+from tests.tiny import REPOSITORY, make_tiny
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,8 @@ from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
-from tests.tiny import (
-    architectures,
-    make_tokenizer,
-    process,
-    random_drafter,
-    random_target,
-)
+from tests.processes import process
+from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 
 def test_homogeneity_of_two_samples() -> None:

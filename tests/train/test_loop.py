@@ -24,8 +24,9 @@ from specdec.measure.results import Results
 from specdec.target import loading
 from specdec.target.base import Target
 from specdec.target.loading import load_target
+from tests.processes import process
 from tests.runs import draft, final_state, require_same_run, rows_of
-from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses, process
+from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
 from train import pipeline
 from train.features.source import Online
 from train.loop import Diverged, LoopConfig, _plan

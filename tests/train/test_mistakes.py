@@ -25,16 +25,8 @@ import train
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.target.loading import TargetConfig, load_target
-from tests.tiny import (
-    REPOSITORY,
-    Tiny,
-    compose,
-    conversations,
-    environment,
-    process,
-    save_target,
-    write_jsonl,
-)
+from tests.processes import environment, process
+from tests.tiny import REPOSITORY, Tiny, compose, conversations, save_target, write_jsonl
 from tests.told import require_one_line, told
 from train import pipeline
 

@@ -28,16 +28,9 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
 from specdec.target.loading import TargetOnDemand
+from tests.processes import environment, process
 from tests.runs import draft, require_same_run
-from tests.tiny import (
-    DRAFTER_OVERRIDES,
-    REPOSITORY,
-    Tiny,
-    environment,
-    losses,
-    process,
-    records,
-)
+from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses, records
 from train import pipeline
 from train.data.packing import Row
 from train.data.template import Document

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
 from tests.drafters.families import make_drafter, make_target, text
+from tests.processes import process
 from tests.runs import draft
-from tests.tiny import Tiny, batch_of, losses, process
+from tests.tiny import Tiny, batch_of, losses
 from train import checkpoint, optim
 from train.optim import OptimConfig
 

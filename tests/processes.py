@@ -1,0 +1,71 @@
+"""Commands in processes of their own.
+
+Importing torch and transformers takes most of the time of a short command. So the scripts run as
+forks of one process that has imported them, which a test session starts once.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from tests.tiny import REPOSITORY
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["tests.processes", "train.pipeline", "transformers.models.llama.modeling_llama"]
+)
+
+
+def environment() -> dict[str, str]:
+    """One thread, no network, no W&B, this repository first."""
+    given = {k: v for k, v in os.environ.items() if not k.startswith("HYDRA_")}
+    return given | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(REPOSITORY),
+        "COLUMNS": "80",
+    }
+
+
+def process(
+    arguments: Sequence[str], timeout: float = 120, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in the repository, to its end; `more` are environment variables, with
+    which a new Python starts, as it does for what is not a script of the repository."""
+    if more or not (REPOSITORY / arguments[0]).is_file():
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            env=environment() | more,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        child = FORKS.Process(target=_run, args=(list(arguments), out, err))
+        with patch.dict(os.environ, environment(), clear=True):  # the first one starts the server
+            child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            raise subprocess.TimeoutExpired(list(arguments), timeout, out.read_text())
+        return subprocess.CompletedProcess(
+            list(arguments), child.exitcode, out.read_text(), err.read_text()
+        )
+
+
+def _run(arguments: list[str], out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(REPOSITORY)
+    sys.argv, sys.path[0] = arguments, str((REPOSITORY / arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
