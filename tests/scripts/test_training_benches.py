@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import train
 from specdec.drafters.parallel.medusa import Medusa
@@ -21,9 +23,15 @@ from tests.measure.test_results import results
 from tests.tiny import (
     architectures,
     compose,
+    conversations,
     make_tiny,
+    make_tokenizer,
     random_target,
+    write_jsonl,
 )
+from train.data.conversations import DataConfig
+from train.data.split import held_out_prompts
+from train.folder import data_of_run
 
 
 @pytest.fixture
@@ -172,10 +180,11 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
     tiny, runs = make_tiny(tmp_path), tmp_path / "runs" / "p"
     mine = [x for x in tiny.overrides() if not x.startswith(("drafter", "track"))]
     with pytest.raises(UserError, match="does not exist"):
-        bench.paper(mine, folder=Path("p"), runs=["nothing"])
+        bench.paper(mine, folder=Path("p"), runs=["nothing"], parts=["causal"])
     assert not tiny_runs  # what is wrong is told before anything is trained
     given: dict[str, Any] = dict(tokens=600, prompts=2, layers=[2])
-    given["heads"], pages, written = ["medusa drafter.depth=4"], [], []
+    given |= dict(heads=["medusa drafter.depth=4"], parts=["causal"])
+    pages, written = [], []
     for more in ({}, {}, {"runs": ["p/unigram"]}):
         bench.paper([*mine, "data.limit=null"], folder=Path("p"), **given, **more)
         pages.append((runs / "report" / "paper.md").read_text())
@@ -228,7 +237,78 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
     for name in ("gamma", "tokens"):
         assert f'<img src="{name}.png"' in shown and (runs / "report" / f"{name}.png").exists()
     with pytest.raises(UserError, match="--layers 5: the target has 4"):
-        bench.paper(["data.limit=null", *mine], folder=Path("p"), layers=[5])
+        bench.paper(["data.limit=null", *mine], folder=Path("p"), parts=["causal"], layers=[5])
+
+
+def small_t5(patch: pytest.MonkeyPatch) -> Any:
+    """The bench of translation with a tiny T5, saved after every second step."""
+    from benches import translation
+
+    tiny = dict(d_model=16, d_kv=8, num_heads=2, d_ff=16, num_layers=2, num_decoder_layers=2)
+    changed = dict(TARGET=tiny, LAYERS=(1,), VOCABULARY=300, ROWS=4, SAVE=2)
+    for name, value in changed.items():
+        patch.setattr(translation, name, value)
+    return translation
+
+
+def write_pairs(folder: Path) -> Path:
+    said = ([m["content"] for m in c["messages"]] for c in conversations(60))
+    return write_jsonl(folder / "pairs.jsonl", [{"source": a, "target": b} for a, b in said])
+
+
+def test_the_papers_translation_stands_on_the_page(
+    tmp_path: Path, tiny_runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T5 is trained once, on the training side, and the page has the figures of the runs."""
+    from benches import paper as bench
+
+    translation, pairs = small_t5(monkeypatch), write_pairs(tmp_path)
+    keys = ("answers.", "loop.", "decode.", "target.d")
+    mine = [x for x in make_tiny(tmp_path).overrides() if x.startswith(keys)]
+    given: dict[str, Any] = dict(folder=Path("p"), parts=["translation"], steps=4)
+    with pytest.raises(UserError, match=r"package:absent .* or give --pairs FILE"):
+        monkeypatch.setattr(translation, "PACKAGE", "absent")
+        bench.paper(mine, **given)
+    with pytest.raises(UserError, match="--parts both: give causal or translation"):
+        bench.paper(mine, parts=["both"])
+    runs, pages = tmp_path / "runs" / "p", []
+    for _ in range(2):
+        bench.paper(mine, pairs=pairs, **given)
+        pages.append((runs / "report" / "paper.md").read_text())
+    assert pages[0] == pages[1] and tiny_runs == ["unigram", "bigram", "seq2seq_lm"]
+    found = [row for row in tables(pages[0]) if row[:1] == ["T5, 1 of 2 layers"]]
+    made = Results.read(runs / "translation-seq2seq_lm-3" / "report")
+    assert made.target == str(runs / "t5") and made.training
+    zero, one = made.temperatures
+    alphas = [zero.alpha.all.greedy[0], one.alpha.all.sampled[0]]
+    assert found == [["T5, 1 of 2 layers", *map(str, alphas), f"{alphas[1].n:,}"]]
+    assert zero.identical == made.prompts == 2
+    (row,) = (r for r in tables(pages[0]) if r[:1] == ["T5, 1 of 2 layers, T = 1"])
+    assert row[5] == str(one.tau) and row[8] == one.speedup.text(2)
+    data = data_of_run(runs / "translation-seq2seq_lm-3")
+    held = {p.words for p in held_out_prompts(data, make_tokenizer())}
+    assert {s.prompt for s in zero.samples} <= held
+
+
+def test_the_t5_that_translates_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted training continues from its checkpoint and ends with the same weights."""
+    translation, data = small_t5(monkeypatch), DataConfig(str(write_pairs(tmp_path)), "pairs")
+    step, steps = translation.Trainer.training_step, list[int]()
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 6 + 4:  # after the whole one, in the second half of the other
+            raise KeyboardInterrupt
+        return step(*args, **more)
+
+    monkeypatch.setattr(translation.Trainer, "training_step", interrupted)
+    translation.train_t5(tmp_path / "whole", data, 6)
+    with pytest.raises(KeyboardInterrupt):
+        translation.train_t5(tmp_path / "again", data, 6)
+    translation.train_t5(tmp_path / "again", data, 6)
+    assert len(steps) == 6 + 4 + 4  # of the last, steps 3 to 6
+    whole, again = (load_file(tmp_path / x / "model.safetensors") for x in ("whole", "again"))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[n], again[n]) for n in whole)
 
 
 def test_the_papers_own_figures_are_those_of_its_formulas() -> None:

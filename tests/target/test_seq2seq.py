@@ -401,9 +401,8 @@ def test_cached_draft_equals_the_uncached_default(temperature: float, shape: Sha
                 torch.testing.assert_close(cached.q_BNV[b], plain.q_BNV[0], atol=1e-4, rtol=1e-4)
 
 
-def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
-    """Answers by the target, training, held-out decoding and the report, as for a causal one."""
-    job = make_tiny(tmp_path)
+def save_t5(folder: Path) -> Path:
+    """A random T5 with a tokenizer, as a Hugging Face folder."""
     tokenizer = make_tokenizer(None)
     start, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     shape = T5 | dict(vocab_size=len(tokenizer), decoder_start_token_id=start)
@@ -411,12 +410,18 @@ def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
     model = AutoModelForSeq2SeqLM.from_config(
         T5Config(**shape, eos_token_id=eos, pad_token_id=start)
     )
-    model.save_pretrained(tmp_path / "t5")
-    tokenizer.save_pretrained(tmp_path / "t5")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
+    """Answers by the target, training, held-out decoding and the report, as for a causal one."""
+    job, t5 = make_tiny(tmp_path), save_t5(tmp_path / "t5")
     tau = job.job(
         tmp_path / "run",
         "seq2seq_lm",
-        f"target.path={tmp_path / 't5'}",
+        f"target.path={t5}",
         "data.answers=target",
         "drafter.source=random",
         "drafter.depth=2",

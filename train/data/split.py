@@ -13,14 +13,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from specdec.errors import UserError
-from train.data.conversations import Conversation, DataConfig, Tally, Unusable, conversation_of
+from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable, normal
 from train.data.sources import files_of, records
-from train.data.template import PATIENCE, Chat, Document, Prompt, require_spans
+from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require_spans
 
 NEAR = 70  # percent: prompts whose word 3-shingles have this Jaccard similarity are the same
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
-    '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one per line'
+    '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one per line; '
+    "data=pairs and data=text read others"
 )
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def read(
     for name, record in records(cfg, tally):
         tally.read += 1
         try:
-            conversation = conversation_of(record, name, cfg.format, tally)
+            conversation = normal(record, name, cfg, tally)
             if last is not None and _goes_on(last, conversation):
                 conversation = replace(conversation, opening=last.opening)
             last = conversation
@@ -70,13 +71,19 @@ def read(
             break
     if last is None:
         why = (tally.reasons() or "it is empty") + first_record
-        raise UserError(f"{cfg.path}: no conversation in it ({why}); accepted: {ACCEPTED}")
+        what, accepted = "conversation", ACCEPTED
+        if cfg.format == "pairs":
+            names = " and ".join(cfg.pair)
+            what, accepted = "pair", f"{names}, as keys of JSON records or columns of a .tsv file"
+        elif cfg.format in TEXTS:
+            what, accepted = "text", 'plain text in .txt files, or JSON records {"text": "…"}'
+        raise UserError(f"{cfg.path}: no {what} in it ({why}); accepted: {accepted}")
 
 
 def require_readable(cfg: DataConfig) -> None:
     """Raise UserError if a local `cfg.path` is missing or holds no conversation. Reads up to the
     first conversation; does not check a hub dataset."""
-    if files_of(cfg.path) is not None:
+    if files_of(cfg) is not None:
         next(read(cfg, Tally(), lambda conversation: conversation))
 
 
@@ -124,9 +131,15 @@ def load(
     return split
 
 
+def reader(cfg: DataConfig, tokenizer: Any) -> Chat | Plain:
+    """What makes token ids of conversations: the tokenizer's chat template, unless they are plain
+    texts."""
+    return Plain(tokenizer) if cfg.format in TEXTS else Chat(tokenizer)
+
+
 def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
     """The split of `load`, as documents with the data's own answers."""
-    chat = Chat(tokenizer)
+    chat = reader(cfg, tokenizer)
     split = load(cfg, lambda c: chat.document(c, cfg), lambda c: chat.prompt(c, cfg.max_prompt))
     if cut := sum(document.truncated for document in split.train + split.held_out):
         split.tally.changed[f"cut at max_length={cfg.max_length}"] = cut
@@ -135,7 +148,7 @@ def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
 
 def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
     """The split of `load`, as prompts for the target to answer."""
-    chat = Chat(tokenizer)
+    chat = reader(cfg, tokenizer)
     split = load(cfg, lambda c: chat.prompt(c, cfg.max_prompt))
     split.prompts = split.held_out
     return split
@@ -145,7 +158,7 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
     """The held-out prompts of a split, one by one as they are read. The training side is tokenised
     only if `cfg.limit` has to count the usable conversations of both sides. Raises UserError if the
     data is missing or has no conversation in it."""
-    chat = Chat(tokenizer)
+    chat = reader(cfg, tokenizer)
 
     def use(conversation: Conversation) -> bool:
         held = is_held_out(conversation.opening, cfg.held_out)

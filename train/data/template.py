@@ -1,12 +1,12 @@
 """One conversation → token ids by the target's chat template, and a mask over the assistant's
-tokens; or the prompt that the target answers itself.
+tokens; or the prompt that the target answers itself. Plain texts need no template.
 
 Whatever is uncertain is left out: a mask is never a guess.
 """
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -61,8 +61,8 @@ class Chat:
         except ValueError as error:
             raise UserError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template: use an "
-                "instruction-tuned target, or save a template as chat_template in its "
-                "tokenizer_config.json"
+                "instruction-tuned target, save a template as chat_template in its "
+                "tokenizer_config.json, or train on plain text with data=text"
             ) from error
         if not tokenizer.is_fast:
             raise UserError(
@@ -84,21 +84,18 @@ class Chat:
             messages = messages[:-1]
         if not messages:
             raise Unusable("no assistant turn")
-        self._require_plain(messages)
+        _require_no_control([m.content for m in messages], self.control)
         text, blocks = self._render(messages)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, cut = np.array(encoding["input_ids"], np.int32), cfg.max_length
-        if len(ids) > cut and cfg.too_long == "drop":
-            raise Unusable(f"longer than max_length={cut}")
+        ids = encoding["input_ids"]
+        _require_short(ids, cfg)
         mask = _mask(encoding["offset_mapping"], self._spans(messages, text, blocks))
-        if mask[:cut].sum() < cfg.min_answer:
-            raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
-        return Document(conversation.id, ids[:cut], mask[:cut], len(ids) > cut)
+        return _document(conversation.id, ids, mask, cfg)
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
         """The longest beginning of a conversation that ends with a user turn and has at most `most`
         tokens (None: any number), including the generation prompt."""
-        self._require_plain(conversation.messages)
+        _require_no_control([m.content for m in conversation.messages], self.control)
         best = None
         for i, message in enumerate(conversation.messages, 1):
             if message.role == "user":
@@ -110,10 +107,6 @@ class Chat:
         if best is None:
             raise Unusable(f"no prompt of at most max_prompt={most} tokens")
         return best
-
-    def _require_plain(self, messages: Sequence[Message]) -> None:
-        if any(token in m.content for m in messages for token in self.control):
-            raise Unusable("a control token in its text")
 
     def _render(self, messages: Sequence[Message], prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and the places of its `{% generation %}` blocks."""
@@ -161,6 +154,54 @@ class Chat:
         return spans
 
 
+class Plain:
+    """Reads plain texts, without a template. A target that begins every text with a token of its
+    own, such as Llama, gets it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        bos = tokenizer.bos_token_id
+        self.lead: list[int] = [bos] if tokenizer("").input_ids[:1] == [bos] else []
+
+    def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
+        """A whole text, with loss on every token that follows another."""
+        ids = self._ids(conversation.messages)
+        _require_short(ids, cfg)
+        return _document(conversation.id, ids, np.arange(len(ids)) > 0, cfg)
+
+    def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
+        """The beginning of a text, if it has at most `most` tokens (None: any number)."""
+        begins = conversation.messages[:1]
+        if begins[0].role != "user" or len(conversation.messages) > 2:
+            raise Unusable("several turns, and the target has no chat template")
+        ids = self._ids(begins)
+        if most is not None and len(ids) > most:
+            raise Unusable(f"no prompt of at most max_prompt={most} tokens")
+        return Prompt(conversation.id, np.array(ids, np.int32), begins[0].content)
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        text = "".join(m.content for m in messages)
+        _require_no_control([text], self.tokenizer.all_special_tokens)
+        return self.lead + self.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _require_no_control(texts: Sequence[str], control: Iterable[str]) -> None:
+    if any(token in text for text in texts for token in control):
+        raise Unusable("a control token in its text")
+
+
+def _require_short(ids: Sequence[int], cfg: DataConfig) -> None:
+    if len(ids) > cfg.max_length and cfg.too_long == "drop":
+        raise Unusable(f"longer than max_length={cfg.max_length}")
+
+
+def _document(name: str, ids: Sequence[int], mask: NDArray[np.bool_], cfg: DataConfig) -> Document:
+    cut = cfg.max_length
+    if mask[:cut].sum() < cfg.min_answer:
+        raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
+    return Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
+
+
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
     """Which tokens are in a span. Raises Unusable if one crosses an edge, or might: some
     tokenizers leave a token's leading space out of its offsets."""
@@ -177,9 +218,11 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
 def whole_prompts(
     conversations: Sequence[Conversation], tokenizer: Any, room: int | None
 ) -> list[Prompt]:
-    """The prompts of a file, each complete up to its last user turn. Raises UserError naming the
-    first that is unusable or has more than `room` tokens (None: any number)."""
-    chat, found = Chat(tokenizer), []
+    """The prompts of a file, each complete up to its last user turn, or as plain text for a target
+    without a chat template. Raises UserError naming the first that is unusable or has more than
+    `room` tokens (None: any number)."""
+    chat: Chat | Plain = (Chat if tokenizer.chat_template else Plain)(tokenizer)
+    found = []
     for conversation in conversations:
         try:
             found.append(chat.prompt(conversation))

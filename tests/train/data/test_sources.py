@@ -33,15 +33,15 @@ FEW = settings(
 )
 
 
-def all_in(path: Path) -> tuple[list[Conversation], Tally]:
-    tally = Tally()
-    found = read(DataConfig(path=str(path)), tally, lambda conversation: None)
+def all_in(path: Path, format: str = "auto") -> tuple[list[Conversation], Tally]:
+    tally, cfg = Tally(), DataConfig(path=str(path), format=format, pair=["text", "content"])
+    found = read(cfg, tally, lambda conversation: None)
     return [conversation for conversation, _ in found], tally
 
 
-def all_of(path: Path, data: str | bytes) -> tuple[list[Conversation], Tally]:
+def all_of(path: Path, data: str | bytes, format: str = "auto") -> tuple[list[Conversation], Tally]:
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return all_in(path)
+    return all_in(path, format)
 
 
 # Surrogates and nesting
@@ -217,10 +217,14 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @FEW
-@given(data=damaged(), suffix=st.sampled_from([".json", ".jsonl", ""]))
-def test_whatever_a_data_file_holds(tmp_path: Path, data: bytes, suffix: str) -> None:
+@given(
+    data=damaged(),
+    suffix=st.sampled_from([".json", ".jsonl", "", ".tsv", ".txt"]),
+    format=st.sampled_from(["auto", "pairs", "lines", "paragraphs"]),
+)
+def test_whatever_a_data_file_holds(tmp_path: Path, data: bytes, suffix: str, format: str) -> None:
     try:
-        found, tally = all_of(tmp_path / f"data{suffix}", data)
+        found, tally = all_of(tmp_path / f"data{suffix}", data, format)
     except UserError as error:
         one_line(error)
         return

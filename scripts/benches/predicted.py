@@ -1,0 +1,45 @@
+"""α and speed of runs beside what the closed forms of Leviathan et al. 2023 predict."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from specdec.measure.results import AtTemperature, Results
+from specdec.report.theory import FURTHEST, foreseen_speedup, through
+from specdec.theory import leviathan as theory
+
+Rows = Iterable[tuple[str, list[str]]]
+ALPHAS = ("α at T = 0", "α at T = 1", "positions")
+SPEEDS = ("γ", "α", "c", "v", "τ", "Theorem 3.8", "τ / (γc + v)", "measured", "best γ")
+
+
+def alpha_of(at: AtTemperature) -> float:
+    """α at depth 0 over all positions, the one number that the closed forms take."""
+    return at.alpha.all.of(at.temperature)[0].value
+
+
+def cost_of_a_pass(
+    found: Mapping[str, Results], more: Iterable[AtTemperature] = ()
+) -> theory.PassCost:
+    """v by γ: the medians of what was measured with all drafts, and with `more`."""
+    points: dict[int, list[float]] = {}
+    ats = [at for made in found.values() for at in made.temperatures]
+    for at in (*ats, *more):
+        points.setdefault(at.gamma, []).append(at.costs.v.value)
+    return theory.pass_cost({gamma: statistics.median(of) for gamma, of in points.items()})
+
+
+def alphas(found: Mapping[str, Results]) -> Rows:
+    for name, made in found.items():
+        zero, one = (at.alpha.all.of(at.temperature)[0] for at in made.temperatures)
+        yield name, [str(zero), str(one), f"{one.n:,}"]
+
+
+def speeds(found: Mapping[str, Results], v: theory.PassCost) -> Rows:
+    for name, made in found.items():
+        for at in made.temperatures:
+            alpha, c = at.alpha.all.of(at.temperature)[0], at.costs.c.value
+            expected = through(alpha, lambda a: theory.walltime_factor(a, at.gamma, c))  # noqa: B023
+            figures = [f"{alpha.value:.3f}", f"{c:.3f}", at.costs.v.text(2), str(at.tau)]
+            figures += [x.text(2) for x in (expected, foreseen_speedup(at), at.speedup)]
+            fastest = theory.best_gamma(alpha.value, c, FURTHEST, v)
+            yield f"{name}, T = {at.temperature:g}", [str(at.gamma), *figures, str(fastest)]

