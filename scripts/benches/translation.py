@@ -12,6 +12,7 @@ from benches import recipe
 from benches.predicted import ALPHAS, SPEEDS, alphas, cost_of_a_pass, speeds
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     T5Config,
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
+from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import make_folder, write_whole
 from specdec.measure.results import Results
@@ -44,9 +46,10 @@ SIZE = (
     *("data.max_prompt=96", "answers.max_new_tokens=64", "loop.max_tokens=400000", "optim.lr=2e-3"),
     *("loop.epochs=20", "decode.gamma=3", "decode.prompts=40", "decode.max_new_tokens=64"),
 )
-T5 = ("drafter=seq2seq_lm", "drafter.source=random", "drafter.train_embeddings=true")
+SMALL = next(n for n, k in DRAFTERS.items() if getattr(k, "Auto", None) is AutoModelForSeq2SeqLM)
+T5 = (f"drafter={SMALL}", "drafter.source=random", "drafter.train_embeddings=true")
 LAYERS = (1, 2)  # of the drafts' encoders and decoders
-COUNTED = ("unigram", "bigram")
+COUNTED = ("drafter=unigram", "drafter=bigram")
 # Table 2, T5-XXL: γ, α, measured speedup
 PAPERS = {
     "EnDe, T5-small 77M, T = 0": ["7", ".75", "3.4"],
@@ -142,7 +145,7 @@ def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict
     if not (place / "model.safetensors").exists():
         console.print(f"a T5 is trained for {steps:,} steps of {ROWS} pairs")
         train_t5(make_folder(place), data, steps)
-    drafts = {name: [f"drafter={name}"] for name in COUNTED}
+    drafts = {own.removeprefix("drafter="): [own] for own in COUNTED}
     for n in LAYERS:
         layers = f"drafter.overrides={{num_layers: {n}, num_decoder_layers: {n}}}"
         drafts[f"T5, {n} of {TARGET['num_layers']} layers"] = [*T5, layers]

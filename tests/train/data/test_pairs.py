@@ -11,8 +11,9 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.measure.results import Results
+from tests.processes import process
 from tests.target.test_seq2seq import save_t5
-from tests.tiny import conversations, make_tiny, make_tokenizer, process, save_target
+from tests.tiny import conversations, make_tiny, make_tokenizer, save_target
 from tests.train.data.chats import CHATML, said, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data import sources
@@ -218,7 +219,8 @@ def test_a_job_on_pairs_with_an_encoder_decoder(tmp_path: Path, answers: str) ->
     assert 0 < one.alpha.all.sampled[0].value < 1 and one.alpha.all.sampled[0].n > 8
     sources = {"we go " + pair["source"] for pair in pairs(29)}
     assert {s.prompt for s in zero.samples} <= sources
-    text = [*given, "data=text", "data.format=lines"]
+    (tmp_path / "x.txt").write_text("we go home\n\n" * 9)
+    text = [*given, "data=text", f"data.path={tmp_path / 'x.txt'}"]
     with pytest.raises(UserError, match="encoder-decoder, which does not read plain text"):
         job.job(tmp_path / "other", "seq2seq_lm", *text)
 
