@@ -1,15 +1,16 @@
-"""Serve a draft with vLLM on the CPU, one prompt at a time. Greedy decoding only.
+"""Serve drafts with vLLM on the CPU, one prompt at a time. Greedy decoding only.
 
 Run by the serving environment's Python (see scripts/serving-env), so it imports nothing of the
-project; benches/engine.py talks to it. It reads JSON lines {"ids": […], "limit": n} and answers
-each with a line that begins with @: the new ids, the seconds of the whole call, and what was
-drafted and accepted in it. An empty answer, @{}, says that it is ready.
+project; benches/engine.py talks to it, in JSON lines. {"target": …, …} starts an engine, whose
+empty answer, @{}, says that it is ready. Each {"ids": […], "limit": n} is answered by a line
+that begins with @: the new ids, the seconds of the whole call, and what was drafted and accepted
+in it. An empty line ends the engine, which is answered by @{} too, so that another can start: each
+is a fork of this process, which has imported vLLM once.
 
 At T > 0 the engine's CPU kernels read uninitialised memory (vLLM issue 55005), so sampled decoding
 is not offered.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -20,38 +21,50 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.model_executor.models import registry
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve a draft with vLLM, prompts from stdin.")
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft")
-    parser.add_argument("--method", help="vLLM's name for the way to draft (default: no drafts)")
-    parser.add_argument("--parallel", action="store_true", help="draft all depths at once")
-    parser.add_argument("--gamma", type=int, default=3)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--compiled", action="store_true", help="use torch.compile")
-    args = parser.parse_args()
+    # each kind of model would be inspected in a process of its own, which imports vLLM anew
+    registry._run_in_subprocess = lambda asked: asked()
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            serve(**json.loads(line))
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(abs(status))
+        say({})
 
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
 
+def serve(
+    target: str,
+    draft: str | None,
+    method: str | None,
+    parallel: bool,
+    gamma: int,
+    dtype: str,
+    compiled: bool,
+) -> None:
+    """Answer prompts until an empty line. `method` is vLLM's name for the way to draft (None: no
+    drafts), `parallel` drafts all depths at once, `compiled` uses torch.compile."""
     speculative: dict[str, str | int] | None = None
-    if args.method:
-        speculative = {"method": args.method, "num_speculative_tokens": args.gamma}
-        if args.parallel:
+    if method:
+        speculative = {"method": method, "num_speculative_tokens": gamma}
+        if parallel:
             speculative["parallel_drafting"] = True
-        if args.draft:
-            speculative["model"] = args.draft
-    overrides = Path(args.draft or "") / "target-overrides.json"
+        if draft:
+            speculative["model"] = draft
+    overrides = Path(draft or "") / "target-overrides.json"
     engine = LLM(
-        args.target,
+        target,
         hf_overrides=json.loads(overrides.read_text()) if overrides.is_file() else {},
-        dtype=args.dtype,
-        enforce_eager=not args.compiled,
+        dtype=dtype,
+        enforce_eager=not compiled,
         enable_prefix_caching=False,
         max_model_len=2048,
         max_num_seqs=1,  # in bfloat16 the composition of a batch flips near-ties
@@ -59,7 +72,7 @@ def main() -> None:
         speculative_config=speculative,
     )
     say({})
-    for line in sys.stdin:
+    while line := sys.stdin.readline().strip():
         asked = json.loads(line)
         before = counts(engine)
         params = SamplingParams(temperature=0.0, max_tokens=asked["limit"])

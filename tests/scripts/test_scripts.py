@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/scripts/test_scripts.py
 """
 
+import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -189,7 +190,8 @@ def test_options_that_would_be_ignored_are_refused(arguments: list[str], part: s
 def test_an_engine_is_spoken_to_line_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of vLLM's Python a shell that chatters, answers once, and ends of a fault."""
+    """In place of vLLM's Python a shell that chatters, answers once, starts anew, and ends of a
+    fault."""
     from benches import engine
     from benches.turns import Answer
 
@@ -199,17 +201,25 @@ def test_an_engine_is_spoken_to_line_by_line(
     python.parent.mkdir()
     counts = '"num_drafts": [4], "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1]'
     answer = f'{{"ids": [7, 8], "seconds": 0.5, {counts}}}'
-    python.write_text(
-        f"#!/bin/sh\necho chatter; echo '@{{}}'; read line; echo '@{answer}'\n"
-        "echo that is all >&2; exit 3\n"
-    )
+    said = ["chatter\n@{}", f"@{answer}", "@{}", "@{}"]
+    hears = [f"read line; echo \"$line\" >>{tmp_path / 'heard'}; echo '{x}'\n" for x in said]
+    python.write_text("#!/bin/sh\n" + "".join(hears) + "echo that is all >&2; exit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr(engine, "VENV", tmp_path)
-    with engine.Engine(tmp_path, LAYOUTS["eagle3", "hf"], 2, "float32") as served:
+    folders = Path("target"), Path("draft")
+    with engine.Engine() as served:
+        served.serve(*folders, LAYOUTS["eagle3", "hf"], 2, "float32")
         assert served.answer([1, 2], 2) == Answer([7, 8], 0.5, 4, [2, 1])
+        served.serve(*folders, None, 2, "bfloat16")
         for _ in range(2):  # it has ended, or ends while it is written to
             with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
                 served.answer([1, 2], 2)
+    first, asked, end, second = (tmp_path / "heard").read_text().splitlines()
+    assert json.loads(asked) == {"ids": [1, 2], "limit": 2} and end == ""
+    plain = {"target": "target", "draft": None, "method": None, "parallel": False}
+    plain |= {"gamma": 2, "dtype": "bfloat16", "compiled": False}
+    drafted = {"draft": "draft", "method": "eagle3", "dtype": "float32"}
+    assert json.loads(second) == plain and json.loads(first) == plain | drafted
 
 
 def test_the_parts_of_a_round_stand_beside_what_it_should_gain(
