@@ -23,6 +23,7 @@ from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.static_tree import acceptance_by_rank, best_static, fastest_static
 from specdec.drafters import Drafter
 from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.measure.setup import Setup
 from specdec.measure.strategy import strategy
@@ -31,8 +32,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
-from tests.drafters.families import SHAPES, make_drafter, make_target, text
-from tests.tiny import make_tokenizer, random_drafter
+from tests.drafters.families import SHAPES, VOCAB, V, make_drafter, make_target, text
+from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 
 def kept(generation: Generation) -> int:
@@ -334,13 +335,21 @@ def test_a_tree_path_needs_its_parent_and_prompts_their_room(target: Target) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "lm"])
+@pytest.mark.parametrize(
+    ("config", "shape", "asked"),
+    [
+        (Eagle3Config(depth=2, draft_vocab=40, layers=[1, 2]), Dynamic(2, 5, 3), PROMPTS[1:2]),
+        (LMConfig(depth=2, layers=[0]), Chain(2), PROMPTS[:2]),
+    ],
+    ids=["a tree", "rows of unlike length"],
+)
 def test_compiled_passes_decode_the_same(
-    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+    config: Any, shape: Shape, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of target and draft: rows of unlike length, and a tree. The draft's passes are compiled in
-    fact."""
-    drafter = make_drafter(name, target, noise=0.05)
+    """Of a target and a draft of few layers, since each graph takes seconds. The draft's passes are
+    compiled in fact."""
+    target = random_target(architectures(V, 2)["llama"])
+    drafter = random_drafter(config, target, 0.05, VOCAB)
     passes: list[int] = []
     call = Compiled.__call__
 
@@ -350,15 +359,11 @@ def test_compiled_passes_decode_the_same(
         return call(one, cache, **inputs)
 
     monkeypatch.setattr(Compiled, "__call__", counted)
-    cases: list[tuple[Shape, list[list[int]]]] = [(Chain(2), PROMPTS[:2])]
-    if name == "eagle3":
-        cases.append((Dynamic(2, 5, 3), PROMPTS[1:2]))
-    for shape, asked in cases:
-        options: dict[str, Any] = {"drafter": drafter, "shape": shape, "max_new_tokens": 24}
-        plain = decode(target, asked, **options)
-        passes.clear()
-        fast = decode(target, asked, compiled=True, **options)
-        assert [g.ids for g in fast] == [g.ids for g in plain]
-        assert [g.rounds for g in fast] == [g.rounds for g in plain]
-        assert set(passes) == {256} and len(passes) > max(len(g.rounds) for g in plain)
-        assert drafter.compiled.ways
+    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "max_new_tokens": 16}
+    plain = decode(target, asked, **options)
+    passes.clear()
+    fast = decode(target, asked, compiled=True, **options)
+    assert [g.ids for g in fast] == [g.ids for g in plain]
+    assert [g.rounds for g in fast] == [g.rounds for g in plain]
+    assert set(passes) == {256} and len(passes) > max(len(g.rounds) for g in plain)
+    assert drafter.compiled.ways
