@@ -19,7 +19,8 @@ def stops(policy: Length, q_BK: list[list[float]]) -> list[list[bool]]:
     found = []
     for depth in range(len(q_BK[0])):
         q_BS = rows(*[[row[depth], 1 - row[depth]] for row in q_BK])
-        found.append(policy.stop(depth, q_BS, torch.zeros(len(q_BK), dtype=torch.long)).tolist())
+        token_B = torch.zeros(len(q_BK), dtype=torch.long)
+        found.append(policy.stop(depth, q_BS, token_B, q_BS[:, 0]).tolist())
     return found
 
 

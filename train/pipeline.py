@@ -16,6 +16,7 @@ from specdec.files import make_folder, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
+from specdec.measure.confidence import CALIBRATING, calibrate
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results, Training
 from specdec.progress import bars, console
@@ -212,13 +213,19 @@ def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -
     """Measure the best draft with the decoder; write the report, log to W&B and export."""
     cfg, folder, original, also = job.cfg, job.folder, target, None
     drafter, target = drafts.load_pair(folder / "best", original)
+    prompts = [p.ids.tolist() for p in texts.prompts]
+    others = prompts[texts.measured :][:CALIBRATING]
+    if others and not drafter.copies:
+        console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
+        drafter.calibrations = calibrate(target, drafter, others, cfg.decode)
+        drafts.keep_calibrations(folder / "best", drafter)
     if cfg.also is not None:
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         drafts.save(folder / f"with-{cfg.also}", also, target)
     results = evaluate(
         Subject(cfg.name, target, drafter, cfg.data.path, also, original),
-        [p.ids.tolist() for p in texts.prompts],
+        prompts,
         replace(cfg.decode, prompts=texts.measured),
         job.progress,
         [p.words for p in texts.prompts],

@@ -23,6 +23,7 @@ from specdec.errors import require, require_within
 from specdec.files import read_record, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure import costs
+from specdec.measure.confidence import AT_ONCE, CALIBRATING
 from specdec.measure.strategy import LEARNING
 from specdec.progress import console
 from specdec.target.base import Target
@@ -149,7 +150,7 @@ def planned(
         kept=answering and cfg.stores_features,
         prompts=min(cfg.decode.prompts, len(held_out)),
         decoded=(2 + (cfg.also is not None)) * drafted * cfg.decode.repeats,
-        learned=LEARNING * drafted,  # for the oracle
+        learned=(LEARNING + CALIBRATING // AT_ONCE) * drafted,  # for the oracle and the calibration
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
     )
     used = cfg.budget.spent + time.monotonic() - job.started

@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specdec.decoding.policy import Length, Measured
 from specdec.errors import require
+from specdec.theory.logistic import minimise
 
 FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
@@ -83,22 +84,12 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
         x_NF = (x_NF - mean_F) / scale_F
         weight_F = torch.zeros(x_NF.shape[1], dtype=torch.float64, requires_grad=True)
         bias = torch.tensor(math.log(kept / (n - kept)), dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS(
-            [weight_F, bias],
-            max_iter=500,
-            tolerance_grad=1e-10,
-            tolerance_change=1e-16,
-            line_search_fn="strong_wolfe",
-        )
 
         def loss() -> Tensor:
-            optimizer.zero_grad()
             misfit = binary_cross_entropy_with_logits(x_NF @ weight_F + bias, y_N, reduction="sum")
-            total = (misfit + ridge / 2 * weight_F.square().sum()) / n
-            total.backward()
-            return total
+            return (misfit + ridge / 2 * weight_F.square().sum()) / n
 
-        optimizer.step(loss)
+        minimise(loss, weight_F, bias)
     return StopClassifier(weight_F.tolist(), bias.item(), mean_F.tolist(), scale_F.tolist(), n)
 
 
@@ -119,9 +110,9 @@ class Recorder(Length):
         self._round = []
         return super().gamma(batch)
 
-    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
+    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         self._round.append(self.features(depth, q_BS, token_B))
-        return super().stop(depth, q_BS, token_B)
+        return super().stop(depth, q_BS, token_B, confidence_B)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         for k, features_BF in enumerate(x.cpu() for x in self._round):
@@ -150,6 +141,6 @@ class Disco(Length):
     def use(self, found: StopClassifier | None = None) -> None:
         self.classifier, self.features = found or StopClassifier.load(self.path), TokenFeatures()
 
-    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
+    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         features_BF = self.features(depth, q_BS, token_B)
         return self.classifier.probability(features_BF) < self.threshold

@@ -175,20 +175,20 @@ class Goodput(Adaptive):
 
 @dataclass
 class Confidence(Length):
-    """Stops after a token whose q is below `threshold` or, if `cumulative`, when the product of q
-    over the chain falls below it; that token is still verified."""
+    """Stops after a token whose confidence (see specdec.sampling.confidence) is below `threshold`
+    or, if `cumulative`, when the product of confidences over the chain falls below it; that token
+    is still verified."""
 
     threshold: float = 0.4
     cumulative: bool = False
 
     reads_q = True
 
-    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
-        q_B = q_BS.gather(-1, token_B[:, None])[:, 0]
+    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         if self.cumulative and depth > 0:
-            q_B = q_B * self.q_B
-        self.q_B: Tensor = q_B
-        return self.q_B < self.threshold
+            confidence_B = confidence_B * self.chain_B
+        self.chain_B: Tensor = confidence_B
+        return self.chain_B < self.threshold
 
 
 LENGTHS: dict[str, type[Length]] = {

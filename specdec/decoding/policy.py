@@ -42,10 +42,10 @@ class Length:
         """The most tokens to draft in the coming round of `batch` rows; 0 is a plain step."""
         return self.limit
 
-    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
+    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         """Which rows stop drafting [B] bool, after `token_B` (indices into S) were drawn from q at
-        `depth`; also called after the last token, for policies that learn. For a row that has
-        stopped, the inputs are arbitrary and the answer is ignored."""
+        `depth` with this confidence; also called after the last token, for policies that learn. For
+        a row that has stopped, the inputs are arbitrary and the answer is ignored."""
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from specdec.context import Context, Moment, Needs, Proposal
 from specdec.errors import UserError, require, require_between, require_known, require_within
 from specdec.sampling.choose import Choose
+from specdec.sampling.confidence import Calibrations, variant_of
 from specdec.sampling.trees import DEEPEST, Growth, Shape
 from specdec.target.base import Target
 from specdec.target.parts import Parts
@@ -84,6 +85,7 @@ class Drafter(nn.Module, ABC):
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
+    calibrations = Calibrations()  # of its confidence
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
@@ -279,7 +281,8 @@ class Drafter(nn.Module, ABC):
         return torch.stack([self.unembed(hidden_NKD[:, k], k) for k in depths], 1)
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor | None:
-        """The family's own estimate of α [N, K] at each depth, if it makes one."""
+        """The family's own estimate of α [N, K] at each depth, if it makes one. Whatever a draft is
+        trained on, this estimate is trained too (see `Objective.loss`)."""
         return None
 
     def weigh(
@@ -287,11 +290,13 @@ class Drafter(nn.Module, ABC):
         cost: Callable[["Drafter", int], tuple[float, float]],
         texts: Sequence[Sequence[int]],
         masks: Sequence[Sequence[bool]],
+        variant: str,
     ) -> None:
         """Learn, before decoding at some temperature, what the choice of a draft depends on, for
         families with `chooses`. `cost(member, γ)` measures the time of one draft step of a member
         that drafts γ tokens, and of a pass over γ + 1 tokens, both in plain steps.
-        In `texts`, the target answers at that temperature wherever `masks` is true."""
+        In `texts`, the target answers at that temperature wherever `masks` is true. `variant` names
+        the α by which drafts are accepted."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
@@ -305,7 +310,10 @@ class Drafter(nn.Module, ABC):
         `ctx` is always the whole context: a cache only saves work and never changes the draft.
         Families that copy tokens replace this method.
         """
-        proposal = shape.draft(self.begin(ctx, cache), choose)
+        growth = self.begin(ctx, cache)
+        variant = variant_of(choose.sampler.greedy, choose.siblings == "fixed")
+        growth.calibration = self.calibrations.of(variant)
+        proposal = shape.draft(growth, choose)
         if ctx.cache is not None:
             ctx.cache.drop()  # drafts in the target's own slots, which it is about to write
         q_BNS = proposal.q_BNV

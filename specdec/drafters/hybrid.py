@@ -2,8 +2,9 @@
 
 The two find almost disjoint tokens. In each round every row drafts what should commit the most
 tokens per second: m copied tokens, γ tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8
-of Leviathan et al. 2023 with acceptance by depth) gives the rate of each: for the head from its α
-and its cost c; for copied tokens, which cost nothing, from the share that is right at each depth
+of Leviathan et al. 2023 with acceptance by depth) gives the rate of each: for the head from its
+cost c and its acceptance, which its calibration knows for each temperature, and otherwise its α;
+for copied tokens, which cost nothing, from the share that is right at each depth
 after matches of the same length and frequency. These shares start from `prior`, are counted in
 `fit`, and are scaled at each temperature to what `weigh` finds.
 
@@ -31,6 +32,7 @@ from specdec.drafters.gather import text_after
 from specdec.errors import UserError, nearest, require, require_between
 from specdec.files import record
 from specdec.sampling.choose import Choose
+from specdec.sampling.confidence import Calibrations
 from specdec.sampling.trees import Chain, Shape
 from specdec.target.parts import Parts
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
@@ -120,7 +122,17 @@ class Hybrid(Drafter):
         self.register_buffer("tried_EK", counts_EK)
         self.register_buffer("right_EK", counts_EK.clone())
         (self.c, self.v), self.trust = COSTS, 1.0  # `trust`: the factor that scales the shares
+        self.alpha = config.alpha or [0.4]
         self._rates: tuple[list[list[float]], list[float]] | None = None
+
+    @property  # type: ignore[override]
+    def calibrations(self) -> Calibrations:
+        """Those of the head, which alone has confidence."""
+        return self.head.calibrations
+
+    @calibrations.setter
+    def calibrations(self, found: Calibrations) -> None:
+        self.head.calibrations = found
 
     @classmethod
     def family(cls, name: str) -> type[Drafter]:
@@ -232,7 +244,10 @@ class Hybrid(Drafter):
         cost: Callable[[Drafter, int], tuple[float, float]],
         texts: Sequence[Sequence[int]],
         masks: Sequence[Sequence[bool]],
+        variant: str,
     ) -> None:
+        known = self.head.calibrations.of(variant)
+        self.alpha = known.accepted if known else self.config.alpha or [0.4]
         self.c, of_head = cost(self.head, self.gamma)
         others = {1, self.longest} - {self.gamma}
         self.v = {self.gamma: of_head} | {n: cost(self.copier, n)[1] for n in others}
@@ -251,8 +266,7 @@ class Hybrid(Drafter):
         """Tokens committed in the time of a plain step, by rounds of 0, 1, 2, … copied tokens in
         each cell, and by rounds of 0, 1, 2, … tokens of the head."""
         if self._rates is None:
-            alpha, v = self.config.alpha or [0.4], pass_cost(self.v)
-            alpha = [*alpha, *alpha[-1:] * self.gamma]
+            alpha, v = [*self.alpha, *self.alpha[-1:] * self.gamma], pass_cost(self.v)
             shares = (self.trust * self.shares()).clamp_max(1).tolist()
             self._rates = (
                 [walltime_by_gamma(a, 0.0, self.longest, v) for a in shares],

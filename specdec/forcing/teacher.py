@@ -206,7 +206,7 @@ class TeacherForcing(nn.Module):
                 if other_NKS is not None:
                     of.reference_log_q = self.sampler.log_probs(other_NKS[at])
                 loss_NK = self.objective.loss(of)
-                if of.confidence is not None:  # a gradient of 0, not None, if no term reads it
+                if of.confidence is not None:  # a gradient of 0, not None, if its weight is 0
                     loss_NK = loss_NK + 0 * of.confidence
                 total = (loss_NK * chosen.weight_NK[rows][at] * decay_K).sum()
                 columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
@@ -320,13 +320,16 @@ class TeacherForcing(nn.Module):
                 target_argmax=self._draft_ids(of.argmax_N).view(logits_NKS.shape[:2]),
                 label=self._draft_ids(label_NK[at]),
                 valid=valid_NK[at],
+                logits=logits_NKS,
                 hidden=hidden_NKD,
                 features=final_UD[index_NK[at]],
                 confidence=confidence_NK,
                 accepted=None if accepted_NK is None else accepted_NK[at],
             )
 
-        read = self.drafter.unembed_all(hidden_NKD), hidden_NKD, self.drafter.confidence(hidden_NKD)
+        apart = self.objective.trains_confidence_apart
+        own_NK = self.drafter.confidence(hidden_NKD.detach() if apart else hidden_NKD)
+        read = self.drafter.unembed_all(hidden_NKD), hidden_NKD, own_NK
         return piece, [x for x in read if x is not None]
 
     def _draft_ids(self, target_ids: Tensor) -> Tensor:

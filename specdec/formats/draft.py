@@ -1,5 +1,5 @@
 """A draft on disk: `draft.safetensors`, and `drafter.json`, a card that describes it and its
-target.
+target. `calibration.json` is beside them once the draft's confidence was calibrated.
 
 Nothing in these files is trusted: the card is checked field by field, the network that it describes
 is laid out without memory and compared with the weights' header, and only then are weights read.
@@ -20,14 +20,17 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters import Drafter, family
 from specdec.errors import UserError, located, require
-from specdec.files import read_record, record, replaced
+from specdec.files import read_record, record, replaced, write_whole
 from specdec.runtime.packed import is_packed, pack
+from specdec.sampling.confidence import Calibrations
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 from specdec.target.seq2seq import Seq2SeqTarget
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
+CALIBRATION = "calibration.json"
+REMEDY = "calibrate the draft again with scripts/evaluate --calibrate"
 FLOATS = ("F64", "F32", "F16", "BF16")  # types that weights may be stored in
 WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # and those of buffers
 MOST_MODULES = 1024  # layers, heads and experts that a card may ask for, of each kind
@@ -80,6 +83,14 @@ def save(
     with replaced(folder) as partial:
         save_file(tensors, partial / WEIGHTS)
         (partial / CARD).write_text(json.dumps(asdict(card), indent=1))
+        if drafter.calibrations.prompts:
+            keep_calibrations(partial, drafter)
+
+
+def keep_calibrations(folder: Path | str, drafter: Drafter) -> None:
+    """Write the calibrations of a draft beside its weights, in a folder that `save` wrote."""
+    text = json.dumps(asdict(drafter.calibrations), indent=1)
+    write_whole(Path(folder) / CALIBRATION, text)
 
 
 def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
@@ -101,7 +112,9 @@ def load_pair(
     """`load` a draft, and with it the target that it drafts for: the one given, or a copy of it
     with the adapters that were trained along with the draft."""
     folder = Path(folder)
-    drafter, target = read(folder, target).to(target.device).settled(target)
+    found = read(folder, target)
+    drafter, target = found.to(target.device).settled(target)
+    drafter.calibrations = found.calibrations
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
     if drafter.state_dict():
@@ -116,8 +129,9 @@ def load_pair(
 def read(folder: Path | str, target: Parts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
 
-    Raises UserError as `read_card` does, for a draft of another target, for a truncated file, and
-    for a tensor, which it names, that is missing, extra, or of another shape or type.
+    Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
+    damaged calibration, and for a tensor, which it names, that is missing, extra, or of another
+    shape or type.
     """
     folder = Path(folder)
     card = read_card(folder)
@@ -146,6 +160,8 @@ def read(folder: Path | str, target: Parts) -> Drafter:
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
     drafter.noted_alpha = _alpha(card.notes)
+    if (path := folder / CALIBRATION).exists():
+        drafter.calibrations = read_record(Calibrations, path, f"delete it, and {REMEDY}")
     with located(folder / WEIGHTS):
         drafter.require_sound()
     return drafter

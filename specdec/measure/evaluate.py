@@ -22,6 +22,7 @@ from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
 from specdec.measure.machine import machine_of
@@ -115,6 +116,7 @@ def evaluate(
             machine=machine_of(target),
             temperatures=found[each],
             learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
+            calibrated_on=each.calibrations.prompts,
             operations=c_hat,
             target_operations=step,
             weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
@@ -211,6 +213,10 @@ def _figures(
             read = along(forcing, target, plain.prompt, plain.ids)
         every.append(whole(read, len(plain.ids), drafter.depth))
 
+    variant = setup.variant(shape)
+    beliefs = [] if drafter.copies else [believed(t, variant, gamma) for t in visited]
+    calibration = drafter.calibrations.of(variant)
+
     def share(
         one: Callable[[Round], float], of: Callable[[Round], float] = lambda r: 1
     ) -> Interval:
@@ -254,6 +260,8 @@ def _figures(
         identical=same if greedy else None,
         learned=how.learned,
         foreseen=None if greedy else foreseen(every, visited, gamma),
+        confidence=reliability(beliefs) if beliefs else [],
+        calibrated=reliability(beliefs, calibration) if beliefs and calibration else [],
         seconds_spent={phase: sum(s[phase] for s in made.spent) for phase in made.spent[0]},
         samples=[
             Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)))

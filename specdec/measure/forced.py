@@ -5,6 +5,7 @@ Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D wid
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from specdec.decoding.answers import Generation
 from specdec.drafters.base import Drafter
 from specdec.forcing.teacher import TeacherForcing, batch_of, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
+from specdec.objectives.piece import Piece
+from specdec.sampling.sampler import sample
 from specdec.target.base import Target
-from specdec.theory.alpha import Acceptance, Pair, block_expected_tokens, expected_tokens
+from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import divergence, lenient_alpha, non_iterative_alpha
 
@@ -29,10 +32,14 @@ class Along(NamedTuple):
     answer's first token, which prefill emits; depths beyond the end of the text are 0."""
 
     alpha: Acceptance
+    lenient: list[Tensor]  # α_l, for each of `LENIENCES`
     ratio: Tensor  # q(x) / p(x) at the text's own token x
     divergence: Tensor  # D_LK
     non_iterative: Tensor  # α by that rule
-    lenient: list[Tensor]  # α_l, for each of `LENIENCES`
+    picked: Tensor  # the confidence in argmax q
+    written: Tensor  # 1 where argmax q is the text's own token
+    drawn: Tensor  # the confidence in a token drawn from q
+    kept: Tensor  # the probability that this token is accepted, min(1, p / q)
 
 
 def drafting(drafter: Drafter, gamma: int) -> Drafter:
@@ -45,14 +52,23 @@ def drafting(drafter: Drafter, gamma: int) -> Drafter:
     return same
 
 
-def beyond_acceptance(pair: Pair) -> tuple[Tensor, ...]:
-    """The columns of `Along` after acceptance, for pairs over the draft vocabulary."""
-    label = pair.label.clamp_min(0)[..., None]
-    log_ratio = (pair.log_q.gather(-1, label) - pair.log_p.gather(-1, label))[..., 0]
-    ratio = log_ratio.exp().nan_to_num(0.0, MOST).clamp_max(MOST) * (pair.label >= 0)
-    lenient = (lenient_alpha(pair.p, pair.q, factor) for factor in LENIENCES)
-    plain = non_iterative_alpha(pair.p, pair.q)
-    return (ratio, divergence(pair.p, pair.q), plain, *lenient)
+def beyond_acceptance(piece: Piece, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """The columns of `Along` after acceptance: those of `lenient`, then the others in order. Tokens
+    are drawn with the generator."""
+    p, q, label = piece.p, piece.q, piece.label.clamp_min(0)[..., None]
+    log_ratio = (piece.log_q.gather(-1, label) - piece.log_p.gather(-1, label))[..., 0]
+    ratio = log_ratio.exp().nan_to_num(0.0, MOST).clamp_max(MOST) * (piece.label >= 0)
+    lenient = (lenient_alpha(p, q, factor) for factor in LENIENCES)
+    plain = non_iterative_alpha(p, q)
+    picked, best = piece.logits.float().softmax(-1).nan_to_num(0.0).max(-1)
+    none = q.sum(-1) <= 0  # a drafter with nothing to propose
+    drawn = sample(q.masked_fill(none[..., None], 1.0), generator)[..., None]
+    q_drawn, p_drawn = (x.gather(-1, drawn)[..., 0] for x in (q, p))
+    kept = (p_drawn / q_drawn).nan_to_num(0.0).clamp_max(1.0)
+    if piece.confidence is not None:
+        picked = q_drawn = piece.confidence
+    believed = picked, (best == piece.label).float(), q_drawn * ~none, kept
+    return (*lenient, ratio, divergence(p, q), plain, *believed)
 
 
 @torch.no_grad()
@@ -68,17 +84,20 @@ def along(
     room = target.room(placed)
     room = room if drafter.positions is None else min(room, drafter.positions)
     read = list(ids[: max(0, room - placed)])
-    count = 6 + len(LENIENCES)
+    count = len(Acceptance._fields) + len(Along._fields) - 2 + len(LENIENCES)
     columns = [torch.zeros(len(ids), drafter.depth, dtype=torch.float64) for _ in range(count)]
     if len(read) > 1:
         text = Context(torch.tensor([[*prompt, *read]], device=target.device))
         mask_1T = text.documents()[0] >= len(prompt)
         batch = batch_of(target, drafter.needs, forcing.sampler, text, mask_1T)
-        table = forcing(batch, measure=True, more=beyond_acceptance)
+        generator = torch.Generator(target.device).manual_seed(sum(read))
+        more = partial(beyond_acceptance, generator=generator)
+        table = forcing(batch, measure=True, more=more)
         at_N = table.anchors.position_N.cpu() - len(prompt)
         for column_TK, found_NK in zip(columns, (*table.alpha, *table.more), strict=True):
             column_TK[at_N[at_N >= 0]] = found_NK.double().cpu()[at_N >= 0]
-    return Along(Acceptance(*columns[:3]), columns[3], columns[4], columns[5], columns[6:])
+    alpha, others = Acceptance(*columns[:3]), columns[3:]
+    return Along(alpha, others[: len(LENIENCES)], *others[len(LENIENCES) :])
 
 
 class Text(NamedTuple):

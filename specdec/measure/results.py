@@ -63,6 +63,26 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
+class Bin:
+    """Drafted tokens of similar confidence: its mean, and the share that was accepted. Each counts
+    with the probability that all tokens before it were accepted; `weight` is the sum."""
+
+    predicted: float
+    observed: Interval
+    weight: float
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Confidence beside acceptance at one depth. `error` is the expected calibration error: the
+    distance between the two in a bin, averaged over tokens (Guo et al. 2017)."""
+
+    whole: Bin
+    error: float
+    bins: list[Bin]
+
+
+@dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
     and the rounds that a decoder is expected to need for the plain answer."""
@@ -110,6 +130,8 @@ class AtTemperature:
     learned: Learned = field(default_factory=Learned)
     foreseen: Foreseen | None = None
     oracle: Oracle | None = None
+    confidence: list[Reliability] = field(default_factory=list)  # by depth, as the draft sees it
+    calibrated: list[Reliability] = field(default_factory=list)  # the same, if it was calibrated
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
@@ -195,6 +217,7 @@ class Results:
     machine: Machine
     temperatures: list[AtTemperature]
     learned_on: str = ""
+    calibrated_on: int = 0  # other prompts, to which the draft's calibration was fitted
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # of the target, which a pass reads
@@ -215,6 +238,9 @@ class Results:
             for variant, by_depth in vars(at.alpha.all).items():
                 figures |= {f"alpha_{variant}/{k}": x for k, x in enumerate(by_depth)}
             out |= {f"T{at.temperature:g}/{name}": x.value for name, x in figures.items()}
+            for name in ("confidence", "calibrated"):
+                errors = enumerate(getattr(at, name))
+                out |= {f"T{at.temperature:g}/error_{name}/{k}": x.error for k, x in errors}
         return out
 
     def write(self, folder: Path) -> None:

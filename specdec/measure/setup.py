@@ -6,9 +6,10 @@ from typing import Any
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import decode
+from specdec.decoding.decode import decode, fitting_rule
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
+from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
@@ -34,6 +35,12 @@ class Setup:
             given |= {"drafter": self.drafter, "shape": shape}
             given |= {"rule": cfg.rule, "greedy_draft": cfg.greedy_draft}
         return decode(self.target, prompts, sampler=self.sampler, **given | options)
+
+    def variant(self, shape: Shape) -> str:
+        """The variant of α by which drafts of this shape are accepted."""
+        rule = fitting_rule(self.cfg.rule, shape, self.sampler, self.cfg.greedy_draft)
+        picked = self.cfg.greedy_draft or rule.siblings == "fixed"
+        return variant_of(self.sampler.greedy, picked)
 
     def rounds(
         self, prompts: Sequence[Sequence[int]], gamma: int, length: Length | None = None

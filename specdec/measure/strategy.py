@@ -64,7 +64,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     if drafter.chooses:
-        weigh(setup, learning)
+        weigh(setup, learning, gamma)
     if cfg.tree == "dynamic":
         return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
     if cfg.tree == "best_first":
@@ -108,7 +108,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
 
 
-def weigh(setup: Setup, prompts: Sequence[Sequence[int]]) -> None:
+def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
     """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
@@ -119,7 +119,7 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]]) -> None:
     made = setup.answers(prompts, None, max_new_tokens=new, seeds=range(len(prompts)))
     texts = [[*g.prompt, *g.ids] for g in made]
     masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in made]
-    setup.drafter.weigh(cost, texts, masks)
+    setup.drafter.weigh(cost, texts, masks, setup.variant(Chain(gamma)))
 
 
 def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:

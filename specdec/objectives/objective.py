@@ -26,7 +26,9 @@ class ObjectiveConfig:
 
     `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
     that changes linearly from the run's start until that share of its steps is done, as in
-    {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. `constants`: values for a term's own constants, such as
+    {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. A family's own estimate of its acceptance is trained beside
+    them with weight 1, without touching anything else, unless `confidence` is among the terms.
+    `constants`: values for a term's own constants, such as
     `objective.constants.jsd.beta=0.1`. `reference`: the folder of a trained draft, which adaspec
     compares with. `paths`: those of the tree that expected_tree is for; null takes decode.paths.
     `per`: token averages over all anchors of a step equally; sequence averages over each text
@@ -90,14 +92,22 @@ class ObjectiveConfig:
 
     def loss(self, piece: Piece) -> Tensor:
         """The weighted sum of the terms [N, K]."""
-        terms = []
-        for name, (first, last, until) in self._used().items():
+        terms, used = [], self._used()
+        if piece.confidence is not None and self.trains_confidence_apart:
+            used["confidence"] = (1.0, 1.0, 1.0)
+        for name, (first, last, until) in used.items():
             given: dict[str, Any] = dict(self.constants.get(name, {}))
             if name in OF_TREES:
                 given["paths"] = self.paths
             weight = first + (last - first) * min(1.0, piece.progress / until)
             terms.append(weight * TERMS[name](piece, **given))
         return reduce(Tensor.add, terms)
+
+    @property
+    def trains_confidence_apart(self) -> bool:
+        """Whether a family's own estimate of its acceptance gets a loss that reaches nothing else,
+        as no term is about it."""
+        return "confidence" not in self.terms
 
     def __str__(self) -> str:
         terms = []

@@ -20,6 +20,7 @@ class Piece(Pair):
     """
 
     valid: Tensor  # [N, K] bool; depths after an answer's end are not valid
+    logits: Tensor  # [N, K, S] the draft's, before the sampler
     hidden: Tensor  # [N, K, D] the draft's hidden states, which `unembed` reads
     features: Tensor  # [N, K, D] the target's final hidden states, from which p is computed
     progress: float = 0.0  # share of the run's steps that are done, from 0 to 1

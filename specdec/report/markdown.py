@@ -36,6 +36,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         *_also(results.also),
         *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
         *_acceptance(results),
+        *_confidence(results),
         "\n".join(f"![{name}]({path.name})" for name, path in pictures.items()),
         *theory.section(results),
         *_training(results),
@@ -230,6 +231,36 @@ def _compare(at: AtTemperature) -> str:
         f"α describes the rule `rejection`; the decoder judges by `{at.rule}`, which accepts as "
         "much or more: see its own expected length under “What theory says”."
     )
+
+
+def _confidence(results: Results) -> list[str]:
+    """How far the draft's confidence is from acceptance, where it has confidence."""
+    ats = [at for at in results.temperatures if at.confidence]
+    if not ats:
+        return []
+    blocks = [
+        "## Confidence",
+        "What the draft believes of a token that it drafts: q of it, or the family's own estimate. "
+        "It is compared with acceptance at visited anchors, at each depth given that all tokens "
+        "before were accepted. The calibration error is the distance between the two in each of "
+        "ten bins, averaged over tokens.",
+    ]
+    if results.calibrated_on:
+        blocks.append(
+            f"The calibration was fitted to {results.calibrated_on} other prompts. Lengths that "
+            "stop by confidence and dynamic trees decode with it."
+        )
+    for at in ats:
+        rows = {"accepted": [x.whole.observed.text() for x in at.confidence]}
+        sides = {"as drafted": at.confidence, "calibrated": at.calibrated}
+        for name, found in sides.items():
+            if found:
+                rows[f"confidence, {name}"] = [f"{x.whole.predicted:.3f}" for x in found]
+                rows[f"calibration error, {name}"] = [f"{x.error:.3f}" for x in found]
+        rows["tokens tested"] = [f"{x.whole.weight:,.0f}" for x in at.confidence]
+        depths = [f"depth {k}" for k in range(len(at.confidence))]
+        blocks.append(table(f"T = {at.temperature:g}", depths, rows))
+    return blocks
 
 
 def _training(results: Results) -> list[str]:

@@ -18,6 +18,7 @@ from specdec.measure.results import Curve, Results
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
 PALETTE = (BLUE, ORANGE, GREEN, "#9333ea", "#0891b2", "#dc2626", "#ca8a04", "#be185d", GREY)
 LABELLED = 10  # the most bars that have room for their figures
+SHOWN, FEWEST = 4, 5  # depths, and tokens of a bin, in a plot of reliability
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -71,6 +72,34 @@ def accepted_lengths(path: Path, results: Results) -> None:
         ax.margins(y=0.12)
         title = "Drafted tokens accepted in a round"
         ax.set(title=title, xlabel="accepted", ylabel="share of rounds")
+
+
+def reliability(path: Path, results: Results) -> None:
+    """Acceptance over confidence by depth, as drafted and calibrated, at each temperature. A point
+    is a bin of `FEWEST` tokens or more, the larger the more; bars are the intervals."""
+    panels = [
+        (f"T = {at.temperature:g}, {words}", found[:SHOWN])
+        for at in results.temperatures
+        for words, found in (("as drafted", at.confidence), ("calibrated", at.calibrated))
+        if found
+    ]
+    shades, depths = plt.get_cmap("viridis"), max(len(found) for _, found in panels)
+    with _axes(path, (4.1, 4.3), len(panels), depths) as axes:
+        for ax, (title, found) in zip(axes, panels, strict=True):
+            ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1)
+            most = max(b.weight for depth in found for b in depth.bins)
+            for k, depth in enumerate(found):
+                colour = shades(0.1 + 0.8 * k / max(1, depths - 1))
+                ax.plot([], [], "o", color=colour, label=f"depth {k}")
+                for b in (b for b in depth.bins if b.weight >= FEWEST):
+                    x, (low, high) = b.predicted, (b.observed.low, b.observed.high)
+                    ax.plot([x, x], [low, high], color=colour, linewidth=1, alpha=0.5)
+                    size = 12 + 150 * b.weight / most
+                    ax.scatter(x, b.observed.value, size, color=colour, alpha=0.85, linewidth=0)
+            ax.xaxis.set_major_locator(AutoLocator())
+            ax.set(title=title, xlabel="confidence: predicted acceptance", ylabel="accepted")
+            ax.set_xlim(-0.03, 1.03)
+            ax.set_ylim(-0.03, 1.03)
 
 
 class Line(NamedTuple):

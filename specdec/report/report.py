@@ -17,6 +17,9 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
     pictures = {name: folder / f"{name}.png" for name in ("alpha", "accepted")}
     plots.alpha_by_depth(pictures["alpha"], results)
     plots.accepted_lengths(pictures["accepted"], results)
+    if any(depth.bins for at in results.temperatures for depth in at.confidence):
+        pictures["reliability"] = folder / "reliability.png"
+        plots.reliability(pictures["reliability"], results)
     if results.training is not None and results.training.curve is not None:
         pictures["training"] = folder / "training.png"
         plots.training(pictures["training"], results.training.curve)

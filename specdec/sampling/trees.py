@@ -18,11 +18,13 @@ from torch.nn.functional import pad
 from specdec.context import Proposal
 from specdec.errors import UserError, require, require_within
 from specdec.sampling.choose import Choose
+from specdec.sampling.confidence import Calibration
 
 DEEPEST = 128  # tokens in a row, or children of a node: a much longer draft could not pay off
 LARGEST = 1024  # nodes of a tree: one pass reads them all
 
-Stop = Callable[[int, Tensor, Tensor], Tensor]  # (depth, q [B, S], index [B]) -> [B] bool
+# (depth, q [B, S], index [B], confidence [B]) -> [B] bool
+Stop = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -32,12 +34,23 @@ class Growth:
     `grow(tokens_BW, parents_BW)` gives the logits [B, W, S] after each new node. The parents are
     node numbers, -1 for the anchor; None continues the node that grew last (W = 1). All nodes of a
     call have the same depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose
-    depths do not read each other; for other drafters it is None.
+    depths do not read each other; for other drafters it is None. `own_BW` is the family's own
+    estimate of acceptance after the nodes that grew last, if it makes one.
     """
 
     logits_BS: Tensor  # of the first drafted token
     grow: Callable[[Tensor, Tensor | None], Tensor]
     marginals: Callable[[int], Tensor] | None = None
+    own_BW: Tensor | None = None
+    calibration: Calibration | None = None
+
+    def log_confidence(self, depth: int, log_q_BWC: Tensor) -> Tensor:
+        """The logarithm of the confidence in children of the nodes that grew last, from log q of
+        them. If there are several, the first is the likeliest one: the family's own estimate is
+        about that one, and the others are as much less likely as q says."""
+        if self.own_BW is not None:
+            log_q_BWC = log_q_BWC - log_q_BWC[..., :1] + self.own_BW.log()[..., None]
+        return log_q_BWC if (c := self.calibration) is None else c.log(log_q_BWC, depth)
 
 
 class Shape(ABC):
@@ -84,7 +97,10 @@ class Chain(Shape):
                 qs.append(chosen.q_BWS)
             if self.stop is not None:
                 q_BWS = qs[-1] if qs else chosen.logits_BWS.float().softmax(-1)
-                going_B = going_B & ~self.stop(k, q_BWS[:, 0], chosen.index_BWC[:, 0, 0])
+                log_q_BWC = q_BWS.gather(-1, chosen.index_BWC).log()
+                confidence_B = growth.log_confidence(k, log_q_BWC)[:, 0, 0].exp()
+                stop_B = self.stop(k, q_BWS[:, 0], chosen.index_BWC[:, 0, 0], confidence_B)
+                going_B = going_B & ~stop_B
                 if not going_B.any():
                     break
         return Proposal(tokens_BN, torch.cat(qs, 1) if qs else None)
@@ -165,8 +181,9 @@ class Static(Shape):
 
 @dataclass
 class Dynamic(Shape):
-    """EAGLE-2 (Li et al. 2024): at each depth the `top_k` likeliest nodes grow `top_k` children
-    each; the `nodes` nodes with the largest cumulative log-probability are then proposed."""
+    """EAGLE-2 (Li et al. 2024): at each depth the `top_k` nodes of most confidence grow `top_k`
+    children each; the `nodes` nodes with the largest product of confidences along their path are
+    then proposed."""
 
     depth: int = 5
     nodes: int = 24
@@ -193,6 +210,7 @@ class Dynamic(Shape):
             logits = choose.drafted(logits_BWS, paths).float()
             width = min(self.top_k, logits.shape[-1])
             best_BWC, index_BWC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
+            best_BWC = growth.log_confidence(d, best_BWC)
             total_BC = (score_BW[..., None] + best_BWC - 1e-5).flatten(1)  # a parent comes first
             first = tokens_BN.shape[1]
             tokens_BN = torch.cat([tokens_BN, choose.ids(index_BWC).flatten(1)], 1)
@@ -216,8 +234,8 @@ class Dynamic(Shape):
 
 @dataclass
 class BestFirst(Shape):
-    """The `nodes` likeliest paths under the marginals of parallel heads. The heads do not read each
-    other's tokens, so a path's probability is the product of its tokens' probabilities."""
+    """The `nodes` paths of most confidence under the marginals of parallel heads. The heads do not
+    read each other's tokens, so a path's confidence is the product of its tokens' confidences."""
 
     depth: int = 4
     nodes: int = 24
@@ -236,6 +254,8 @@ class BestFirst(Shape):
         marginals_BKS = growth.marginals(self.depth)
         width = min(self.nodes, marginals_BKS.shape[-1])
         log_BKC, index_BKC = marginals_BKS.float().log_softmax(-1).topk(width, -1)
+        by_depth = [growth.log_confidence(k, x) for k, x in enumerate(log_BKC.split(1, 1))]
+        log_BKC = torch.cat(by_depth, 1)
         tokens, parents = [], []
         for ids, log_KC in zip(choose.ids(index_BKC).tolist(), log_BKC.tolist(), strict=True):
             paths = best_paths(log_KC, self.nodes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec.context import Needs, Proposal
@@ -183,8 +184,9 @@ def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> N
         def gamma(self, batch: int) -> int:
             return 3
 
-        def stop(self, depth: int, q_BS: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
+        def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
             q_B = q_BS.gather(-1, token_B[:, None])[:, 0]
+            assert torch.allclose(q_B, confidence_B)
             assert torch.allclose(q_B, q_BS.max(-1).values)  # greedy drafts are the likeliest
             seen.extend(q_B.tolist())
             return torch.zeros_like(token_B, dtype=torch.bool)

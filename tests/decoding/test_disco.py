@@ -99,7 +99,8 @@ def test_recorder_keeps_the_tokens_whose_fate_is_known() -> None:
     assert (recorder.gamma(2), recorder.reads_q) == (3, True)
     q = rows([0.7, 0.3], [0.7, 0.3])
     for depth, tokens in enumerate([[0, 1], [1, 0], [0, 0]]):
-        assert recorder.stop(depth, q, torch.tensor(tokens)).tolist() == [False, False]
+        drafted = torch.tensor(tokens)
+        assert recorder.stop(depth, q, drafted, q[0, drafted]).tolist() == [False, False]
     recorder.observe([3, 3], [1, 3])
     features, accepted = recorder.records()
     # depth 0: both rows; depth 1: both; depth 2: the second row alone
@@ -132,7 +133,7 @@ def test_disco_from_records_to_disk_and_back(tmp_path: Path) -> None:
     shares = [0.05 + 0.1 * i for i in range(10)]
     for share in shares:
         recorder.gamma(1)
-        recorder.stop(0, rows([share, 1 - share]), torch.tensor([0]))
+        recorder.stop(0, rows([share, 1 - share]), torch.tensor([0]), torch.tensor([share]))
         recorder.observe([1], [int(share > 0.5)])
     path = tmp_path / "stop.json"
     fitted = fit(*recorder.records(), ridge=0.01)

@@ -41,7 +41,8 @@ def test_fixed_drafts_gamma_whatever_happens() -> None:
     fixed = Fixed(5)
     told(fixed, (5, 0), (5, 0))
     assert (fixed.gamma(1), fixed.gamma(1000), fixed.reads_q) == (5, 5, False)
-    assert fixed.stop(0, rows([0.1, 0.9], [1, 0]), torch.tensor([0, 1])).tolist() == [False] * 2
+    drafted = rows([0.1, 0.9], [1, 0]), torch.tensor([0, 1]), torch.tensor([0.1, 0.0])
+    assert fixed.stop(0, *drafted).tolist() == [False] * 2
     assert Fixed(0).gamma(1) == 0  # the plain step
 
 

@@ -9,6 +9,7 @@ M = N + 1.
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import product
 
 import pytest
@@ -20,6 +21,8 @@ from specdec.decoding.length import Confidence, Fixed, Optimal, length
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import RULES
 from specdec.decoding.verify import law
+from specdec.sampling.confidence import Calibration
+from specdec.sampling.trees import Growth
 from tests.lengths import likely, rows
 
 EXACT = 1e-12
@@ -53,10 +56,18 @@ def joint(p: Conditional, V: int) -> dict[Prefix, float]:
     }
 
 
-def drafts(policy: Length, q: Conditional, prefix: Prefix, gamma: int) -> list[Chain]:
+def drafts(
+    policy: Length,
+    q: Conditional,
+    prefix: Prefix,
+    gamma: int,
+    calibration: Calibration | None = None,
+) -> list[Chain]:
     """Every chain that a round drafts after a prefix, as the decoder does it: the token is
     drawn, and then the policy is asked whether to go on."""
     leaves: list[Chain] = []
+    unread = torch.zeros(1, 1)
+    growth = Growth(unread, lambda tokens, parents: unread, calibration=calibration)
 
     def grow(policy: Length, chain: Prefix, mass: float) -> None:
         if len(chain) == gamma:
@@ -66,7 +77,9 @@ def drafts(policy: Length, q: Conditional, prefix: Prefix, gamma: int) -> list[C
         for x in range(len(row)):
             if row[x] > 0:
                 branch = deepcopy(policy)
-                stop = branch.stop(len(chain), rows(row), torch.tensor([x]))
+                k, log_q_111 = len(chain), rows([row[x]]).log()[None]
+                confidence_B = growth.log_confidence(k, log_q_111)[0, 0].exp()
+                stop = branch.stop(k, rows(row), torch.tensor([x]), confidence_B)
                 if bool(stop):
                     leaves.append((chain + (x,), mass * row[x]))
                 else:
@@ -176,6 +189,19 @@ def test_the_lengths_above_do_vary() -> None:
         assert len(lengths) > 1, name
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["confidence", "cumulative"])
+def test_calibrated_confidence_is_lossless_too(name: str, rule: str) -> None:
+    """Calibration changes the lengths, since q = .35 at depth 0 becomes .30, but not the law."""
+    calibrated = partial(drafts, calibration=Calibration([2.0, 0.5], [0.4, 0.2], [0.5, 0.5]))
+    for V, seed in ((2, 1), (3, 3)):
+        p, q = conditionals(V, seed), conditionals(V, seed + 100)
+        found = committed(LOSSLESS[name](), rule, p, q, calibrated, rounds=2 if V == 2 else 1)
+        assert error(found, p, V) < EXACT
+    plain, other = (make(LOSSLESS[name](), q, (), 3) for make in (drafts, calibrated))
+    assert plain != other and len({len(chain) for chain, _ in other}) > 1
+
+
 def drops_what_it_looked_at(looks_at: Conditional) -> Drafts:
     """A length broken on purpose: it draws a token, looks at its probability, and where that is
     low it ends the chain before the token instead of after it."""
@@ -244,7 +270,7 @@ class LooksAtP(Fixed):
         super().__init__(3)
         self.p, self.chain = p, ()
 
-    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor) -> Tensor:
+    def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         self.chain = (self.chain if depth else ()) + (int(token_B),)
         return torch.tensor([self.p[self.chain[:-1]][self.chain[-1]] < 0.35])
 

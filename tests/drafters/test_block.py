@@ -255,6 +255,32 @@ def test_convolutions_and_selector_start_without_effect(target: Target) -> None:
     torch.testing.assert_close(*logits)
 
 
+def test_the_confidence_head_is_trained_beside_any_objective(target: Target) -> None:
+    """Under −log α alone, the head learns as under its own term; what −log α trains gets the same
+    gradient as without the head, and a weight of 0 leaves the head alone."""
+    drafter = random_drafter(CONFIGS["dspark"], target, 0.2, torch.arange(0, 60, 2)).double()
+    drafter.attach(target)
+    assert isinstance(drafter, DSpark)
+    ids = text(6, 60)[0].tolist()
+    batch = batch_of(target, drafter.needs, Sampler(1.0), [ids], [[True] * 60])
+
+    def gradients(terms: dict[str, float]) -> dict[str, Tensor]:
+        drafter.zero_grad()
+        TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(terms))(batch)[0].backward()
+        return {n: x.grad.clone() for n, x in drafter.named_parameters() if x.grad is not None}
+
+    beside, without = gradients({"nla": 1.0}), gradients({"nla": 1.0, "confidence": 0.0})
+    alone, both = gradients({"confidence": 1.0}), gradients({"nla": 1.0, "confidence": 1.0})
+    assert beside.keys() == without.keys() == both.keys()
+    for name, gradient in beside.items():
+        if name.startswith("confidence_head"):
+            torch.testing.assert_close(gradient, alone[name])
+            assert gradient.abs().max() > 0 and without[name].abs().max() == 0
+        else:
+            assert torch.equal(gradient, without[name]), name
+    assert not torch.equal(both["fc.weight"], beside["fc.weight"])  # as the paper trains
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_start_scores_as_the_targets_layers_do(kind: str) -> None:
     """Queries and keys of what a layer reads: with Qwen3's own norms the scores are the target's,

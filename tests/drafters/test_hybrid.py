@@ -42,7 +42,7 @@ def hybrid(target: Target, **settings: Any) -> Hybrid:
     v, points = pass_cost(v), {"copying": "ngram", "depth": 4, "alpha": [0.5]} | settings
     head = make_drafter("eagle3", target)
     drafter = Hybrid.build(HybridConfig(**points), target, earlier=head).eval()
-    drafter.weigh(lambda member, gamma: (c, v(gamma)), [], [])
+    drafter.weigh(lambda member, gamma: (c, v(gamma)), [], [], "greedy")
     return drafter
 
 

@@ -178,7 +178,8 @@ def test_draft_opd_switches_divergence_at_the_first_rejection() -> None:
 
     def piece(accepted: torch.Tensor | None) -> Piece:
         log_q = z.log_softmax(-1)
-        return Piece(log_p, log_q, nothing, nothing, accepted, nothing, nothing, accepted=accepted)
+        unread = [nothing] * 3
+        return Piece(log_p, log_q, nothing, nothing, accepted, *unread, accepted=accepted)
 
     found = on_policy(piece(accepted), decay=0.5)
     forward, reverse = kl(piece(None)), reverse_kl(piece(None))

@@ -287,6 +287,11 @@ FORGED: list[tuple[str, Change | str, str]] = [
     ("medusa", lambda c: c["config"].update(depth=10**9), "depth"),
     ("eagle3", "float8", "F8_E4M3"),
     ("eagle3", "brackets", "brackets"),
+    ("eagle3", '{"greedy": {"scale": [-1], "shift": [0], "accepted": [0]}}', "more than 0"),
+    ("eagle3", '{"greedy": {"scale": [1], "shift": ["x"], "accepted": [0]}}', "shift[0]: expected"),
+    ("eagle3", '{"greedy": {"scale": [1], "shift": [1e999], "accepted": [0]}}', "shift inf"),
+    ("eagle3", '{"greedly": null}', "did you mean 'greedy'"),
+    ("eagle3", '{"prompts": ', "damaged"),
 ]
 
 
@@ -297,6 +302,8 @@ def forged(saved: dict[str, Path], folder: Path, family: str, what: Change | str
         reweighed(folder, lambda x: x.update({"fc.weight": x["fc.weight"].to(torch.float8_e4m3fn)}))
     if what == "brackets":
         (folder / drafts.CARD).write_text("[" * 100_000)
+    if isinstance(what, str) and what.startswith("{"):
+        (folder / drafts.CALIBRATION).write_text(what)
     return folder
 
 

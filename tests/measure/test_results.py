@@ -15,6 +15,7 @@ from specdec.measure.costs import Costs
 from specdec.measure.results import (
     Alpha,
     AtTemperature,
+    Bin,
     ByDepth,
     Curve,
     Forced,
@@ -23,6 +24,7 @@ from specdec.measure.results import (
     Lenient,
     Machine,
     PromptCounts,
+    Reliability,
     Results,
     Sample,
     Training,
@@ -67,10 +69,17 @@ def temperature(t: float) -> AtTemperature:
         if t
         else None,
         oracle=Oracle(1.5, 2, 1.2, 0.1, 300, 8),
+        confidence=[reliability(0.6), reliability(0.7)],
+        calibrated=[reliability(0.42), reliability(0.3)],
         seconds_spent={"draft": 1.0, "verify": 5.0},
         samples=[Sample("Why is the sky <b>blue?", "Because.", 1.5)],
         prompts=[PromptCounts(40, 27, [38, 38], [15.0, 12.0], [17.0, 12.0], (39.0, 26.5))],
     )
+
+
+def reliability(predicted: float) -> Reliability:
+    bins = [Bin(0.2, at(0.3), 500.0), Bin(predicted, at(0.6), 400.0)]
+    return Reliability(Bin(predicted, at(0.4), 900.0), abs(predicted - 0.4), bins)
 
 
 def table() -> CostTable:
@@ -123,6 +132,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
         "alpha.png",
         "cost-table-T0.json",
         "cost-table-T1.json",
+        "reliability.png",
         "report.html",
         "report.md",
         "results.json",
@@ -133,7 +143,9 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     text, shown = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
     assert "<h2>Acceptance</h2>" in shown and '<img src="alpha.png"' in shown
     assert "<td>**" not in shown and "&lt;b&gt;" in shown and "<b>" not in shown
-    assert "\nObjective: 1 nla.\n" in text
+    assert "\nObjective: 1 nla.\n" in text and "](reliability.png)" in text
+    assert "| confidence, as drafted | 0.600 | 0.700 |" in text
+    assert "| calibration error, calibrated | 0.020 | 0.100 |" in text
     assert markdown.page(Results.read(tmp_path), pictures) == text
     assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
     assert CostTable.load(tmp_path / "cost-table-T0.json") == table()

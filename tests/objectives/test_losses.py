@@ -36,11 +36,11 @@ CFG = Constants()
 
 
 def piece_of(p: Tensor, log_q: Tensor, label: Tensor | None = None) -> Piece:
-    """A piece of these p and log q [..., S], whose hidden states and features nobody reads."""
+    """A piece of these p and log q [..., S], whose other tensors nobody reads."""
     valid = torch.ones(p.shape[:-1], dtype=torch.bool)
     label = torch.zeros(p.shape[:-1], dtype=torch.long) if label is None else label
     nothing = torch.zeros(*p.shape[:-1], 1, dtype=p.dtype)
-    return Piece(p.log(), log_q, p.argmax(-1), label, valid, nothing, nothing)
+    return Piece(p.log(), log_q, p.argmax(-1), label, valid, *[nothing] * 3)
 
 
 def term(name: str, piece: Piece, cfg: Constants) -> Tensor:

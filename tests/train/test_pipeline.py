@@ -24,6 +24,7 @@ from specdec.errors import UserError, of_files
 from specdec.files import read_lines
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
+from specdec.measure.results import Results
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
@@ -133,6 +134,21 @@ def test_a_run_older_than_a_setting_had_its_default(
     with pytest.raises(UserError, match=r"holds a run with target\.packed=True, not False"):
         tiny.job(run, "medusa", "target.packed=false")
     tiny.job(run, "medusa")
+
+
+def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Of 5 held-out prompts 2 are measured, or all: then there is nothing to calibrate on."""
+    tiny.job(tmp_path / "two", "bigram")
+    found = Results.read(tmp_path / "two" / "report")
+    assert found.calibrated_on == 3 and all(at.calibrated for at in found.temperatures)
+    kept = json.loads((tmp_path / "two" / "best" / checkpoint.CALIBRATION).read_text())
+    assert kept["prompts"] == 3 and kept["greedy"] and kept["sampled"] and kept["greedy_draft"]
+    tiny.job(tmp_path / "all", "bigram", "decode.prompts=5")
+    found = Results.read(tmp_path / "all" / "report")
+    assert found.calibrated_on == 0 and found.temperatures[0].confidence
+    assert not (tmp_path / "all" / "best" / checkpoint.CALIBRATION).exists()
 
 
 def test_a_folder_is_one_processes_at_a_time(tiny: Tiny, tmp_path: Path) -> None:

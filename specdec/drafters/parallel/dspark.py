@@ -3,9 +3,10 @@
 Slot k predicts depth k, so the anchor's own slot predicts the token after it, and each depth's
 logits get a bias that depends on the token before it: W2 W1[x], of low rank. So each depth reads
 the token drafted before it, though the block itself is one pass. In training that token is the
-text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), and is trained
-by `objective.terms.confidence`. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ + that term, and depth
-k has the weight e^{-k/4} (`experiment=dspark_paper`).
+text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), which decoding
+reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ and this head's
+cross-entropy with β, whose gradient reaches the block too; depth k has the weight e^{-k/4}
+(`experiment=dspark_paper`). Under other objectives the gradient stops at the head.
 
 Letters: B batch, A anchors, N rows, K depth, W nodes, D width, R rank, S draft vocabulary.
 """
@@ -53,10 +54,14 @@ class DSpark(Block):
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         def after(depth: int, tokens_BW: Tensor) -> Tensor:
-            bias_BWS = self.markov_w2(self.markov_w1(tokens_BW))
-            return logits_BKS[:, depth, None] + bias_BWS
+            previous_BWR = self.markov_w1(tokens_BW)
+            state_BWD = states_BKD[:, depth, None].expand(-1, tokens_BW.shape[1], -1)
+            growth.own_BW = self.confidence(torch.cat([state_BWD, previous_BWR], -1))
+            return logits_BKS[:, depth, None] + self.markov_w2(previous_BWR)
 
-        return growth_at_once(after(0, anchor_B[:, None])[:, 0], after)
+        growth = growth_at_once(logits_BKS[:, 0], after)
+        growth.logits_BS = after(0, anchor_B[:, None])[:, 0]
+        return growth
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:
         return self.confidence_head(hidden_NKD)[..., 0].float().sigmoid()

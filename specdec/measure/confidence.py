@@ -1,0 +1,147 @@
+"""Confidence beside acceptance: how far they are apart, and the calibration that brings them
+together.
+
+Both concern the anchors at which a decoder's rounds started, and at each depth the cases in which
+all tokens before were accepted; by teacher forcing, since p then gives the probability of every
+outcome. Letters: T anchors of one answer, K depths, N tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from specdec.decoding.config import DecodeConfig
+from specdec.drafters.base import Drafter
+from specdec.errors import require
+from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.forced import Text, along, decoded
+from specdec.measure.results import Bin, Reliability
+from specdec.measure.setup import Setup
+from specdec.sampling.confidence import Calibration, Calibrations, logit
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
+from specdec.target.base import Target
+from specdec.theory.intervals import ratio_interval
+from specdec.theory.logistic import minimise
+
+CALIBRATING = 24  # prompts for a calibration
+AT_ONCE = 8  # of them answered together
+BINS = 10  # of equal width, for the calibration error
+LEAST = 1e-12  # the smallest confidence, and the smallest divisor
+PRIOR = 1.0  # precision of log scale and shift around those of the depth before
+
+
+class Believed(NamedTuple):
+    """The drafted tokens at the anchors of one answer, each [T, K]."""
+
+    confidence: Tensor
+    accepted: Tensor  # the probability that the target accepts it
+    weight: Tensor  # the probability that all tokens before it were accepted; 0 beyond the text
+
+
+def believed(text: Text, variant: str, gamma: int) -> Believed:
+    """The first γ tokens that are drafted at the anchors of a text. The target wrote the text, so
+    those before them count as accepted where the text went on with them: a token x that is drawn
+    from q with min(1, q(x) / p(x)), which makes up for drawing it from p."""
+    found, drawn = text.found, variant == "sampled"
+    accepted = found.kept if drawn else getattr(found.alpha, variant)
+    went_on = found.ratio.clamp_max(1) if drawn else found.written
+    c = found.drawn if drawn else found.picked
+    c, accepted, went_on = (x[text.anchors, :gamma] for x in (c, accepted, went_on))
+    before = torch.ones_like(went_on)
+    before[:, 1:] = went_on[:, :-1].cumprod(-1)
+    return Believed(c, accepted, before * (c > 0))
+
+
+def calibrate(
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], cfg: DecodeConfig
+) -> Calibrations:
+    """Calibrations for the temperatures in `cfg`, all those above 0 taken together, fitted to what
+    the drafter's chains do in answers to some prompts, on which nothing else should be measured.
+    Those of other temperatures stay as they are. Raises UserError for a drafter that copies."""
+    name = drafter.config.name
+    require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
+    found: dict[str, list[Believed]] = {}
+    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+    for temperature in cfg.temperatures:
+        sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
+        setup = Setup(target, drafter, cfg, sampler)
+        forcing = TeacherForcing(drafter, target, Sampler(1.0) if sampler.greedy else sampler)
+        variants = ("greedy",) if sampler.greedy else ("greedy_draft", "sampled")
+        for first in range(0, len(prompts), AT_ONCE):
+            some = prompts[first : first + AT_ONCE]
+            seeds = [cfg.seed + i for i in range(first, first + len(some))]
+            options: dict[str, Any] = {"seeds": seeds, "rule": "auto", "compiled": False}
+            for made in setup.answers(some, Chain(gamma), **options):
+                read = along(forcing, target, made.prompt, [*made.ids, *made.overrun])
+                text = decoded(read, made, gamma, sampler.greedy)
+                for variant in variants:
+                    found.setdefault(variant, []).append(believed(text, variant, gamma))
+    fitted = {name: fit(answers) for name, answers in found.items()}
+    return replace(drafter.calibrations, **fitted, prompts=len(prompts))
+
+
+def fit(answers: Sequence[Believed]) -> Calibration:
+    """The calibration that minimises, depth by depth, the cross-entropy with acceptance. Log scale
+    and shift are drawn towards those of the depth before (at depth 0: 0, which changes nothing), so
+    a depth that was seldom reached is calibrated much like the one before."""
+    map_2, found, shares = torch.zeros(2, dtype=torch.float64), list[Tensor](), [0.5]
+    with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
+        for k in range(answers[0].confidence.shape[1]):
+            columns = (torch.cat([x[:, k] for x in xs]) for xs in zip(*answers, strict=True))
+            whole = Believed(*(x.double().cpu().clone() for x in columns))
+            map_2 = _fitted(whole, map_2)
+            found.append(map_2)
+            kept, seen = float((whole.weight * whole.accepted).sum()), float(whole.weight.sum())
+            shares.append((PRIOR * shares[-1] + kept) / (PRIOR + seen))
+    log_scale_K, shift_K = torch.stack(found, 1)
+    return Calibration(log_scale_K.exp().tolist(), shift_K.tolist(), shares[1:])
+
+
+def _fitted(at_N: Believed, before_2: Tensor) -> Tensor:
+    """Log scale and shift [2] for the tokens of one depth."""
+    logit_N = logit(at_N.confidence.clamp_min(LEAST).log())
+    map_2 = before_2.clone().requires_grad_()
+
+    def loss() -> Tensor:
+        x_N = map_2[0].exp() * logit_N + map_2[1]
+        misfit_N = binary_cross_entropy_with_logits(x_N, at_N.accepted, reduction="none")
+        distance = (map_2 - before_2).square().sum()
+        return (misfit_N * at_N.weight).sum() + PRIOR / 2 * distance
+
+    minimise(loss, map_2)
+    return map_2.detach()
+
+
+def reliability(
+    answers: Sequence[Believed], calibration: Calibration | None = None
+) -> list[Reliability]:
+    """Confidence beside acceptance at each depth, as it is or calibrated."""
+    found = []
+    for k in range(answers[0].confidence.shape[1]):
+        sums: list[list[list[float]]] = []  # by answer and bin: weight, confidence, acceptance
+        for answer in answers:
+            c, accepted, weight = (x[:, k] for x in answer)
+            if calibration is not None:
+                c = calibration.log(c.clamp_min(LEAST).log(), k).exp()
+            bin_T = (c * BINS).long().clamp(0, BINS - 1)
+            one_BT = torch.nn.functional.one_hot(bin_T, BINS).T.to(weight)
+            columns = torch.stack([weight, weight * c, weight * accepted], -1)
+            sums.append((one_BT @ columns).tolist())
+        by_bin = list(zip(*sums, strict=True))
+        bins = [_bin(list(of_bin)) for of_bin in by_bin if sum(w for w, _, _ in of_bin) > 0]
+        whole = _bin([[sum(x) for x in zip(*answer, strict=True)] for answer in sums])
+        gaps = sum(abs(b.predicted - b.observed.value) * b.weight for b in bins)
+        found.append(Reliability(whole, gaps / max(whole.weight, LEAST), bins))
+    return found
+
+
+def _bin(sums: Sequence[Sequence[float]]) -> Bin:
+    """From weight, confidence and acceptance, summed over the tokens of each answer in a bin."""
+    weight, c, accepted = zip(*sums, strict=True)
+    total = sum(weight)
+    return Bin(sum(c) / max(total, LEAST), ratio_interval(accepted, weight), total)
