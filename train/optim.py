@@ -15,16 +15,17 @@ HIDDEN = ("adamw", "muon")
 
 @dataclass
 class OptimConfig:
-    """AdamW, and for the hidden layers' matrices whichever of AdamW and Muon `hidden` names. The
-    learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then falls along a
-    cosine to `final` · `lr`. `clip` bounds the global gradient norm. `rates` multiplies the
-    learning rate of parameters whose names match a shell pattern: optim.rates={*.bias:0.5}.
+    """`hidden` is what trains the matrices of the hidden layers, AdamW or Muon; AdamW trains the
+    rest. The learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then
+    falls along a cosine to `final` · `lr`. `clip` bounds the global gradient norm. `rates`
+    multiplies the learning rate of parameters whose names match a shell pattern:
+    optim.rates={*.bias:0.5}.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
     are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
     `weight_decay` mean the same for both. A matrix with one row or column for each token of a
-    vocabulary is no hidden layer's. Muon multiplies in bfloat16: on a CPU without it, a step takes
-    several times as long.
+    vocabulary is not of a hidden layer. Muon multiplies in bfloat16: on a CPU that does not do so
+    natively, a step takes several times as long.
     """
 
     lr: float = 1e-3
@@ -50,9 +51,9 @@ class OptimConfig:
 
 
 def build(model: nn.Module, cfg: OptimConfig, sizes: Sizes) -> list[torch.optim.Optimizer]:
-    """The optimisers over the trained parameters of `model`, without weight decay on vectors. In
-    each group, `scale` is its learning rate in units of `lr`. `sizes`, the drafter's, tell how many
-    tokens the vocabularies have. Raises UserError if a pattern of `rates` matches nothing."""
+    """The optimisers over the trained parameters of `model`, without weight decay on vectors. The
+    learning rate of a group is `scale` times the common one. `sizes` are the drafter's, which give
+    the sizes of the vocabularies. Raises UserError if a pattern of `rates` matches nothing."""
     vocabularies = {sizes.target_vocab, sizes.draft_vocab}
     named = {n.removeprefix("drafter."): p for n, p in model.named_parameters() if p.requires_grad}
     for pattern in cfg.rates:

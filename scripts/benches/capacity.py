@@ -26,15 +26,15 @@ def capacity(
     *,
     folder: Annotated[Path, "of the runs, inside runs/; one per drafter"] = Path("capacity"),
     tokens: Annotated[int, "to train on"] = 60_000,
-    arms: Annotated[Sequence[str], "settings of drafter; several as one, in quotes"] = ARMS,
+    arms: Annotated[Sequence[str], "settings of drafter; put those of one head in quotes"] = ARMS,
 ) -> None:
     """Heads of several sizes at equal training tokens: the frontier of τ against c.
 
-    A head is on the frontier if none of the others has a higher τ at the same c or less. Which head
-    on it is best depends on the machine: the predicted speedup is the highest over γ of τ / (γc +
-    v), with c of the head, v the median over all runs, since passes are the target's, and the
-    measured acceptance by depth. Makes the runs that `folder` lacks, and continues after an
-    interruption, as recipe does.
+    A head is on the frontier if none of the others has a higher τ at the same c or less. Which of
+    these is best depends on the machine. The predicted speedup is the largest τ / (γc + v) over all
+    γ: τ follows from the head's measured acceptance by depth, c is the head's, and v is the median
+    over all runs, since it is a cost of the target alone. Makes the runs that `folder` lacks, and
+    continues after an interruption, as recipe does.
     """
     names = {arm: f"{folder}/{'_'.join(arm.split()).replace('=', '-')}" for arm in arms}
     made: dict[str, Results] = {}
@@ -46,7 +46,7 @@ def capacity(
     alike = {(x.drafter, x.training.tokens) for x in made.values() if x.training}
     require(
         len(alike) == 1,
-        f"the runs in runs/{folder} are of different drafters or lengths: give another --folder",
+        f"the runs in runs/{folder} differ in drafter or training tokens: give another --folder",
     )
     first = next(iter(made.values()))
     console.print(
@@ -73,7 +73,8 @@ def capacity(
 
 
 def _best(at: AtTemperature, v: float) -> tuple[float, int]:
-    """The highest predicted speedup, and its γ, for a pass over γ + 1 tokens that costs `v`."""
+    """The highest predicted speedup, and its γ. `v` is the cost of a pass over `at.gamma` + 1
+    tokens."""
     alpha = [x.value for x in at.conditional_acceptance]
     factors = walltime_by_gamma(alpha, at.costs.c.value, len(alpha), pass_cost({at.gamma: v}))
     best = max(factors[1:])

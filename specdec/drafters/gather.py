@@ -1,4 +1,5 @@
-"""Tokens and states of a text, gathered at anchors and depths, and what a draft's cache lacks.
+"""Tokens and states of a text, gathered at anchors and depths; and how much of a text a draft's
+cache has not read.
 
 Letters: B batch, T time, A anchors, k or K number of depths, D width.
 """
@@ -30,8 +31,8 @@ def states(
 
 
 def alone(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> Iterator[tuple[int, Context]]:
-    """For each anchor, its place in its document, and that document up to the anchor followed by
-    the tokens drafted there, with the target's final states of what precedes the anchor."""
+    """For each anchor, its place in its document, and a context: the document up to the anchor,
+    then the tokens drafted there, with the target's final states before the anchor."""
     for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
         for a, first, drafted_k in zip(anchors, firsts, drafted_BAk[b], strict=True):
             ids_1T = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_k])[None]
@@ -47,8 +48,8 @@ def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
 
 
 def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None, depth: int) -> Tensor:
-    """The tokens [B, A, K] that depths 0, 1, … are the first to read: the anchor, and the drafted
-    tokens or, for K = `depth`, the text's own."""
+    """The last token that each depth reads [B, A, K]: the anchor at depth 0, then the drafted
+    tokens or, if they are None, the text's own, with K = `depth`."""
     if drafted_BAk is None:
         return text_after(ctx.ids_BT, anchors_BA - 1, depth)
     return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)

@@ -1,4 +1,4 @@
-"""How a round's tree grows, for kinds of drafters: `Growth` from what a drafter has read.
+"""How a round's tree grows: the `Growth` of each kind of drafter.
 
 Letters: B batch, W nodes that grow at once, S draft vocabulary, D width.
 """
@@ -44,8 +44,9 @@ def growth_over(
     cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 ) -> Growth:
     """The growth of a model with a cache of its own, which first reads the tokens committed since
-    the last round. `read` gives the logits [B, W, S] after ids [B, W] that follow the slots
-    [B, W], or as a chain if they are None; or [B, 1, S] at the indices [B, 1], if given."""
+    the last round. `read(ids, slots, last)` gives the logits [B, W, S] after ids [B, W]. Each id
+    follows its slot in `slots` [B, W]; if that is None, the ids form a chain. With indices `last`
+    [B, 1], only the logits there [B, 1, S] are given."""
     new = unread(cache, ctx.counts())
     ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
     first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)

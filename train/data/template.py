@@ -155,8 +155,8 @@ class Chat:
 
 
 class Plain:
-    """Reads plain texts, without a template. A target that begins every text with a token of its
-    own, such as Llama, gets it."""
+    """Reads plain texts, without a template. If the tokenizer begins every text with a special
+    token, as Llama's does, so do these texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -164,7 +164,7 @@ class Plain:
         self.lead: list[int] = [bos] if tokenizer("").input_ids[:1] == [bos] else []
 
     def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
-        """A whole text, with loss on every token that follows another."""
+        """A whole text, with loss on every token but the first."""
         ids = self._ids(conversation.messages)
         _require_short(ids, cfg)
         return _document(conversation.id, ids, np.arange(len(ids)) > 0, cfg)
@@ -218,8 +218,8 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
 def whole_prompts(
     conversations: Sequence[Conversation], tokenizer: Any, room: int | None
 ) -> list[Prompt]:
-    """The prompts of a file, each complete up to its last user turn, or as plain text for a target
-    without a chat template. Raises UserError naming the first that is unusable or has more than
+    """The prompts of a file, each complete up to its last user turn. Without a chat template, they
+    are read as plain text. Raises UserError naming the first that is unusable or has more than
     `room` tokens (None: any number)."""
     chat: Chat | Plain = (Chat if tokenizer.chat_template else Plain)(tokenizer)
     found = []

@@ -16,12 +16,12 @@ from specdec.errors import require
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
-Adapted = tuple[str, int, int]  # a linear layer: name in the base model, width of input and output
+Adapted = tuple[str, int, int]  # a linear layer: name in the base model, widths of input and output
 
 
 class Adapters(nn.Module):
-    """A and B of each layer in `adapted`, with which `view` is trained. They are trained, moved and
-    saved with the draft; rank 0 has none."""
+    """A and B of each layer in `adapted`, which `view` uses. They are trained, moved and saved with
+    the draft; with rank 0 there are none."""
 
     pairs: Any  # A and B of each adapted layer, in their order
 
@@ -34,7 +34,7 @@ class Adapters(nn.Module):
         self.dropout = nn.Dropout(lora.dropout)
 
     def start(self) -> None:
-        """Start at nothing: B is zero, and A as in peft, which is the default of nn.Linear."""
+        """Start without effect: B is zero, and A has nn.Linear's default, as in peft."""
         for _, up in self.pairs:
             up.weight.zero_()
 
@@ -64,7 +64,7 @@ class Adapters(nn.Module):
 
 
 def adapted_layers(target: Parts, layers: int, lora: LoraOptions) -> list[Adapted]:
-    """The linear layers that adapters are for, in the target's first layers."""
+    """The linear layers that get adapters, in the target's first layers."""
     assert isinstance(target, Target)
     return _widths(_empty_adapters(shallow(target, layers), lora))
 

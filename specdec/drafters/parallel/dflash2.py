@@ -1,11 +1,11 @@
 """DFlash 2 (https://inco.ai/blog/dflash2): a bidirectional block with convolutions and a selector.
 
-Read from NVIDIA-NeMo/Automodel (draft_qwen3_dflash2.py). It adds two things to DFlash. Before and
+It follows NVIDIA-NeMo/Automodel (draft_qwen3_dflash2.py) and adds two things to DFlash. Before and
 after attention and MLP, each slot is mixed with the slots just before it in its block:
 Conv(x)_j = Σ_t k_{j,t} x_{j-t}, where k is a learned kernel plus a correction that is linear in the
 sub-layer's normed input and shared by groups of channels. And a selector makes each token fit the
-one before it: it adds ⟨A[x] * P h, B[y]⟩ to the logit of y after x, where h is the slot's state.
-Both start without any effect, as plain DFlash.
+one before it: it adds ⟨A[x] * P h, B[y]⟩ to the logit of y after x, where h is the slot's state and
+A, B and P are learned. Both start without any effect, so training starts from plain DFlash.
 
 The reference lets the selector choose among the 16 likeliest tokens of a slot, and trains it by
 cross-entropy over these, beside the head's over the whole vocabulary. Here it scores all tokens of
@@ -33,8 +33,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class DFlash2Config(BlockConfig):
-    """`taps` is the number of slots that a convolution mixes, of which `group` channels share a
-    correction; `rank` is that of the selector."""
+    """A convolution mixes `taps` slots, and every `group` channels share a correction. `rank` is
+    the selector's."""
 
     name: str = "dflash2"
     taps: int = 2
@@ -52,7 +52,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
 
     def corrections(self, read: Tensor) -> Tensor:
-        """Those of both sides [..., 2, taps, G] for a sub-layer that reads [..., D]."""
+        """The corrections of both sides [..., 2, taps, G] for a sub-layer that reads [..., D]."""
         return self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
 
     def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
@@ -118,7 +118,7 @@ class DFlash2(Block):
         return stream + conv(made, corrections, 1, self.slots)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The block's states and A[x] * P h, x the token before each depth [B, A, K, D + R]."""
+        """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + R]."""
         states, chosen = super().hidden(ctx, anchors_BA, drafted_BAk), self.candidate_selector
         before = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         gate = chosen.predecessor_codebook[before] * chosen.hidden_projection(states)

@@ -6,12 +6,13 @@ training starts from the target's own head. The paper's formula has no b; the re
 (FasterDecoding/Medusa, medusa/model/medusa_model.py) have one. It starts at random, so the
 reference's heads do not start exactly as the target's.
 
-That is Medusa-1, for the target as it is. With `adapter.rank` it is Medusa-2: LoRA adapters on the
-target are trained together with the heads, and the adapted target is the one that is decoded.
-The loss is KL(original ‖ adapted) at every anchor + λ sin(π t / 2T) · the heads' loss at step t of
-T (section 2.3.2 of the paper; `medusa_self_distillation` and the schedule `sine` of the reference's
-compute_loss). Unlike in the reference, the target's LM head, which may be its embedding too, gets
-no adapter. In experiment=medusa2_paper the heads' weights learn four times as fast (`optim.rates`).
+That is Medusa-1, which leaves the target as it is. With `adapter.rank` above 0 it is Medusa-2: LoRA
+adapters on the target are trained together with the heads, and decoding is lossless with respect to
+the adapted target. The loss is KL(original ‖ adapted) at every anchor + λ sin(π t / 2T) · the
+heads' loss at step t of T (section 2.3.2 of the paper; `medusa_self_distillation` and the schedule
+`sine` of the reference's compute_loss). Unlike in the reference, the target's LM head, which may be
+its embedding too, gets no adapter. In experiment=medusa2_paper the heads' weights learn four times
+as fast (`optim.rates`).
 
 Letters: B batch, T time, K heads, D width.
 """
@@ -37,7 +38,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class TargetLoraOptions(LoraOptions):
-    """Adapters on the target; rank 0 leaves it as it is. `weight` is λ, of the heads' loss."""
+    """Adapters on the target; rank 0 leaves it as it is. `weight` is λ, the weight of the heads'
+    loss."""
 
     key: ClassVar[str] = "drafter.adapter"
     weight: float = 0.01
@@ -116,7 +118,7 @@ class Medusa(Heads):
     def attach(self, target: Parts) -> None:
         if self.adapts_target(self.config):
             assert isinstance(target, Target)
-            self.body = (self.adapters.view(target, len(target.layers)),)  # so never saved
+            self.body = (self.adapters.view(target, len(target.layers)),)  # a tuple is never saved
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
         if not self.adapts_target(self.config):

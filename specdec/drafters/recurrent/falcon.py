@@ -9,15 +9,15 @@ the pairs of the next block. An LSTM of two layers takes the place of EAGLE's fc
 This differs from the authors' code (models/cnets.py, train/glance.py) in these points:
 - Their nn.LSTM lacks `batch_first`, so by mistake it runs over the rows of a batch. In the paper it
   runs over time. Here it reads, for each pair, the k pairs that end with it, from a zero state.
-- So keys do not depend on where blocks begin, and a cache holds them for good. Their blocks begin
+- So here keys do not depend on where blocks begin, and a cache can keep them. Their blocks begin
   with each round's new pairs, and after a partial acceptance k - 1 keys are computed again. If the
   number of new pairs is odd, the last block is cut and depth 0 does not see the anchor; here a
   block always ends at the anchor.
 - There is no dropout between the LSTM's layers (theirs: 0.1).
 
-The nodes of the paper's tree are blocks, of the same ranks in every round. Here nodes are tokens,
-so that all shapes of trees can be drafted: each k-th token of a path takes a pass, which drafts the
-next k depths.
+The nodes of the paper's tree are blocks, and its shape is the same in every round. Here nodes are
+tokens, so that trees of any shape can be drafted: every k-th token of a path takes one pass, which
+drafts the next k depths.
 
 Letters: B batch, T time, P pairs (T - 1), A anchors, K depth, E width of a pair (2D), D width, X
 blocks that are read, N pairs of all blocks (X · k), W new nodes or pairs, S vocabulary.
@@ -38,16 +38,16 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 
-BLOCK = 2  # k; the paper's best, which also tries 3 and 4
+BLOCK = 2  # k; the best in the paper, which also tries 3 and 4
 CHUNK = 256  # states whose logits exist at a time while wrong forecasts are counted
 
 
 @dataclass
 class FalconConfig:
-    """`unroll` is the number of trained depths, null for all `depth`; the paper trains one block,
-    which is 2. `glance` is the share of wrong forecasts that is revealed as training starts; it
-    falls to 0 at the end. `noise` is the width of the uniform noise that training adds to the
-    features of a text of 512 tokens (the paper: 0.2)."""
+    """`unroll` is the number of trained depths (null: all `depth` of them); the paper trains one
+    block, which is 2 depths. Training reveals as many blocks as the share `glance` of the wrong
+    forecasts; this share falls to 0 by the end. `noise` is the width of the uniform noise that
+    training adds to the features of a text of 512 tokens (the paper: 0.2)."""
 
     name: str = "falcon"
     depth: int = 4
@@ -81,8 +81,9 @@ class Falcon(Eagle):
         self.compiled = Compiled(self.forecast, SHORT)
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """Blocks tile a text, as in the paper, but from an offset drawn at every step. Each offset
-        is as likely as it has anchors, whose weight is 1 / that probability."""
+        """Blocks tile a text, as in the paper, but from an offset drawn at every step. The
+        probability of an offset is its share of all anchors, and its anchors weigh 1 / that
+        probability."""
         weight_TK, usable = torch.zeros(valid_TK.shape), valid_TK[:, 0].nonzero()[:, 0]
         if len(usable):
             drawn = usable[torch.randint(len(usable), (1,), generator=generator)]
@@ -127,8 +128,9 @@ class Falcon(Eagle):
         return torch.cat(read, -1).view(*at_BXk.shape, -1)
 
     def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs [B, X, k, E] of the blocks that follow blocks with the pairs `before`, from the
-        tokens [B, X, k] and states [B, X, k, D] drafted there; and what attention reads [B, N, D].
+        """The pairs [B, X, k, E] of the blocks that come after those with the pairs `before`, made
+        from the tokens [B, X, k] and states [B, X, k, D] that the earlier ones drafted; and what
+        attention reads of these pairs [B, N, D].
         """
         block = torch.cat([self.embed(tokens), states], -1)
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
@@ -136,9 +138,10 @@ class Falcon(Eagle):
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
         """Coupled sequential glancing distillation (section 3.2). A first pass without a gradient
-        counts the wrong forecasts in the blocks of a row. In the pass that is trained, `glance` ·
-        (1 - progress) times as many random blocks begin with the pair that is k later, of the state
-        that they are to forecast there. So the rest of a block learns to depend on its beginning.
+        counts the wrong forecasts in the blocks of a row. In the second pass, which is trained,
+        `glance` · (1 - progress) times as many random blocks are shown the truth: their first pair
+        is replaced by the pair k later, with the state that they should forecast there. So the rest
+        of a block learns to depend on its beginning.
         """
         noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
@@ -174,8 +177,9 @@ class Falcon(Eagle):
         self, cache: SlotCache, new: Tensor, at: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The states [B, N, D] and logits [B, N, S] of queries `at` [B, N, D], which see the slots
-        of `mask`, once the `new` pairs [B, W, D] are written. `cos` and `sin` are for the new pairs
-        and, from the end, for the queries; those of a block that is its own queries are the same.
+        of `mask`, once the `new` pairs [B, W, D] are written. The first W entries of `cos` and
+        `sin` are for the new pairs, the last N for the queries; if the new pairs are the queries,
+        these are the same entries.
         """
         attention, W, N = self.layer.self_attn, new.shape[1], at.shape[1]
         keys, values = cache.update(*attention.keys_values(new, (cos[:, :W], sin[:, :W])), 0)
@@ -210,7 +214,7 @@ class Falcon(Eagle):
         blocks = [windows[:, -1:], *passed(self.fc(windows), max(new), at_BX, seen_BkP)]
         cache.keep(new)
         depths, block_BN = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
-        tokens_BNk = block_BN[..., None].repeat(1, 1, BLOCK)  # the last on the path to it
+        tokens_BNk = block_BN[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             nonlocal blocks, block_BN, tokens_BNk
@@ -239,7 +243,6 @@ class Falcon(Eagle):
 
 
 def up_to(last_BX: Tensor, first_BX: Tensor) -> Tensor:
-    """The k places [B, X, k] that end with each of these, or the first one in place of those before
-    it."""
+    """The k places [B, X, k] that end with each last one; the first stands for any before it."""
     back = torch.arange(1 - BLOCK, 1, device=last_BX.device)
     return torch.maximum(last_BX[..., None] + back, first_BX[..., None])
