@@ -4,8 +4,8 @@ Run by the serving environment's Python (see scripts/serving-env), so it imports
 project; benches/engine.py talks to it, in JSON lines. {"target": …, …} starts an engine, whose
 empty answer, @{}, says that it is ready. Each {"ids": […], "limit": n} is answered by a line
 that begins with @: the new ids, the seconds of the whole call, and what was drafted and accepted
-in it. An empty line ends the engine, which is answered by @{} too, so that another can start: each
-is a fork of this process, which has imported vLLM once.
+in it. An empty line ends the engine and is also answered by @{}; then another can start. Each
+engine is a fork of this process, so vLLM is imported only once.
 
 At T > 0 the engine's CPU kernels read uninitialised memory (vLLM issue 55005), so sampled decoding
 is not offered.
@@ -30,7 +30,7 @@ from vllm.model_executor.models import registry
 
 
 def main() -> None:
-    # each kind of model would be inspected in a process of its own, which imports vLLM anew
+    # else vLLM inspects each kind of model in a process of its own, which imports vLLM anew
     registry._run_in_subprocess = lambda asked: asked()
     for line in sys.stdin:
         if (child := os.fork()) == 0:

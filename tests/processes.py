@@ -38,8 +38,8 @@ def environment() -> dict[str, str]:
 def process(
     arguments: Sequence[str], timeout: float = 120, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in the repository, to its end; `more` are environment variables, with
-    which a new Python starts, as it does for what is not a script of the repository."""
+    """Run `python ARGUMENTS` in the repository, to its end. A new Python is started if `more` sets
+    environment variables, or for anything but a script of the repository."""
     if more or not (REPOSITORY / arguments[0]).is_file():
         return subprocess.run(
             [sys.executable, *arguments],

@@ -41,8 +41,8 @@ def require_same_run(ours: Path, theirs: Path) -> None:
 def require_learning_that_resumes(
     tiny: Tiny, folder: Path, drafter: str, *more: str
 ) -> list[float]:
-    """That a run in `folder`/whole learns, and that one which is interrupted after the checkpoint
-    of step 4 and continued is the same. Returns the losses at depth 0 of the first."""
+    """Check that a run in `folder`/whole learns, and that a run which is interrupted after the
+    checkpoint of step 4 and continued ends the same. Returns the losses at depth 0 of the first."""
     tiny.job(folder / "whole", drafter, *more)
     records = [train["loss"][0] for _, train in losses(folder / "whole")]
     assert sum(records[-6:]) < sum(records[:6])

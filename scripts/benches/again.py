@@ -40,8 +40,8 @@ def opened(run: Path, prompts: int) -> Opened:
 
 def again(run: Path, name: str, of: Results, **changes: Any) -> Results:
     """Measure a run's draft with `changes` to its decoder's settings, on the prompts of its report
-    `of`; or read these results from the folder `name` in the run's, if they are there. Raises
-    UserError for what this draft cannot do."""
+    `of`; or read these results from the folder `name` in the run's folder, if they are there.
+    Raises UserError for settings that this draft cannot follow."""
     kept = run / name
     if not (kept / FILE).exists():
         at_hand = opened(run, of.prompts + 1)  # the last one is for what is measured beforehand

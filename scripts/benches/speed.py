@@ -78,7 +78,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
     theirs = target_of(drafts[0], timing.dtype, packed=False)
-    if theirs.model.config._attn_implementation == "grouped":  # ours; transformers then has sdpa
+    if theirs.model.config._attn_implementation == "grouped":  # ours; transformers uses sdpa
         theirs.model.set_attn_implementation("sdpa")
     assistants = drafters_of(drafts, theirs)
     (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")

@@ -56,9 +56,9 @@ def decode(
 ) -> list[Generation]:
     """Continue every prompt, speculatively if there is a drafter.
 
-    Rows that end leave the batch, and no row's output depends on its neighbours: the distribution
-    of a sampled row never does, but its draws may if a `length` looks at the batch, or when the
-    longest row is about to use up the positions.
+    Rows that end leave the batch, and no row's distribution depends on its neighbours. Nor do a
+    row's tokens, except that the draws of a sampled row may, if a `length` looks at the batch or
+    when the longest row is about to use up the positions.
 
     `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
     a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts (see

@@ -128,7 +128,7 @@ class TeacherForcing(nn.Module):
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
         self._head = target.unembedding(drafter.vocab_S)
         adapts = drafter.adapts_target(drafter.config)
-        self._whole = target if adapts else None  # else its layers could not be released
+        self._whole = target if adapts else None  # unless needed, its layers may be released
         self._index_V: Tensor | None = None
         if (vocab_S := drafter.vocab_S) is not None:
             self._index_V = torch.full((target.vocab_size,), -1, device=vocab_S.device)
@@ -280,9 +280,9 @@ class TeacherForcing(nn.Module):
     def _pieces(
         self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
     ) -> tuple[Callable[..., Piece], list[Tensor]]:
-        """p, q and the other tensors that an objective may read: a function from a slice of a
-        chunk's anchors, and from their rows of each of the tensors that come with it, to a piece.
-        Gradients can flow through those tensors, the draft's logits first. All products with
+        """A function, and the tensors that it needs, the draft's logits first, through which
+        gradients can flow. From a slice of a chunk's anchors and their rows of these tensors, it
+        makes a piece: p, q and the other tensors that an objective may read. All products with
         unembeddings are made here, once for the chunk."""
         T = batch.mask_BT.shape[1]
         depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)

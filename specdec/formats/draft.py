@@ -236,7 +236,7 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
 
 
 def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file whose header has those of a network."""
+    """The tensors of a file, if its header lists exactly those of a network."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

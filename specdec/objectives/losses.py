@@ -54,9 +54,9 @@ def top_k(piece: Piece, k: float = 10.0) -> Tensor:
 
 
 def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
-    """`kl` on the share `keep` of tokens whose KL exceeds that of a trained reference draft by the
-    most, 0 on the others (Hu et al. 2025, AdaSPEC, arXiv 2510.19779). ∂/∂z = P q - p on the tokens
-    kept.
+    """`kl` on the share `keep` of the tokens, those where it exceeds the KL of a trained reference
+    draft by the most; 0 on the others (Hu et al. 2025, AdaSPEC, arXiv 2510.19779). ∂/∂z = P q - p
+    on the tokens kept.
 
     The quantile is taken at each depth over the valid tokens of a chunk (`objective.chunk`), as the
     authors take it over a micro-batch (yuezhouhu/adaspec, README.md). Like theirs, the loss is
@@ -110,8 +110,8 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
     without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
 
     The weights are those of Lucas-TY/D-PACE (specforge/core), which divides the sum over a batch's
-    blocks by its rows, not by anchors: a factor. `objective=d_pace` sets an objective's own weights
-    over depth to 1.
+    blocks by the number of rows, not of anchors; that changes the loss by a factor only.
+    `objective=d_pace` sets an objective's own weights over depth to 1.
     """
     loss_NK = ce(piece)
     known_NK = (-loss_NK.detach()).exp() * (piece.label >= 0)

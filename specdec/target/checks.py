@@ -34,7 +34,8 @@ def understood(target: Parts) -> Iterator[None]:
 
 
 def check_causal(target: Target) -> None:
-    """Raise UserError unless logits, over a cache with ragged rows and a tree too, are right."""
+    """Raise UserError unless the logits are right, even over a cache with ragged rows and a
+    tree."""
     with understood(target), torch.no_grad():
         check_head(target)
         error = _cache_error(target)

@@ -132,8 +132,8 @@ class Seq2SeqModel:
         return Seq2SeqCache(len(self.layers))
 
     def starts(self, ids_BT: Tensor) -> list[int]:
-        """The place of the decoder's start token in each row: if it is also the eos (BART), of the
-        one that follows the encoder's eos."""
+        """The place of the decoder's start token in each row. If that token is also the eos (BART),
+        it is the one that follows the encoder's eos."""
         found_BT = ids_BT == self.start
         if self.twice:
             found_BT = nn.functional.pad(found_BT[:, 1:] & found_BT[:, :-1], (1, 0))

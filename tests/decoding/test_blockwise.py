@@ -55,8 +55,8 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> Medusa:
-    """Heads that have learned the target's greedy answers, so that some blocks are accepted whole,
-    with the objective of the recipe."""
+    """Heads that have learned the target's greedy answers by the recipe's objective, so that some
+    blocks are accepted whole."""
     config = MedusaConfig(depth=K - 1, bias=True, draft_vocab=None)
     drafter = random_drafter(config, target, 0.05)
     assert isinstance(drafter, Medusa)
@@ -80,9 +80,9 @@ def prompts() -> list[list[int]]:
 def test_a_round_is_one_invocation_of_the_merged_scheme(
     target: Target, drafter: Medusa, n: int
 ) -> None:
-    """The same tokens, blocks and passes of the target: one for the prompt and one a block. A round
-    that accepts some drafts commits them and the target's own token; the paper's block is the last
-    round's own token and what this one accepts."""
+    """The tokens, blocks and passes of the target are the same: one pass for the prompt and one per
+    block. A round commits the drafts that it accepts and then the target's own token; a block of
+    the paper is the own token of the last round and the drafts accepted in this one."""
     prompt, passes = prompts()[n], list[int]()
     hook = target.layers[0].register_forward_hook(lambda *_: passes.append(1))
     found = generate(target, prompt, max_new_tokens=NEW, drafter=drafter, gamma=K - 1)

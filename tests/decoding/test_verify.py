@@ -213,8 +213,8 @@ def test_rejection_accepts_as_its_formula_says() -> None:
 
 
 def test_non_iterative_rejection_accepts_as_its_formula_says() -> None:
-    """Of each x, q p / (M q) = p / M, with 1 / M = min q / p where p > 0; never more than
-    rejection, and less where q is not p."""
+    """Each x is drawn and accepted with q p / (M q) = p / M, where 1 / M = min q / p over p > 0.
+    That is never more than `rejection` accepts, and less where q is not p."""
     gains = []
     for p, q in CASES:
         both = []

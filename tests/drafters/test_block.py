@@ -241,7 +241,7 @@ def test_the_confidence_head_learns_acceptance(target: Target) -> None:
 
 
 def test_convolutions_and_selector_start_without_effect(target: Target) -> None:
-    """With the same weights otherwise, the logits of both are the same."""
+    """If all other weights are the same, DFlash and DFlash 2 give the same logits."""
     ctx = target.features(text(4), DFlash2.build(CONFIGS["dflash2"], target).needs)[0]
     logits: list[Tensor] = []
     same: dict[str, Tensor] = {}

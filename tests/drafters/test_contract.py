@@ -112,7 +112,7 @@ def test_many_anchors_in_one_pass_equal_one_truncated_context_each(
         one = logits(
             drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1])
         )
-        # the longer pass rounds otherwise, which layers of random weights enlarge
+        # the longer pass rounds differently, and layers of random weights amplify that
         torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-3, rtol=1e-3)
 
 
@@ -266,8 +266,8 @@ def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> N
 
 @functools.cache
 def looping() -> list[list[int]]:
-    """Prompts that reach into the loop to which the answers of random targets come, so that what
-    follows can be copied; after each, the answer."""
+    """Prompts with their answers. The answers of random targets end in a loop, and the prompts
+    reach into it, so that what follows can be copied."""
     begun = [text(seed, 12)[0].tolist() for seed in range(3)]
     prompts = [p + generate(of_kind("llama"), p, max_new_tokens=40).ids for p in begun]
     return [p + generate(of_kind("llama"), p, max_new_tokens=40).ids for p in prompts]

@@ -107,8 +107,8 @@ def test_gradients_reach_the_adapters_alone(target: Target) -> None:
 def test_the_draft_is_the_first_layers_with_the_products_added(
     target: Target, alpha: float | None, scale: float
 ) -> None:
-    """Against a copy of the target with W + (alpha / rank) B A, whose state after E layers goes
-    through the final norm and the head."""
+    """Compared with a copy of the target with W + (alpha / rank) B A, whose state after E layers
+    goes through the final norm and the head."""
     drafter, twin = made(target, alpha=alpha), deepcopy(target.model)
     with torch.no_grad():
         for (name, _, _), (down, up) in zip(

@@ -97,8 +97,8 @@ def test_a_block_is_forecast_at_once_and_read_by_the_next(target: Target, depths
 
 
 def glanced(target: Target, drafter: Falcon, a: int, revealed: list[int], depths: int) -> Tensor:
-    """The states at anchor a after blocks that begin 2 before each of `revealed` begin with the
-    pairs (x_{b+1}, h_b) instead of (x_{b-1}, h_{b-2})."""
+    """The states at anchor a, where for each b in `revealed` the block of anchor b begins with the
+    pair (x_{b+1}, h_b) instead of (x_{b-1}, h_{b-2})."""
     ctx = read(target, drafter)
     pairs = pairs_of(target, ctx, T - 1)
     shown = list(pairs)
@@ -165,8 +165,8 @@ def test_noise_is_on_what_is_read_and_not_on_what_is_revealed(
 
 
 def test_glancing_in_bfloat16_leaves_every_weight_its_gradient() -> None:
-    """Autocast keeps the casts made in the first pass, which in older torch pass on no
-    gradient (pytorch/pytorch#165068): run with --oldest."""
+    """Autocast keeps the casts made in the first pass; in older torch, no gradient passes through
+    them (pytorch/pytorch#165068): run with --oldest."""
     small = random_target(architectures(V, 6)["llama"])
     drafter = random_drafter(FalconConfig(depth=2), small, 0.1)
     ctx, _ = small.features(IDS, drafter.needs)
@@ -211,7 +211,7 @@ def test_blocks_tile_a_text_and_stand_for_all(target: Target) -> None:
     ids=["block", "chain", "tree"],
 )
 def test_one_pass_drafts_two_depths(target: Target, shape: Shape, passes: list[int]) -> None:
-    """The queries of each pass: two for every block that is begun at once."""
+    """The number of queries in each pass: two for every block that begins there."""
     drafter, queries = falcon(target), list[int]()
     ctx, run = read(target, drafter), drafter.compiled.run
     choose = Choose(Sampler(0.0), "without", [torch.Generator()], None, V)
@@ -226,7 +226,7 @@ def test_one_pass_drafts_two_depths(target: Target, shape: Shape, passes: list[i
 
 
 def test_falcon_trains_on_a_tiny_target(tiny: Tiny, tmp_path: Path) -> None:
-    """By the job of `python train.py drafter=falcon experiment=falcon_paper`."""
+    """Trained by the job of `python train.py drafter=falcon experiment=falcon_paper`."""
     given = ["experiment=falcon_paper", "optim.lr=5e-3", "loop.epochs=4"]
     tiny.job(tmp_path / "run", "falcon", *given)
     first, last = (losses(tmp_path / "run")[i][1]["loss"] for i in (0, -1))

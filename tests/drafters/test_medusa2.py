@@ -61,9 +61,10 @@ def kl(before: Tensor, after: Tensor) -> Tensor:
 def test_the_loss_is_the_heads_own_for_the_adapted_target_and_its_divergence(
     target: Target,
 ) -> None:
-    """Twice: with adapters in a view of the target, and with a target into which they are merged,
-    whose own features and p the plain heads then read. At half the run, the schedule is
-    sin(π / 4); every anchor a counts KL(original ‖ adapted) after the tokens up to a."""
+    """The loss is computed twice: with adapters in a view of the target; and with plain heads that
+    read the features and p of a target into which the adapters are merged. At half the run, the
+    schedule is sin(π / 4); every anchor a counts KL(original ‖ adapted) after the tokens up to a.
+    """
     drafter, objective = made(target), ObjectiveConfig()
     plain, own = drafter.settled(target)
     sampler, moment = Sampler(1.0), Moment(progress=0.5)

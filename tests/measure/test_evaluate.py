@@ -182,8 +182,8 @@ def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
 
 def test_the_operations_of_a_step_are_those_of_its_products(target: Target) -> None:
     """Twice the weights of all linear layers and the head and, where torch counts them (not on
-    CPUs), the products of attention: for each of 4 layers and 4 heads 2 · 2 · 8 for each token of
-    the prompt and the anchor. Of a draft that is the target, ĉ is 1."""
+    CPUs), the products of attention: 2 · 2 · 8 in each of 4 layers and 4 heads, for the anchor and
+    each token of the prompt. If the draft is the target, ĉ is 1."""
     results = measured(target, lm(target, 0.0), replace(GREEDY, gamma=1))
     linears = [m for m in target.model.modules() if isinstance(m, torch.nn.Linear)]
     weights = sum(m.weight.numel() for m in linears)

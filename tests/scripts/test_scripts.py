@@ -190,8 +190,8 @@ def test_options_that_would_be_ignored_are_refused(arguments: list[str], part: s
 def test_an_engine_is_spoken_to_line_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of vLLM's Python a shell that chatters, answers once, starts anew, and ends of a
-    fault."""
+    """A shell script stands in for vLLM's Python: it chatters, answers once, starts anew, and
+    fails."""
     from benches import engine
     from benches.turns import Answer
 

@@ -36,9 +36,9 @@ from train.folder import data_of_run
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of training runs. They are stood in for by results whose acceptance is known:
-    starting from the target adds .2 of 10 positions a prompt, nla .1, the second rate .05 for
-    random starts alone; a walk takes 10 rounds for 10 tokens and those."""
+    """The commands of training runs. Results with known acceptance stand in for them: of 10
+    positions per prompt, starting from the target accepts .2 more, nla .1 more, and the second rate
+    .05 more for random starts alone. A walk takes 10 rounds for 10 tokens and the accepted ones."""
     from benches import recipe
 
     commands: list[list[str]] = []
@@ -127,8 +127,8 @@ def tiny_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_families_are_trained_once_and_stand_in_one_table(
     tmp_path: Path, tiny_runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against the results of each run; predicted speedup is τ / (3c + v). Bigrams are counts,
-    lookup drafts no trees, and an encoder-decoder cannot draft for this target."""
+    """Compared with the results of each run; the predicted speedup is τ / (3c + v). Bigrams are
+    counts, lookup drafts no trees, and an encoder-decoder cannot draft for this target."""
     from benches.families import families
 
     tiny = make_tiny(tmp_path)
@@ -173,8 +173,8 @@ def test_families_are_trained_once_and_stand_in_one_table(
 
 @pytest.mark.slow
 def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: list[str]) -> None:
-    """Made once, and then read. The figures are those of the runs' results; of the closed forms for
-    one α, some by hand."""
+    """The runs are made once, and then read. The page's figures are compared with the runs'
+    results, and some of the closed forms with values by hand."""
     from benches import paper as bench
 
     tiny, runs = make_tiny(tmp_path), tmp_path / "runs" / "p"

@@ -101,7 +101,7 @@ Life = Callable[..., list[int]]
 @pytest.fixture(scope="module")
 def killed(tiny: Tiny) -> Iterator[Life]:
     """Runs a job that dies of SIGKILL at each of the given places in turn, and then goes on to its
-    end. Returns the signals. One Python start for all jobs: each life is a fork."""
+    end. Returns the signals. Python starts once for all jobs: each life is a fork."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=REPOSITORY,
@@ -366,7 +366,7 @@ for overrides, folder in json.loads(sys.argv[1]):
 
 
 def require_equal(name: str, two: Path, one: Path) -> None:
-    """That both runs of a family have the same steps, figures and weights, but for rounding."""
+    """Check that both runs of a family have the same steps, figures and weights, up to rounding."""
     pairs = list(zip(losses(two), losses(one), strict=True))
     assert len(pairs) == 12, name
     for (step, ours), (_, theirs) in pairs:

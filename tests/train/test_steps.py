@@ -175,7 +175,8 @@ def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
 def test_rates_scale_the_learning_rate_of_what_they_match(
     tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth for the blocks' matrices, none for their biases, to which both patterns apply."""
+    """The rate is a tenth for the blocks' matrices, and 0 for their biases, which match both
+    patterns."""
     used: list[list[float]] = []
     adamw = torch.optim.AdamW.step
 

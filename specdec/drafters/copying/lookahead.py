@@ -6,9 +6,9 @@ window as scouts in the verifying pass, which gives each column's next guess. Th
 column, which the target itself produced in this context, go to a pool, as the text's n-grams do. It
 keeps the latest G n-grams for each first token; drafts are those that begin with the anchor.
 
-Every pass is W (N - 1) tokens wider, which pays where that costs little and prompt lookup, which
-finds the text's own n-grams for free, finds too few. The window depends on the rounds so far;
-teacher forcing sees only the n-grams of the text, so its α is a lower bound on the decoder's.
+Every pass is W (N - 1) tokens wider. This pays only where it costs little and where prompt lookup,
+which is free, finds too few n-grams in the text. The window depends on the rounds so far; teacher
+forcing sees only the n-grams of the text, so its α is a lower bound on the decoder's.
 
 Letters: B batch, X scouts, W columns, V vocabulary.
 """

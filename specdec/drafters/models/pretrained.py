@@ -183,7 +183,8 @@ def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) ->
 
 
 def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
-    """Raise UserError unless `model` has the values of `target`, which a tokenizer determines."""
+    """Raise UserError unless `model` has the values of `target`, all of which depend on the
+    tokenizer."""
     for key, theirs in target.items():
         require(
             model.get(key) == theirs,

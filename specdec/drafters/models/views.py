@@ -108,7 +108,7 @@ def with_weights(target: Target) -> Any:
 
 def twin(module: nn.Module) -> Any:
     """The same module, with its own dicts of submodules, buffers and hooks at every level; linear
-    layers, which may hold a packed copy of their weight, are the very same."""
+    layers are shared, as they may hold a packed copy of their weight."""
     if isinstance(module, nn.Linear):
         return module
     found = copy.copy(module)

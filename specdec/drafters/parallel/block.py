@@ -153,8 +153,8 @@ class Block(Drafter):
         self._target, self._head = (target,), target.unembedding(self.vocab_S)
 
     def read(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:
-        """What a layer's attention reads of the slots' stream [..., D], whose blocks follow each
-        other, and what `finish` needs to be told of it."""
+        """What a layer's attention reads of the slots' stream [..., D], block after block, and what
+        to pass on to `finish`."""
         return layer.input_layernorm(x), None
 
     def finish(self, layer: Layer, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
@@ -219,8 +219,8 @@ class Block(Drafter):
         return self.head(hidden)
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        """What grows from the head's logits of all depths after these anchors, and from the states
-        that they were computed from."""
+        """The growth after these anchors, from the head's logits of all depths and the states from
+        which they were computed."""
         return reading_no_draft(lambda k: logits_BKS[:, k])
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:

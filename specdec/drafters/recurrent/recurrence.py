@@ -74,7 +74,7 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(llama)
 
     def entered(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads of the stream [..., D] below, and the residual."""
+        """What attention reads of the stream [..., D] from below, and the residual."""
         return self.input_layernorm(stream), stream
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -350,7 +350,7 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     [B, A] see: the pairs of their document up to their own."""
     place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
     position_BP = (place_BP - 1).clamp_min(0)
-    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # else the feature is of the one before
+    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # else its feature is of another
 
     def sight(pair_BA: Tensor) -> Sight:
         return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
@@ -372,8 +372,9 @@ def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
 
 
 def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
-    """Copy tensors of the target's last layer to those of the same names. Returns the weight of
-    the norm after that layer; None, with nothing copied, if there is none or a tensor unlike."""
+    """Copy tensors of the target's last layer to those of the same names. Returns the weight of the
+    norm after that layer. If there is no such norm, or a tensor does not fit, copies nothing and
+    returns None."""
     theirs, after = target.layer(-1), getattr(target.norm, "weight", None)
     if after is None or not fits(theirs, ours):
         return None
