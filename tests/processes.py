@@ -23,7 +23,7 @@ FORKS.set_forkserver_preload(
 
 
 def environment() -> dict[str, str]:
-    """One thread, no network, no W&B, this repository first."""
+    """One thread, no network, no W&B, and this repository first on the path."""
     given = {k: v for k, v in os.environ.items() if not k.startswith("HYDRA_")}
     return given | {
         "OMP_NUM_THREADS": "1",

@@ -1,9 +1,9 @@
 """Confidence beside acceptance: how far they are apart, and the calibration that brings them
 together.
 
-Both concern the anchors at which a decoder's rounds started, and at each depth the cases in which
-all tokens before were accepted; by teacher forcing, since p then gives the probability of every
-outcome. Letters: T anchors of one answer, K depths, N tokens.
+Both are taken at the anchors where a decoder's rounds started and, at each depth, over the cases in
+which all tokens before were accepted. They are found by teacher forcing, since p then gives the
+probability of every outcome. Letters: T anchors of one answer, K depths, N tokens.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,9 @@ class Believed(NamedTuple):
 
 
 def believed(text: Text, variant: str, gamma: int) -> Believed:
-    """The first γ tokens that are drafted at the anchors of a text. The target wrote the text, so
-    those before them count as accepted where the text went on with them: a token x that is drawn
-    from q with min(1, q(x) / p(x)), which makes up for drawing it from p."""
+    """The first γ tokens that are drafted at the anchors of a text. The target wrote the text, so a
+    drafted token counts as accepted where the text goes on with it. If drafts are drawn from q, the
+    text's token x counts with weight min(1, q(x) / p(x)) instead, since it was drawn from p."""
     found, drawn = text.found, variant == "sampled"
     accepted = found.kept if drawn else getattr(found.alpha, variant)
     went_on = found.ratio.clamp_max(1) if drawn else found.written

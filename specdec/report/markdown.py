@@ -240,7 +240,8 @@ def _confidence(results: Results) -> list[str]:
         return []
     blocks = [
         "## Confidence",
-        "What the draft believes of a token that it drafts: q of it, or the family's own estimate. "
+        "Confidence is how likely the draft expects a drafted token to be accepted: its q, or the "
+        "family's own estimate. "
         "It is compared with acceptance at visited anchors, at each depth given that all tokens "
         "before were accepted. The calibration error is the distance between the two in each of "
         "ten bins, averaged over tokens.",
@@ -248,7 +249,7 @@ def _confidence(results: Results) -> list[str]:
     if results.calibrated_on:
         blocks.append(
             f"The calibration was fitted to {results.calibrated_on} other prompts. Lengths that "
-            "stop by confidence and dynamic trees decode with it."
+            "stop by confidence and dynamic trees use it."
         )
     for at in ats:
         rows = {"accepted": [x.whole.observed.text() for x in at.confidence]}

@@ -249,8 +249,8 @@ PAIRS = [
     ("name", "kind", "shape"), PAIRS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
 def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> None:
-    """Rows of unequal length that end at different times, each as if it were alone: the same
-    tokens, and the same rounds."""
+    """Rows of unequal length end at different times. Each has the tokens and the rounds that it
+    would have alone."""
     target = of_kind(kind)
     drafter = make_drafter(name, target, noise=0.05)
     prompts = [text(seed, length)[0].tolist() for seed, length in ((0, 4), (1, 14), (2, 8))]
@@ -317,7 +317,7 @@ def test_no_family_is_forgotten() -> None:
 TREE = Static([[0], [1], [0, 0], [0, 1], [1, 0]])
 
 
-RULES: list[tuple[str, bool, Shape]] = [  # q of a chain, of siblings, no q: two for every family
+RULES: list[tuple[str, bool, Shape]] = [  # for all families: q of a chain, q of siblings, no q
     ("block", False, Chain(2)),
     ("recursive", False, TREE),
     ("point_mass", False, Dynamic(2, 6, 3)),
@@ -335,7 +335,7 @@ SAMPLED, PROMPT = Sampler(0.7, top_k=4), text(9, 8)[0].tolist()
 
 @functools.cache
 def first_two() -> dict[tuple[int, int], float]:
-    """The probability of every first two tokens after PROMPT, by the target."""
+    """The target's probability of every pair of first tokens after PROMPT."""
     target, found = of_kind("llama"), {}
 
     def after(ids: list[int]) -> torch.Tensor:
@@ -359,13 +359,13 @@ def first_two() -> dict[tuple[int, int], float]:
 def test_committed_tokens_follow_p(
     target: Target, name: str, rule: str, greedy_draft: bool, shape: Shape
 ) -> None:
-    """Enumerated exactly for the rules in test_verify.py; here end to end, by counting.
+    """test_verify.py enumerates the rules exactly; this test counts, end to end.
 
-    Rules know no family: all run with a family that reads drafted tokens and one that does not. The
-    first two tokens of many generations against p computed by the target. With n draws the
-    L1 distance of an empirical distribution over its c cells is about sqrt(2 c / (π n)); twice
-    that, .2 for 16 cells, is the bound, which a rule that keeps every draft exceeds many times
-    over.
+    Rules know no family, so all run with a family that reads drafted tokens and one that does not.
+    The first two tokens of many generations are compared with p computed by the target. With n
+    draws the L1 distance of an empirical distribution over its c cells is about sqrt(2 c / (π n));
+    twice that, .2 for 16 cells, is the bound, which a rule that keeps every draft exceeds many
+    times over.
     """
     drafter, expected, n = make_drafter(name, target), first_two(), 1000
     counts = dict.fromkeys(expected, 0)

@@ -43,7 +43,7 @@ def config(**lora: object) -> EarlyExitConfig:
 
 
 def made(target: Target, noise: float = 0.1, **lora: object) -> EarlyExit:
-    """With noise on the adapters: they start at zero, which would hide mistakes."""
+    """A drafter with noise on its adapters: they start at zero, which would hide mistakes."""
     drafter = random_drafter(config(**lora), target, noise)
     assert isinstance(drafter, EarlyExit)
     return drafter
@@ -176,8 +176,8 @@ def test_options_that_cannot_be(target: Target, lora: dict[str, object], words: 
 
 
 def test_a_run_learns_and_is_resumed(tiny: Tiny, tmp_path: Path, one_thread: None) -> None:
-    """With dropout and with features on disk, interrupted after the checkpoint of step 4; then
-    trained further from its best draft."""
+    """The run has dropout and features on disk, and is interrupted after the checkpoint of step 4.
+    Then its best draft is trained further."""
     options = ["drafter.lora.rank=4", "drafter.lora.dropout=0.1", "loop.epochs=4"]
     records = require_learning_that_resumes(tiny, tmp_path, "early_exit", *options)
 

@@ -177,9 +177,9 @@ def test_glancing_in_bfloat16_leaves_every_weight_its_gradient() -> None:
 
 
 def test_blocks_tile_a_text_and_stand_for_all(target: Target) -> None:
-    """Of 7 usable positions, 2, 3, 4, 6, 7, 8, 9, four are even: with probability 4/7 their weight
-    is 7/4, else that of the others 7/3. Over 2,000 draws, one standard deviation of the share is
-    .011."""
+    """Of the 7 usable positions (2, 3, 4, 6, 7, 8 and 9) four are even: with probability 4/7 these
+    weigh 7/4 each, otherwise the others weigh 7/3 each. Over 2,000 draws, one standard deviation of
+    the share is .011."""
     drafter, valid = falcon(target, depth=2), torch.zeros(12, 2, dtype=torch.bool)
     valid[[2, 3, 4, 6, 7, 8, 9], 0] = True
     valid[[2, 3, 6, 7, 8], 1] = True

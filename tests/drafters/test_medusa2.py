@@ -43,7 +43,7 @@ def config(rank: int = 4, weight: float = 0.5) -> MedusaConfig:
 
 
 def made(target: Target, noise: float = 0.02) -> Medusa:
-    """With noise on the adapters: they start at zero, which would hide mistakes."""
+    """A drafter with noise on its adapters: they start at zero, which would hide mistakes."""
     drafter = random_drafter(config(), target, noise, VOCAB)
     assert isinstance(drafter, Medusa)
     return drafter

@@ -62,9 +62,10 @@ def synthetic(seed: int, answers: int = 40, each: int = 100) -> list[Believed]:
 
 
 def test_a_known_miscalibration_is_recovered_and_the_error_falls() -> None:
-    """4,000 tokens at depth 0 and those accepted, 1,300, at depth 1: the standard errors of scale
-    and shift are .03 to .1. On other tokens drawn alike the error was above .1 and falls to what
-    ten bins of so many tokens leave by chance, about .8 · sqrt(.25 / 130) = .035."""
+    """There are 4,000 tokens at depth 0 and, at depth 1, the 1,300 accepted ones, so the standard
+    errors of scale and shift are .03 to .1. On other tokens drawn in the same way, the calibration
+    error was above .1 and falls to what ten bins of so many tokens leave by chance, about .8 ·
+    sqrt(.25 / 130) = .035."""
     found, other = fit(synthetic(0)), synthetic(1)
     assert found.scale == pytest.approx([s for s, _ in TRUE], abs=0.2)
     assert found.shift == pytest.approx([s for _, s in TRUE], abs=0.2)
@@ -123,7 +124,8 @@ def test_what_counts_at_each_depth_by_hand(variant: str) -> None:
 
 
 def test_at_zero_acceptance_is_the_decoders_own(target: Target) -> None:
-    """Not close but equal, in float32: the share accepted of the tokens that the decoder tested."""
+    """In float32, the share accepted of the tokens that the decoder tested is equal, not just
+    close."""
     cfg = replace(CFG, prompts=5, max_new_tokens=24, temperatures=[0.0])
     (at,) = evaluate(Subject("run", target, lm(target), "prompts"), PROMPTS, cfg).temperatures
     assert 0 < sum(at.accepted) < sum(at.drafted) and not at.calibrated
@@ -203,7 +205,7 @@ def test_a_draft_that_copies_has_no_confidence(target: Target, tmp_path: Path) -
 
 
 def test_a_calibration_is_kept_with_the_draft(target: Target, tmp_path: Path) -> None:
-    """Also by `save`, as a hybrid's is; another temperature's is untouched."""
+    """`save` keeps it too, as it does for a hybrid; that of another temperature is untouched."""
     drafter = lm(target)
     drafts.save(tmp_path / "best", drafter, target)
     assert drafts.load(tmp_path / "best", target).calibrations == Calibrations()

@@ -163,8 +163,8 @@ def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None
 
 def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
     """D_LK is 1 - α, computed apart from it; block expects at least what rejection does, and both
-    lie between one token and γ + 1; the more lenient, the more is accepted, on either side;
-    non-iterative rejection accepts less."""
+    lie between one token and γ + 1; a more lenient rule accepts more, over all positions and at
+    visited anchors; non-iterative rejection accepts less."""
     greedy, at = measured(target, lm(target), replace(GREEDY, temperatures=[0.0, 1.0])).temperatures
     assert greedy.foreseen is None and at.foreseen is not None
     for d, alpha in zip(at.foreseen.divergence, at.alpha.all.sampled, strict=True):
@@ -181,9 +181,9 @@ def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
 
 
 def test_the_operations_of_a_step_are_those_of_its_products(target: Target) -> None:
-    """Twice the weights of all linear layers and the head and, where torch counts them (not on
-    CPUs), the products of attention: 2 · 2 · 8 in each of 4 layers and 4 heads, for the anchor and
-    each token of the prompt. If the draft is the target, ĉ is 1."""
+    """They are twice the weights of all linear layers and the head and, where torch counts them
+    (not on CPUs), the products of attention: 2 · 2 · 8 in each of 4 layers and 4 heads, for the
+    anchor and each token of the prompt. If the draft is the target, ĉ is 1."""
     results = measured(target, lm(target, 0.0), replace(GREEDY, gamma=1))
     linears = [m for m in target.model.modules() if isinstance(m, torch.nn.Linear)]
     weights = sum(m.weight.numel() for m in linears)

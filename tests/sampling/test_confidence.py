@@ -83,7 +83,8 @@ def test_an_own_estimate_is_about_the_likeliest_child() -> None:
 @pytest.mark.parametrize("variant", SAMPLERS)
 @pytest.mark.parametrize("name", ["eagle3", "dspark", "lm"])
 def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, variant: str) -> None:
-    """By that of its own way of acceptance alone. At T = 0 the answers stay plain decoding's."""
+    """It stops by the calibration of its own variant of α alone. At T = 0 the answers remain those
+    of plain decoding."""
     drafter = make_drafter(name, target, noise=0.05)
     plain, lengths = decode(target, PROMPTS, max_new_tokens=12), dict[str, set[int]]()
     cases = (NEVER, variant, {1}), (ALWAYS, variant, {3}), (NEVER, "greedy_draft", None)
@@ -149,7 +150,8 @@ def test_a_tree_by_calibrated_confidence_leaves_greedy_decoding_as_it_is(target:
 
 
 def test_a_hybrid_expects_of_its_head_what_the_calibration_saw(target: Target) -> None:
-    """At each temperature for itself; the α of its config holds where nothing was calibrated."""
+    """Each temperature has its own figure; the α of its config holds where nothing was
+    calibrated."""
     head = make_drafter("eagle3", target)
     config = HybridConfig(copying="ngram", depth=4, alpha=[0.5], gamma=3)
     hybrid = Hybrid.build(config, target, earlier=head).eval()
@@ -166,7 +168,8 @@ def test_a_hybrid_expects_of_its_head_what_the_calibration_saw(target: Target) -
 
 
 def test_a_familys_own_estimate_is_read_in_decoding(target: Target) -> None:
-    """In chains and trees, cached or not, it is `confidence` of the states after the same path."""
+    """In chains and trees, cached or not, the estimate is `confidence` of the states after the same
+    path."""
     drafter = make_drafter("dspark", target, noise=0.3)
     ids = torch.tensor([PROMPTS[1]])
     ctx, _ = target.features(ids, drafter.needs)

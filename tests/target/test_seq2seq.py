@@ -416,7 +416,7 @@ def save_t5(folder: Path) -> Path:
 
 
 def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
-    """Answers by the target, training, held-out decoding and the report, as for a causal one."""
+    """The target answers, the draft is trained, decoded and reported, as for a causal target."""
     job, t5 = make_tiny(tmp_path), save_t5(tmp_path / "t5")
     tau = job.job(
         tmp_path / "run",

@@ -231,8 +231,8 @@ def test_lenient_alpha() -> None:
 
 
 def test_non_iterative_alpha() -> None:
-    """1 / M = min q / p: min(.2 / .5, .2 / .3, .6 / .2) = .4; only tokens that the target may say
-    count; of a pruned vocabulary the others have q = 0; and q = p accepts all."""
+    """1 / M = min q / p: min(.2 / .5, .2 / .3, .6 / .2) = .4; only tokens with p > 0 count; tokens
+    outside a pruned vocabulary have q = 0; and q = p accepts all."""
     p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.2, 0.6]])
     assert non_iterative_alpha(p, q).item() == pytest.approx(0.4)
     assert non_iterative_alpha(p[:, :2], q[:, :2]).item() == 0

@@ -282,8 +282,8 @@ def test_drawn_anchors_and_a_changing_objective_resume_exactly(
     monkeypatch: pytest.MonkeyPatch,
     objective: str,
 ) -> None:
-    """4 anchors a row, of some 24, drawn anew at each of 12 steps of 2 rows; terms over depths and
-    features."""
+    """In each row, 4 of some 24 anchors are drawn anew at each of 12 steps of 2 rows; the terms are
+    over depths and features."""
     more = ["drafter.anchors.per_row=4", f"objective={objective}"]
     drawn: list[tuple[int, ...]] = []
     anchors = TeacherForcing.anchors

@@ -139,7 +139,7 @@ def test_a_run_older_than_a_setting_had_its_default(
 def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Of 5 held-out prompts 2 are measured, or all: then there is nothing to calibrate on."""
+    """Of 5 held-out prompts, 2 or all are measured; if all are, none is left to calibrate on."""
     tiny.job(tmp_path / "two", "bigram")
     found = Results.read(tmp_path / "two" / "report")
     assert found.calibrated_on == 3 and all(at.calibrated for at in found.temperatures)

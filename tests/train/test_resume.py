@@ -335,11 +335,12 @@ def test_a_damaged_description_of_a_feature_cache_is_named(
 def test_two_processes_are_one_that_accumulates(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
-    """1e-5 relative: the same micro-batches, and the same sum of their gradients but for its
-    order and the all-reduce's two halves (a mean times two): float32 rounding, 6e-8 an
-    operation, grows over 12 steps of AdamW to some 1e-6. torchrun, since `accelerate launch
-    --cpu` starts several processes through MPI alone; the variable is what it sets for them.
-    All families are trained by one start of the processes, which takes longer than training."""
+    """Both read the same micro-batches and sum the same gradients, but in another order and as two
+    halves (the all-reduce's mean, times two). Float32 rounding, 6e-8 per operation, grows to some
+    1e-6 over 12 steps of AdamW; the tolerance is 1e-5, relative. torchrun is used because
+    `accelerate launch --cpu` starts several processes through MPI alone; the variable is what it
+    sets for them. One start of the processes, which takes longer than training, serves all
+    families."""
     tail = f"features.root={tmp_path / 'features'}"
     jobs = [
         (tiny.overrides(name, tail, "loop.accumulate=1"), str(tmp_path / f"two-{name}"))

@@ -151,9 +151,10 @@ def test_adamw_by_hand() -> None:
 
 
 def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
-    """Muon's step is U Vᵀ of the gradient, which here is 3 · U Vᵀ, times .2 · lr · √max(rows,
-    columns), with singular values of .7 to 1.2 in five iterations. AdamW's first step is lr · the
-    gradient's sign, whatever its size: of the vector, and of a matrix over either vocabulary."""
+    """Here the gradient is 3 · U Vᵀ. Muon's step is .2 · lr · √max(rows, columns) · U Vᵀ, though
+    its five iterations leave singular values of .7 to 1.2 instead of 1. The vector and the matrices
+    over either vocabulary take AdamW's first step: lr times the gradient's sign, whatever its size.
+    """
     torch.manual_seed(0)
     hidden = nn.Parameter(torch.zeros(8, 4))
     others = [nn.Parameter(torch.zeros(*shape)) for shape in ((4,), (50, 4), (4, 20))]

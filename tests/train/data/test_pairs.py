@@ -23,7 +23,7 @@ from train.folder import data_of_run
 
 
 def of_file(path: Path | str, format: str, **options: Any) -> tuple[list[Conversation], Tally]:
-    """What is read of a file, and the count of it."""
+    """The conversations read from a file, and their tally."""
     tally = Tally()
     cfg = DataConfig(path=str(path), format=format, **options)
     return [c for c, _ in read(cfg, tally, lambda c: None)], tally
