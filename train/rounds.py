@@ -30,7 +30,7 @@ class RoundsConfig:
     the target alone answers every second conversation, both together the others. "draft_alone",
     "mixed_alone": the same, but the draft writes without the target, as in DistillSpec (Zhou et al.
     2024, arXiv 2310.08461); it must not read the target's features. "on_policy": in every round,
-    even the first, the prompts are decoded losslessly with the draft, and training is at the
+    even the first, the prompts are decoded losslessly with the draft, and it is trained at the
     anchors that the decoder visits, on the tokens drafted there, as in Draft-OPD (arXiv
     2605.29343); `objective` may be on_policy or any other.
 

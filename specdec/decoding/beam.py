@@ -6,11 +6,11 @@ replayed over it, step by step, as long as each of its live beams is one of the 
 step that leaves the tree is kept too, so a round that accepts n drafted steps makes n + 1.
 
 All beams live in one row of the target's cache, as a tree: with a row for each beam, the text that
-they share would be stored, reordered and attended to `beams` times. Each pass writes its nodes
-after the committed trunk into scratch slots, and the mask no longer reaches those of dead beams.
-When scratch has grown large, the text on which all live beams agree is committed and the rest is
-forgotten; the next pass reads the few live tokens beyond it again. Drafters only know rows, so they
-get a row for each beam (`Rows`), and rows are repeated and dropped along with the beams.
+they share would be stored, reordered and attended to `beams` times. Each pass writes its nodes into
+scratch slots after the committed trunk, and the mask hides the slots of dead beams. When scratch
+has grown large, the text on which all live beams agree is committed and the rest is forgotten; the
+next pass reads the few live tokens beyond it again. Drafters only know rows, so they get a row for
+each beam (`Rows`), and rows are repeated and dropped along with the beams.
 
 Letters: W live beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row
 that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
@@ -124,7 +124,7 @@ class Search:
         """Extend every beam by one token, given log p of the live beams. A node that is `known` by
         its parent and token is reused."""
         W, V = self.beams, log_p_WV.shape[1]
-        most = max(2, 1 + len(self.eos)) * W  # so that W go on even if each beam's best are eos
+        most = max(2, 1 + len(self.eos)) * W  # so that W go on even if every beam could end
         total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
         token_C = index_C % V
         ends_C = torch.isin(token_C, self.eos) | (self.length + 1 >= self.limit)

@@ -220,9 +220,9 @@ def _processors(
     limit: int,
     given: Sequence[Processor],
 ) -> list[Processor]:
-    """The processors that `generate` would run, made by its own function, with its warpers only if
-    the `Sampler`, which is faster and keeps a draft's vocabulary pruned, cannot do the same. `seen`
-    counts the tokens before each row's answer, `limit` those of the answer."""
+    """The processors that `generate` would run, made by its own function. Its warpers are among
+    them only if the `Sampler`, which is faster and keeps a draft's vocabulary pruned, cannot do the
+    same. `seen` counts the tokens before each row's answer, `limit` those of the answer."""
     require(
         len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in given),
         "PrefixConstrainedLogitsProcessor needs the number of the row in the batch, but each row "
