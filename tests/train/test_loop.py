@@ -52,8 +52,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
 # The whole job
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-@pytest.mark.parametrize("name", list(DRAFTER_OVERRIDES))
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [(name, "data") for name in DRAFTER_OVERRIDES]
+    # of the target's layers, final state and neither; counts of its texts
+    + [(name, "target") for name in ("eagle3", "medusa", "lm", "suffix")],
+)
 def test_whole_job(
     tiny: Tiny, tmp_path: Path, loaded: list[Target], name: str, answers: str
 ) -> None:

@@ -91,7 +91,7 @@ def test_the_settings_are_found() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(given=overrides())
 def test_whatever_is_configured(given: list[str]) -> None:
     """Only the errors that `train.py` tells in one line come out, each of them in one line; what

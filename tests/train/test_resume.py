@@ -131,12 +131,13 @@ KILLS = {
     "in_the_middle_of_writing": [("half", 2, 0), ("half", 1, 1), ("half_best", 1, 1)],
     "between_two_renames": [("rename", 1, 0), ("rename", 2, 1), ("rename", 3, 1), ("rename", 2, 1)],
     "before_and_after_resuming": [("features", 1, 1), ("lr", 5, 0), ("rewind", 1, 1)],
+    "once": [("log", 7, 1)],
 }
 
 
 OFTEN = ("loop.save_every=2", "loop.eval_every=3")
 PLACES = [("eagle3", kills) for kills in KILLS]  # the places do not depend on the family
-PLACES += [(n, "between_checkpoints") for n in TRAINABLE if n != "eagle3"]
+PLACES += [(n, "once") for n in TRAINABLE if n != "eagle3"]
 
 
 @pytest.fixture(scope="module")
