@@ -359,7 +359,7 @@ def test_compiled_passes_decode_the_same(
         return call(one, cache, **inputs)
 
     monkeypatch.setattr(Compiled, "__call__", counted)
-    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "max_new_tokens": 16}
+    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "max_new_tokens": 6}
     plain = decode(target, asked, **options)
     passes.clear()
     fast = decode(target, asked, compiled=True, **options)
