@@ -90,7 +90,7 @@ def paper(
     heads: Annotated[Sequence[str], 'e.g. "NAME drafter.depth=3"; default: that of train.py'] = (),
     runs: Annotated[Sequence[str], "finished runs inside runs/ to add, e.g. quickstart"] = (),
     pairs: Annotated[Path | None, "to translate, as for data=pairs; default: Bible verses"] = None,
-    steps: Annotated[int, "of training the T5 that translates"] = 400,
+    steps: Annotated[int, "of training the T5 that translates"] = 2000,
 ) -> None:
     """The experiments of the paper that introduced speculative decoding, on one page with plots.
 

@@ -167,6 +167,7 @@ def blocks(found: Mapping[str, Results]) -> list[str]:
         f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "
         f"layers of width {TARGET['d_model']}, trained for this page on the training side of "
         f"{base.data}, in minutes. It translates badly, as the samples show. {base.prompts} "
+        f"{base.data}; the samples show how well it translates. {base.prompts} "
         f"held-out sources, answers of up to {base.max_new_tokens} tokens; the drafts were trained "
         f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. A "
         "draft of one or two layers out of 6 costs a far larger share of a target step (c) than "
