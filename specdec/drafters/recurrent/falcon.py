@@ -45,9 +45,9 @@ CHUNK = 256  # states whose logits exist at a time while wrong forecasts are cou
 @dataclass
 class FalconConfig:
     """`unroll` is the number of trained depths (null: all `depth` of them); the paper trains one
-    block, which is 2 depths. Training reveals as many blocks as the share `glance` of the wrong
-    forecasts; this share falls to 0 by the end. `noise` is the width of the uniform noise that
-    training adds to the features of a text of 512 tokens (the paper: 0.2)."""
+    block, which is 2 depths. Training reveals blocks, at first `glance` times as many as there are
+    wrong forecasts, at the end none. `noise` is the width of the uniform noise that training adds
+    to the features of a text of 512 tokens (the paper: 0.2)."""
 
     name: str = "falcon"
     depth: int = 4
