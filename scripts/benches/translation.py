@@ -166,7 +166,6 @@ def blocks(found: Mapping[str, Results]) -> list[str]:
         "## An encoder-decoder (Section 4.1, Tables 2 and 3)",
         f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "
         f"layers of width {TARGET['d_model']}, trained for this page on the training side of "
-        f"{base.data}, in minutes. It translates badly, as the samples show. {base.prompts} "
         f"{base.data}; the samples show how well it translates. {base.prompts} "
         f"held-out sources, answers of up to {base.max_new_tokens} tokens; the drafts were trained "
         f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. A "
