@@ -76,7 +76,7 @@ def pairs_of(given: Path | None, folder: Path) -> Path:
     try:
         database = find_package_file(PACKAGE, ".db")
     except UserError as error:
-        raise UserError(f"{error}, or give --pairs FILE, or --parts causal") from error
+        raise UserError(f"{error}, or give --pairs FILE") from error
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as read:
         rows = read.execute(VERSES, (LONGEST, LONGEST)).fetchall()
     lines = (json.dumps({"source": a, "target": b}, ensure_ascii=False) + "\n" for a, b in rows)

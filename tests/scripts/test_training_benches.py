@@ -237,7 +237,7 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
     for name in ("gamma", "tokens"):
         assert f'<img src="{name}.png"' in shown and (runs / "report" / f"{name}.png").exists()
     with pytest.raises(UserError, match="--layers 5: the target has 4"):
-        bench.paper(["data.limit=null", *mine], folder=Path("p"), parts=["causal"], layers=[5])
+        bench.paper(["data.limit=null", *mine], folder=Path("p"), layers=[5])
 
 
 def small_t5(patch: pytest.MonkeyPatch) -> Any:
