@@ -143,6 +143,8 @@ def test_settings_in_the_text_compose(word: str) -> None:
 
 NEEDED = {
     "stage.new_tokens=500": ["drafter.from=runs/quickstart/best"],  # what a setting wants beside it
+    "data=pairs": ["data.path=pairs.tsv"],
+    "data=text": ["data.path=articles.txt"],
     "target=model": ["target.path=x"],
     "data=conversations": ["data.path=x"],
     "objective=adaspec": ["objective.reference=runs/NAME/best"],
