@@ -63,7 +63,7 @@ class Rule:
     lossless: bool = True
     at_zero: JudgeGreedily | None = None
     parameters: Mapping[str, float] = field(default_factory=dict)
-    name: str = "of the caller's"
+    name: str = "this rule"
 
     @property
     def trees(self) -> bool:

@@ -249,7 +249,7 @@ def _confidence(results: Results) -> list[str]:
     if results.calibrated_on:
         blocks.append(
             f"The calibration was fitted to {results.calibrated_on} other prompts. Lengths that "
-            "stop by confidence and dynamic trees use it."
+            "stop by confidence, dynamic and best-first trees, and hybrids use it."
         )
     for at in ats:
         rows = {"accepted": [x.whole.observed.text() for x in at.confidence]}
