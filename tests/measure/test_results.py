@@ -177,7 +177,7 @@ def test_the_closed_forms_stand_for_chains_alone() -> None:
     # 270 MB / 20 ms; .27 GFLOP a token, so .81 for the 3 of a verification, in 22 ms
     assert "| plain step | 1 | 20.0 [19.0, 21.0] | 270 | 0.27 | 1.00 | 13.5 [" in chain
     assert "| verification | 3 | 22.0 [21.0, 23.0] | 270 | 0.81 | 3.00 | 12.3 [" in chain
-    assert "36.8 [" in chain and "rejection (Appendix A.2) 0.100 [0.050, 0.150]." in chain
+    assert "36.8 [" in chain and "rejection (Appendix A.2), 0.100 [0.050, 0.150]." in chain
     trees = results()
     trees.tree = "dynamic"
     trees.temperatures = [replace(t, nodes=6, chain=False) for t in trees.temperatures]
