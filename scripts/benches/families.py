@@ -39,7 +39,7 @@ def families(
     because it is for another kind of target, is listed with the reason. A family may have overrides
     of its own: "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
     """
-    found, refused = dict[str, Results](), dict[str, str]()
+    found, refused = dict[str, tuple[Results, Results | None]](), dict[str, str]()
     named = {given.split()[0]: given.split()[1:] for given in families}
     for name in named:
         family(name)
@@ -51,17 +51,17 @@ def families(
         except recipe.Refused as error:
             refused[name] = str(error)
         else:
-            found[name] = made
+            found[name] = made, tree_of(recipe.ROOT / "runs" / folder / name, made)
     require(bool(found), f"no family could be measured: {next(iter(refused.values()), '')}")
-    alike = {made.training.tokens for made in found.values() if made.training}
+    alike = {made.training.tokens for made, _ in found.values() if made.training}
     require(
         len(alike) <= 1,
         f"the runs in runs/{folder} are of different lengths ({', '.join(map(str, alike))} "
         "tokens): give another --folder",
     )
-    runs = {name: recipe.ROOT / "runs" / folder / name for name in found}
-    rows = [row(name, made, tree_of(runs[name], made), runs[name]) for name, made in found.items()]
-    first = next(iter(found.values()))
+    runs = recipe.ROOT / "runs" / folder
+    rows = [row(name, *measured, runs / name) for name, measured in found.items()]
+    first, _ = next(iter(found.values()))
     console.print(
         f"{', '.join(f'{n:,}' for n in alike) or 'no'} training tokens a family, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens; {first.machine}. Intervals "
