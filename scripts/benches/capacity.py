@@ -10,7 +10,6 @@ from benches import recipe
 from benches.families import ONCE, parameters
 from benches.turns import show
 
-from specdec.errors import require
 from specdec.measure.results import AtTemperature, Results
 from specdec.progress import console
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
@@ -43,14 +42,10 @@ def capacity(
         own = [f"loop.max_tokens={tokens}", *(f"drafter.{x}" for x in settings)]
         said = f"head {n} of {len(names)}"
         made[arm] = recipe.report_of(name, [*ONCE, *overrides], own, said)
-    alike = {(x.drafter, x.training.tokens) for x in made.values() if x.training}
-    require(
-        len(alike) == 1,
-        f"the runs in runs/{folder} differ in drafter or training tokens: give another --folder",
-    )
+    tokens = recipe.tokens_of_each(made.values(), folder)
     first = next(iter(made.values()))
     console.print(
-        f"{first.drafter}, {alike.pop()[1]:,} training tokens a head, {first.prompts} held-out "
+        f"{first.drafter}, {tokens:,} training tokens a head, {first.prompts} held-out "
         f"prompts of up to {first.max_new_tokens} new tokens, γ at most "
         f"{max(x.temperatures[0].gamma for x in made.values())}; {first.machine}. Intervals are "
         "95 % bootstraps over prompts, and over timings for c."

@@ -7,7 +7,7 @@ not depend on the draft, so that arms are compared prompt by prompt and seed by 
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -89,6 +89,17 @@ def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str
     return Results.read(report)
 
 
+def tokens_of_each(runs: Iterable[Results], folder: Path) -> int:
+    """How many tokens each of the runs in `folder` was trained on. Raises UserError unless all are
+    of one drafter and equally long."""
+    alike = {(run.drafter, run.training.tokens) for run in runs if run.training}
+    require(
+        len(alike) == 1,
+        f"the runs in runs/{folder} are of different drafters or lengths: give another --folder",
+    )
+    return alike.pop()[1]
+
+
 def trained(
     arms: Mapping[str, Sequence[str]],
     overrides: Sequence[str],
@@ -108,13 +119,9 @@ def trained(
         runs.setdefault((arm, rate), []).append(made)
     found = [Arm(arm, rate, of) for (arm, rate), of in runs.items()]
     first = found[0].runs[0]
-    alike = {(r.drafter, r.training.tokens) for arm in found for r in arm.runs if r.training}
-    require(
-        len(alike) == 1,
-        f"the runs in runs/{folder} are of different drafters or lengths: give another --folder",
-    )
+    tokens = tokens_of_each([run for arm in found for run in arm.runs], folder)
     console.print(
-        f"{first.drafter}, {alike.pop()[1]:,} tokens a run, {seeds} seeds, {first.prompts} "
+        f"{first.drafter}, {tokens:,} tokens a run, {seeds} seeds, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens, γ = "
         f"{first.temperatures[0].gamma}; {first.machine}. Intervals are 95 % bootstraps over "
         "prompts, whose counts are added over the seeds."
