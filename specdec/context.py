@@ -56,6 +56,17 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Known:
+    """Anchors of texts that the target has read: the tokens and features of the texts, and the
+    target's final states, which say what it predicts next. Two more tokens follow every anchor."""
+
+    ctx: Context
+    final_BTD: Tensor
+    row_N: Tensor
+    position_N: Tensor
+
+
+@dataclass(frozen=True)
 class Moment:
     """How far a run has come at a training pass, for families and objectives that change over
     a run, and which results of the pass count."""

@@ -131,6 +131,8 @@ def resolve(cfg: DictConfig) -> Config:
         f"drafter={drafter.name}",
     )
     require_within("drafter", drafter, depth=(1, DEEPEST))
+    if config.optim.lr is None:
+        config.optim.lr = config.family.learning_rate(drafter)
     if config.also is not None:
         Hybrid.copying_family(config.also)
         require(

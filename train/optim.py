@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.base import Sizes
+from specdec.drafters.base import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 
 HIDDEN = ("adamw", "muon")
@@ -17,9 +17,9 @@ HIDDEN = ("adamw", "muon")
 class OptimConfig:
     """`hidden` is what trains the matrices of the hidden layers, AdamW or Muon; AdamW trains the
     rest. The learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then
-    falls along a cosine to `final` · `lr`. `clip` bounds the global gradient norm. `rates`
-    multiplies the learning rate of parameters whose names match a shell pattern:
-    optim.rates={*.bias:0.5}.
+    falls along a cosine to `final` · `lr`. In a configuration, `lr` null is the family's own.
+    `clip` bounds the global gradient norm. `rates` multiplies the learning rate of parameters whose
+    names match a shell pattern: optim.rates={*.bias:0.5}.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
     are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
@@ -28,7 +28,7 @@ class OptimConfig:
     natively, a step takes several times as long.
     """
 
-    lr: float = 1e-3
+    lr: float | None = 1e-3
     hidden: str = "adamw"
     rates: dict[str, float] = field(default_factory=dict)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -40,7 +40,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_within("optim", self, weight_decay=0, final=0, warmup=(0, 1))
         require_known("optim", self, hidden=HIDDEN)
-        require(0 < self.lr < math.inf, f"optim.lr={self.lr}: give a number above 0")
+        require(
+            self.lr is None or 0 < self.lr < math.inf, f"optim.lr={self.lr}: give a number above 0"
+        )
         for pattern, scale in self.rates.items():
             require_between(f"optim.rates.{pattern}", scale, 0)
         require(self.clip > 0, f"optim.clip={self.clip}: give a number above 0")
@@ -50,11 +52,12 @@ class OptimConfig:
         )
 
 
-def build(model: nn.Module, cfg: OptimConfig, sizes: Sizes) -> list[torch.optim.Optimizer]:
+def build(model: nn.Module, cfg: OptimConfig, drafter: Drafter) -> list[torch.optim.Optimizer]:
     """The optimisers over the trained parameters of `model`, without weight decay on vectors. The
-    learning rate of a group is `scale` times the common one. `sizes` are the drafter's, which give
-    the sizes of the vocabularies. Raises UserError if a pattern of `rates` matches nothing."""
-    vocabularies = {sizes.target_vocab, sizes.draft_vocab}
+    learning rate of a group is `scale` times the common one: the product of the drafter's and the
+    config's `rates`. Raises UserError if a pattern of the config's matches nothing."""
+    vocabularies = {drafter.sizes.target_vocab, drafter.sizes.draft_vocab}
+    rates = [*drafter.learning_rates.items(), *cfg.rates.items()]
     named = {n.removeprefix("drafter."): p for n, p in model.named_parameters() if p.requires_grad}
     for pattern in cfg.rates:
         require(
@@ -62,11 +65,12 @@ def build(model: nn.Module, cfg: OptimConfig, sizes: Sizes) -> list[torch.optim.
             f"optim.rates: no trained parameter is named like {pattern!r}; some are "
             f"{', '.join(list(named)[:3])}",
         )
+    assert cfg.lr is not None  # the configuration resolves it
     groups: dict[tuple[bool, float, float], list[Tensor]] = {}
     for name, p in named.items():
         hidden = cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}
         decay = cfg.weight_decay if p.ndim >= 2 else 0.0
-        scale = math.prod(x for pattern, x in cfg.rates.items() if fnmatchcase(name, pattern))
+        scale = math.prod(x for pattern, x in rates if fnmatchcase(name, pattern))
         groups.setdefault((hidden, decay, scale), []).append(p)
     of_adamw, of_muon = (
         [
@@ -86,6 +90,7 @@ def build(model: nn.Module, cfg: OptimConfig, sizes: Sizes) -> list[torch.optim.
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """The learning rate at a step, counted from 0 to steps - 1."""
+    assert cfg.lr is not None
     warm = max(1, round(cfg.warmup * steps))
     if step < warm:
         return cfg.lr * (step + 1) / warm

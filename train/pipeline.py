@@ -2,17 +2,21 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
+from specdec.context import Known
 from specdec.decoding.alone import require_alone
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, with_copying
 from specdec.errors import require
 from specdec.files import make_folder, write_whole
+from specdec.forcing.anchors import anchors_of
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -23,6 +27,7 @@ from specdec.progress import bars, console
 from specdec.report import report
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, opening
+from train import checkpoint
 from train.config import Config
 from train.data.packing import pack
 from train.data.split import require_readable
@@ -37,6 +42,9 @@ from train.rounds import RoundsConfig, written
 from train.stages import starting
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
+
+REGRESSED = 50_000  # anchors that a start by regression reads, at most about twice as many
+ROWS = 8  # packed rows that it reads at a time
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -153,6 +161,12 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
         drafter, parts, cfg.sampler, cfg.objective, reference, cfg.trains_at_visits
     )
     before = job.target.parts.checksum()
+    fresh = cfg.stage.draft is None and not checkpoint.steps(job.folder / "checkpoints")
+    if fresh and getattr(cfg.drafter, "start", None) == "regression":
+        texts_read = data
+        if not data.rows:  # the rows of a decoder's rounds are made later
+            (texts_read,) = _sources(job, drafter, [texts.train])
+        _regress(job, drafter, texts_read)
     known = {} if on_policy else {0: data}
     training = train(job, forcing, _by_round(job, drafter, texts, known), held_out)
     if job.target.parts.checksum() != before:
@@ -163,6 +177,29 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
         f"{training.held_out.tau_greedy:.3f}"
     )
     return training
+
+
+def _regress(job: Job, drafter: Drafter, data: Source) -> None:
+    """Start the drafter in closed form, from some `REGRESSED` anchors of evenly spaced rows."""
+    anchors = sum(int(row.mask.sum()) for row in data.rows)
+    rows = range(0, len(data.rows), max(1, anchors // REGRESSED))
+    task = job.progress.add_task("least squares", total=len(rows))
+
+    def known() -> Iterator[Known]:
+        job.progress.update(task, completed=0)
+        for start in range(0, len(rows), ROWS):
+            batch = data.batch(rows[start : start + ROWS])
+            position_BT, document_BT = batch.ctx.documents()
+            found = anchors_of(batch.mask_BT, document_BT, position_BT, 2)
+            followed = found.valid_NK.all(-1)
+            where = found.row_N[followed], found.position_N[followed]
+            yield Known(batch.ctx, batch.final_BTD, *where)
+            job.progress.advance(task, len(batch.mask_BT))
+
+    with torch.no_grad():
+        drafter.regress(known)
+    job.progress.remove_task(task)
+    console.print(f"start: least squares over {len(rows):,} of {len(data.rows):,} packed rows")
 
 
 def _by_round(

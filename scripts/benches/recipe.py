@@ -21,7 +21,7 @@ from specdec.measure.results import FILE, PromptCounts, Results
 from specdec.progress import console
 from specdec.theory.intervals import Interval, difference_interval, ratio_interval
 
-STARTS, OBJECTIVES = ("target", "random"), ("nla", "kl")
+STARTS, OBJECTIVES = ("regression", "target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
 FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null", "also=null")
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,9 +138,9 @@ def recipe(
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("recipe"),
     seeds: int = 3,
-    rates: Annotated[Sequence[str], "learning rates"] = ("1e-3", "2e-3"),
+    rates: Annotated[Sequence[str], "learning rates"] = ("2e-4", "1e-3", "2e-3"),
 ) -> None:
-    """Four arms of start and objective, by seeds, each at the better of two learning rates.
+    """Six arms of start and objective, by seeds, each at the best of the learning rates.
 
     Trains the arms that `folder` lacks. After an interruption, the same command continues: finished
     runs are not trained again, the others are resumed.
@@ -162,9 +162,13 @@ def recipe(
     columns = ["start", "objective", "lr", "α sampled, depth 0", "of each seed", "n", "τ, T = 0"]
     show([*columns, "α above random and kl"], rows)
     pairs = [
-        *(("random → target", f"objective {x}", f"target-{x}", f"random-{x}") for x in OBJECTIVES),
+        *(
+            (f"random → {to}", f"objective {x}", f"{to}-{x}", f"random-{x}")
+            for to in STARTS[:2]
+            for x in OBJECTIVES
+        ),
         *(("kl → nla", f"start {x}", f"{x}-nla", f"{x}-kl") for x in STARTS),
-        ("both", "", "target-nla", "random-kl"),
+        *((f"random → {to}, kl → nla", "", f"{to}-nla", "random-kl") for to in STARTS[:2]),
     ]
     brought = []  # the gain from each part while the other stays, at the best rates
     for what, same, ours, theirs in pairs:
@@ -186,7 +190,7 @@ def objectives(
         *("d_pace", "expected_length"),
     ),
     seeds: int = 3,
-    rates: Annotated[Sequence[str], "learning rates"] = ("1e-3",),
+    rates: Annotated[Sequence[str], "learning rates; null is the family's own"] = ("null",),
 ) -> None:
     """Objectives on one drafter at equal tokens and over seeds, each at its best learning rate.
 

@@ -9,7 +9,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Moment, Needs, Proposal
+from specdec.context import Context, Known, Moment, Needs, Proposal
 from specdec.errors import UserError, require, require_between, require_known, require_within
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations, variant_of
@@ -72,6 +72,10 @@ class Drafter(nn.Module, ABC):
     Config: ClassVar[type[Any]]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
     bounds: ClassVar[Mapping[str, int | tuple[int, int]]] = {}  # of settings; see `require_within`
+    starts: ClassVar[Sequence[str]] = (
+        "target",
+        "random",
+    )  # what `start` may be, if it is a setting
     trainable: ClassVar[bool] = True  # see `trains`
     reads_body: ClassVar[bool] = False  # runs the target's own layers, so it needs a whole target
     needs: Needs = Needs()
@@ -86,6 +90,9 @@ class Drafter(nn.Module, ABC):
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
     calibrations = Calibrations()  # of its confidence
+    learning_rates: Mapping[
+        str, float
+    ] = {}  # factors of learning rates, by patterns of parameter names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
@@ -95,7 +102,7 @@ class Drafter(nn.Module, ABC):
         given = {name: bound for name, bound in bounds.items() if hasattr(config, name)}
         require_within("drafter", config, **given)
         if hasattr(config, "start"):
-            require_known("drafter", config, start=("target", "random"))
+            require_known("drafter", config, start=self.starts)
         self.config = config
         self.sizes = sizes
         self.depth = config.depth
@@ -107,6 +114,11 @@ class Drafter(nn.Module, ABC):
     def trains(cls, config: Any) -> bool:
         """Whether a drafter with this config has weights to train."""
         return cls.trainable
+
+    @classmethod
+    def learning_rate(cls, config: Any) -> float:
+        """The learning rate if `optim.lr` is null."""
+        return 1e-3
 
     @classmethod
     def adapts_target(cls, config: Any) -> bool:
@@ -207,6 +219,10 @@ class Drafter(nn.Module, ABC):
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         """Learn from training texts without gradients and store the result (counts, an index) in
         buffers. `masks` mark the assistant's tokens."""
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Set the weights that training starts from in closed form, if `start` is "regression".
+        `known()` reads the same part of the training texts every time."""
 
     def require_sound(self) -> None:
         """Raise UserError if loaded buffers hold values that no fit can have produced, such as

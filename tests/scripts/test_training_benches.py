@@ -75,14 +75,16 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
 
     for _ in range(2):
         recipe.recipe(["data.limit=9"], folder=Path("arms"))
-    assert len(runs) == 4 * 2 * 3 and all("data.limit=9" in c for c in runs)
+    assert len(runs) == 6 * 3 * 3 and all("data.limit=9" in c for c in runs)
     rows = tables(capsys.readouterr().out)
     best = {(r[0], r[1]): (r[2], r[3], r[7]) for r in rows if len(r) == 8 and "best" in r[2]}
-    assert best["target", "nla"] == ("1e-3 (best)", "0.600", "0.250")
+    assert best["target", "nla"] == ("2e-4 (best)", "0.600", "0.250")
     assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
     parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
     assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35
-    assert parts["kl → nla", "start target"] == "0.100" and parts["both", ""] == "0.250"
+    assert parts["kl → nla", "start target"] == "0.100"
+    assert parts["random → target, kl → nla", ""] == "0.250"
+    assert parts["random → regression", "objective kl"] == "-0.050"
 
 
 def test_objectives_are_compared_with_the_first(
@@ -93,14 +95,14 @@ def test_objectives_are_compared_with_the_first(
     for _ in range(2):
         recipe.objectives(arms=["kl", "nla objective.per=sequence"], seeds=2, folder=Path("o"))
     assert [c[-4:] for c in runs[:2]] == [
-        ["name=o/kl-lr1e-3-seed0", "objective=kl", "optim.lr=1e-3", "loop.seed=0"],
-        ["objective=nla", "objective.per=sequence", "optim.lr=1e-3", "loop.seed=0"],
+        ["name=o/kl-lrnull-seed0", "objective=kl", "optim.lr=null", "loop.seed=0"],
+        ["objective=nla", "objective.per=sequence", "optim.lr=null", "loop.seed=0"],
     ]
     assert len(runs) == 2 * 2
     rows = tables(capsys.readouterr().out)
     figures = ["0.600", "0.000", "0.000", "0.900", "1.600", "1.600"]  # α by depth, τ
-    assert ["nla", "1e-3", *figures, "0.600 0.600"] in rows
-    assert ["nla", "1e-3", "0.100", "0.000", "0.000", "0.000", "0.100", "0.100"] in rows
+    assert ["nla", "null", *figures, "0.600 0.600"] in rows
+    assert ["nla", "null", "0.100", "0.000", "0.000", "0.000", "0.100", "0.100"] in rows
 
 
 @pytest.fixture

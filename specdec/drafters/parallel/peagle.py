@@ -38,6 +38,7 @@ class PEagleConfig(Eagle3Config):
     """
 
     name: str = "peagle"
+    start: str = "target"
     mask_token: int | None = None
     keep: float = 1.0
     keep_least: float = 0.2
@@ -50,6 +51,7 @@ class PEagleConfig(Eagle3Config):
 
 class PEagle(Eagle3):
     Config = PEagleConfig
+    starts = ("target", "random")
     parallel = True
 
     def __init__(self, config: PEagleConfig, sizes: Eagle3Sizes) -> None:

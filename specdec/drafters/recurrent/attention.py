@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
+SHARP = 16.0  # about the score of an input's own key if it is to see itself alone
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
 
 compiled = cache(torch.compile)  # each function once
@@ -116,6 +117,29 @@ class Attention(nn.Module):
     def joined(self, heads: Tensor) -> Tensor:
         """The heads' outputs [B, Hkv, G, A, E] -> [B, A, D]"""
         return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
+
+    def alone(self, x: Tensor) -> Tensor:
+        """The output [..., D] for inputs that see only themselves."""
+        values = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
+        heads = values.repeat_interleave(self.heads // self.kv_heads, -2)
+        return self.o_proj(heads.flatten(-2))
+
+    def see_oneself(self, inner_XR: Tensor, outer_RD: Tensor) -> None:
+        """Set the weights so that every input x [X] sees little but itself and the output is
+        x `inner_XR` `outer_RD`. Queries and keys are the same random map of the first D inputs."""
+        (R, D), groups = outer_RD.shape, self.heads // self.kv_heads
+        self.v_proj.weight[:R] = inner_XR.T.to(self.v_proj.weight)
+        outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)
+        outputs[:, :R] = outer_RD.T
+        of_heads = outputs.unflatten(1, (self.kv_heads, -1)).repeat_interleave(groups, 1)
+        self.o_proj.weight.copy_(of_heads.flatten(1) / groups)
+        drawn = torch.randn(
+            self.kv_heads, self.head_dim, D, generator=torch.Generator().manual_seed(0)
+        )
+        own = drawn.to(outputs) * (SHARP / (self.head_dim**0.5 * D)) ** 0.5
+        for projection, times in ((self.k_proj, 1), (self.q_proj, groups)):
+            projection.weight.zero_()
+            projection.weight[:, :D] = own.repeat_interleave(times, 0).flatten(0, 1)
 
 
 def over_blocks(

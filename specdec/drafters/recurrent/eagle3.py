@@ -8,34 +8,42 @@ tensors have the names and shapes that vLLM and SGLang load.
 Letters: D width, F features, S draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Needs
+from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
+from specdec.drafters.recurrent.attention import Attention
 from specdec.drafters.recurrent.recurrence import (
     Layer,
     Recurrent,
     RecurrentConfig,
     RecurrentSizes,
+    activity_of,
+    away_from_zero,
     llama_of,
 )
+from specdec.drafters.regression import Squares, low_rank, ridge
 from specdec.errors import require
 from specdec.target.parts import Parts
 
 MOST_LAYERS = 64
+KEPT = 0.8  # the share that a start by regression keeps of what the later depths read of an output
+DAMPING = 0.03  # of the inverse by which that is taken out of what depth 0 reads
 
 
 @dataclass
 class Eagle3Config(RecurrentConfig):
     """EAGLE-3. `layers` None reads the residual after 2, L/2 and L - 3 layers, as engines do.
 
-    `start=target` copies the target's last `num_layers` layers and LM head and passes the highest
-    feature through. `draft_vocab` null keeps the whole vocabulary.
+    `start=regression` starts from the best linear draft (see `Eagle3.regress`). `start=target`
+    copies the target's last `num_layers` layers and LM head and passes the highest feature through.
+    `draft_vocab` null keeps the whole vocabulary.
 
     EAGLE-3.1 norms what the layers add up to (vLLM 0.32, llama_eagle3.py): `norm_before_fc` norms
     the concatenated features together, or `fc_norm` norms each of them, and `norm_output` norms the
@@ -43,6 +51,7 @@ class Eagle3Config(RecurrentConfig):
     """
 
     name: str = "eagle3"
+    start: str = "regression"
     layers: list[int] | None = None
     draft_vocab: int | None = 8192
     num_layers: int = 1
@@ -70,6 +79,7 @@ class Eagle3(Recurrent):
     Config = Eagle3Config
     Sizes = Eagle3Sizes
     bounds = {"num_layers": (1, MOST_LAYERS)}
+    starts: ClassVar[Sequence[str]] = ("regression", "target", "random")
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
@@ -86,6 +96,12 @@ class Eagle3(Recurrent):
         self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
         self.norm = LlamaRMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
+        if config.start == "regression":
+            self.learning_rates = {"fc.*": 0.03}  # its weights are small, as the features are large
+
+    @classmethod
+    def learning_rate(cls, config: Eagle3Config) -> float:
+        return 2e-4 if config.start == "regression" else super().learning_rate(config)
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
@@ -128,14 +144,92 @@ class Eagle3(Recurrent):
     def upper(self) -> Sequence[Layer]:
         return [*self.layers.values()]
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Start as the draft that predicts the target's final states best by least squares.
+
+        At first a token sees only its own key, since queries and keys are the same random map of
+        the embedding. Without the MLP, the layer is then linear in what it reads, but for norms:
+        out = h + [e; n(h)] M, where e is the normed embedding, h the fused feature or the output of
+        the depth before, n a norm, and M has the rank of the values. The output should be u, the
+        target's final state divided by the weight of its norm.
+
+        First depth 0 is solved alone: x W + e B ≈ u, where x are the features. Its output p is what
+        depth 1 reads. Then both depths together give M: x W + e M_e ≈ u and p + [e; n(p)] M ≈ u.
+        Depth 0 reads h through M too, so fc is W times the damped inverse of 1 + M_h / s, where s
+        is the size of h. Last, the output weights of the MLP, whose other weights are copied from
+        the target, are solved for what is left of both depths.
+        """
+        if self.config.start != "regression":
+            return
+        layer, D = self.midlayer, self.llama.hidden_size
+        for norm in (layer.input_layernorm, layer.hidden_norm):
+            norm.weight.fill_(1.0)
+        first, later = Squares(), Squares()
+        for some in known():
+            x, e = self.normed(self._before(some)), layer.input_layernorm(self._token(some, 0))
+            first.add(torch.cat([x, e], -1), self._wanted(some, 0))
+        weight = ridge(first.xx, first.xy)
+        for some in known():
+            x, e = self.normed(self._before(some)), layer.input_layernorm(self._token(some, 0))
+            output = torch.cat([x, e], -1) @ weight.to(x)
+            both, residual = self.enter(self._token(some, 1), self.onward(output))
+            later.add(both, self._wanted(some, 1) - residual)
+
+        F = len(first.xx) - D  # the width of x
+        xx, xy = first.xx.new_zeros(F + 2 * D, F + 2 * D), first.xy.new_zeros(F + 2 * D, D)
+        for of, rows in ((first, slice(F + D)), (later, slice(F, None))):
+            xx[rows, rows] += of.xx
+            xy[rows] += of.xy
+        rank = layer.self_attn.v_proj.out_features
+        inner, outer = low_rank(ridge(xx, xy)[F:], later.xx, rank)
+        inner[D:] *= KEPT
+        M_e, M_h = (inner @ outer).split(D)
+        wanted = ridge(first.xx[:F, :F], first.xy[:F] - first.xx[:F, F:] @ M_e)
+        fused, eye = wanted, torch.eye(D).to(wanted)
+        for _ in range(3):  # s and fc depend on each other
+            size = ((fused.T @ first.xx[:F, :F] @ fused).trace() / (first.rows * D)).sqrt()
+            through = eye + M_h / (1.0 if self.config.norm_before_residual else size)
+            fused = wanted @ through.T @ (through @ through.T + DAMPING * eye).inverse()
+        self.fc.weight.copy_(fused.T)
+        layer.self_attn.see_oneself(inner, outer)
+
+        for added in (layer.mlp, *(part for x in self.upper for part in (x.self_attn, x.mlp))):
+            (added.o_proj if isinstance(added, Attention) else added.down_proj).weight.zero_()
+        rest = Squares()
+        for some in known():
+            feature = self.fuse(self._before(some))
+            for depth in (0, 1):
+                output = layer.alone(*self.enter(self._token(some, depth), feature))
+                activity = activity_of(layer.mlp, layer.post_attention_layernorm(output))
+                rest.add(activity, self._wanted(some, depth) - output)
+                feature = self.onward(output)
+        layer.mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
+
+    def _before(self, some: Known) -> Tensor:
+        """The features [N, F] that depth 0 reads."""
+        return self.features_of(some.ctx)[some.row_N, some.position_N - 1]
+
+    def _token(self, some: Known, depth: int) -> Tensor:
+        """The embedding [N, D] that a depth reads, of the text's own token."""
+        return self.embed(some.ctx.ids_BT[some.row_N, some.position_N + depth])
+
+    def _wanted(self, some: Known, depth: int) -> Tensor:
+        """What the output [N, D] of a depth should be, but for its size."""
+        divisor_D = away_from_zero(self.norm.weight)
+        return some.final_BTD[some.row_N, some.position_N + depth].to(divisor_D) / divisor_D
+
+    def normed(self, features: Tensor) -> Tensor:
+        """The features [..., F] as fc reads them."""
         features = super().fuse(features)
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
             chunks = zip(self.fc_norm, features.chunk(len(self.fc_norm), -1), strict=True)
             features = torch.cat([norm(chunk) for norm, chunk in chunks], -1)
-        return self.fc(features)
+        return features
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.fc(self.normed(features))
 
     def onward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden

@@ -94,14 +94,16 @@ class Layer(nn.Module):
         heads = attended(attention.query(read, rope), shared, sight, own)
         return self.finish(residual, attention.joined(heads))
 
+    def alone(self, read: Tensor, residual: Tensor) -> Tensor:
+        """The output for what attention reads and the residual, if every token sees only itself."""
+        return self.finish(residual, self.self_attn.alone(read))
+
     def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
         """Scale the output weights of attention and MLP so that, on states like `state_ND`, whose
         attention reads `read_ND` at one position, both together add `UPDATE` times their size."""
         attention = self.self_attn
-        values_NHE = attention.v_proj(read_ND).unflatten(-1, (attention.kv_heads, -1))
-        heads_NHE = values_NHE.repeat_interleave(attention.heads // attention.kv_heads, 1)
         mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
-        added_ND = torch.cat([attention.o_proj(heads_NHE.flatten(1)), mlp_ND], 1)
+        added_ND = torch.cat([attention.alone(read_ND), mlp_ND], 1)
         size, added = (x.square().sum(1).mean().sqrt() for x in (state_ND, added_ND))
         for writes in (attention.o_proj, self.mlp.down_proj):
             writes.weight.mul_(UPDATE * size / added)
@@ -168,7 +170,7 @@ class Recurrent(Drafter):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        if getattr(self.config, "start", "random") == "target":
+        if getattr(self.config, "start", "random") != "random":
             D = self.llama.hidden_size
             for fc in self.fusions:
                 fc.weight.zero_()
@@ -356,6 +358,11 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
         return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
 
     return position_BP, sight
+
+
+def activity_of(mlp: LlamaMLP, x: Tensor) -> Tensor:
+    """What the output weights of an MLP read, for its input."""
+    return mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
 
 
 def away_from_zero(weight_D: Tensor) -> Tensor:

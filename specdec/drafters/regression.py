@@ -1,0 +1,42 @@
+"""Least squares in closed form, from which a draft can start before any gradient is computed.
+
+Letters: N rows, X inputs, Y outputs, R rank.
+"""
+
+import torch
+from torch import Tensor
+
+RIDGE = 3e-3  # how much a weight is penalised, relative to what its input adds up to
+
+
+class Squares:
+    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added, in float64."""
+
+    def __init__(self) -> None:
+        self.xx = self.xy = torch.zeros((), dtype=torch.float64)
+        self.rows = 0
+
+    def add(self, x_NX: Tensor, y_NY: Tensor) -> None:
+        self.xx = (x_NX.T @ x_NX).double() + self.xx.to(x_NX.device)
+        self.xy = (x_NX.T @ y_NY).double() + self.xy.to(x_NX.device)
+        self.rows += len(x_NX)
+
+
+def ridge(xx_XX: Tensor, xy_XY: Tensor) -> Tensor:
+    """The weights W [X, Y] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖²: rescaling an
+    input changes nothing but its weights."""
+    size_X = xx_XX.diagonal()
+    penalty_X = RIDGE * size_X + 1e-12 * size_X.max().clamp_min(1e-12)
+    return torch.linalg.solve(xx_XX + penalty_X.diag(), xy_XY)
+
+
+def low_rank(weight_XY: Tensor, xx_XX: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors [X, R] and [R, Y] of rank `rank` or less, equally large, whose product is nearest to
+    the weights on the rows that xᵀx was summed over (reduced-rank regression)."""
+    size_X, basis_XX = torch.linalg.eigh(xx_XX)
+    root_X = size_X.clamp_min(float(size_X.max()) * 1e-9).sqrt()
+    left, size, right = torch.linalg.svd((basis_XX * root_X).T @ weight_XY, full_matrices=False)
+    left, size, right = left[:, :rank], size[:rank].sqrt(), right[:rank]
+    inner, outer = (basis_XX / root_X) @ (left * size), size[:, None] * right
+    balance = (outer.norm() / inner.norm()).sqrt()
+    return inner * balance, outer / balance

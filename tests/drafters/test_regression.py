@@ -1,0 +1,178 @@
+"""A start in closed form: least squares, and what an EAGLE-3 head makes of it.
+
+Run alone: python -m pytest tests/drafters/test_regression.py
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from specdec.context import Context, Known
+from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
+from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
+from tests.tiny import Tiny, random_target
+
+V, ROWS, LENGTH = 61, 24, 96
+
+
+def test_ridge_is_least_squares_with_a_penalty_that_ignores_the_scale_of_an_input() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(400, 7), torch.randn(400, 3)
+    squares = Squares()
+    for rows in (slice(0, 150), slice(150, None)):
+        squares.add(x[rows], y[rows])
+    # the same as rows of the penalty below the data
+    more = (RIDGE * x.double().square().sum(0)).sqrt().diag()
+    data = torch.cat([x.double(), more]), torch.cat([y.double(), torch.zeros(7, 3).double()])
+    expected = torch.linalg.lstsq(*data).solution
+    torch.testing.assert_close(ridge(squares.xx, squares.xy), expected, rtol=1e-5, atol=1e-6)
+    scaled = Squares()
+    scaled.add(x * 1000, y)
+    torch.testing.assert_close(ridge(scaled.xx, scaled.xy) * 1000, expected, rtol=1e-4, atol=1e-5)
+    assert squares.rows == 400
+
+
+def test_an_input_that_is_always_zero_gets_no_weight() -> None:
+    x, y = torch.randn(50, 4), torch.randn(50, 2)
+    x[:, 2] = 0
+    squares = Squares()
+    squares.add(x, y)
+    assert ridge(squares.xx, squares.xy)[2].abs().max() == 0
+
+
+def test_low_rank_is_the_best_of_its_rank_on_the_rows() -> None:
+    """Beside the truncated SVD of the weights themselves, which ignores the rows, and beside
+    products nearby."""
+    torch.manual_seed(0)
+    x = (torch.randn(300, 9) * torch.tensor([9.0, 5, 3, 2, 1, 1, 0.5, 0.2, 0.1])).double()
+    weight = torch.randn(9, 6).double()
+
+    def error(product: Tensor) -> float:
+        return float((x @ (product - weight)).square().sum())
+
+    inner, outer = low_rank(weight, x.T @ x, 2)
+    assert inner.shape == (9, 2) and outer.shape == (2, 6)
+    best = error(inner @ outer)
+    left, size, right = torch.linalg.svd(weight, full_matrices=False)
+    assert best < 0.9 * error(left[:, :2] * size[:2] @ right[:2])
+    for _ in range(20):
+        moved = [f + 0.01 * torch.randn_like(f) for f in (inner, outer)]
+        assert error(moved[0] @ moved[1]) > best
+    torch.testing.assert_close(torch.mm(*low_rank(weight, x.T @ x, 6)), weight)
+
+
+WIDE = LlamaConfig(
+    vocab_size=V,
+    hidden_size=64,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+
+
+def agreement(drafter: Eagle3, known: Known) -> list[float]:
+    """The mean cosine of what each of two depths puts out and what the target comes to, at anchors
+    with a text before them, by the forward pass of training."""
+    rows = len(known.final_BTD)
+    at_BA = known.position_N.view(rows, -1)
+    with torch.no_grad():
+        hidden_BAKD = drafter.hidden(known.ctx, at_BA, None)
+    out_NKD = drafter.norm(hidden_BAKD).flatten(0, 1)[:, :2]
+    found = []
+    for k in range(2):
+        final_ND = known.final_BTD[known.row_N, known.position_N + k]
+        found.append(float(torch.cosine_similarity(out_NKD[:, k].detach(), final_ND, -1).mean()))
+    return found
+
+
+def read(drafter: Eagle3, seed: int) -> Known:
+    """Random features and tokens, and final states that are linear in the features of the token
+    before, 0.7 times, and in the embedding of the token, 0.7 times, in half of its directions."""
+    generator, made = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(7)
+    ids_BT = torch.randint(2, V, (ROWS, LENGTH), generator=generator)
+    features_BTF = torch.randn(ROWS, LENGTH, 3 * 64, generator=generator) * 5
+    maps = torch.randn(3 * 64, 64, generator=made), torch.randn(64, 64, generator=made)
+    maps[1][:, 32:] = 0
+    parts = features_BTF.roll(1, 1) @ maps[0], drafter.embed(ids_BT) @ maps[1]
+    final_BTD = sum((0.7 * x / x.square().mean().sqrt() for x in parts), torch.zeros(()))
+    position_T = torch.arange(2, LENGTH - 3)
+    row_N = torch.arange(ROWS).repeat_interleave(len(position_T))
+    ctx = Context(ids_BT, layers_BTF=features_BTF)
+    return Known(ctx, final_BTD, row_N, position_T.repeat(ROWS))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fc_norm": True}, {"norm_before_residual": True, "norm_output": True}, {"num_layers": 2}],
+    ids=str,
+)
+def test_a_head_starts_as_the_linear_draft_of_what_it_reads(options: dict[str, Any]) -> None:
+    """Depth 0 can know its state whole, depth 1 only the half that the token tells."""
+    target = random_target(WIDE)
+    found = {}
+    for start in ("target", "regression"):
+        config = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, start=start, depth=2, **options)
+        torch.manual_seed(0)
+        drafter = Eagle3.build(config, target).float()
+        drafter.attach(target)
+        with torch.no_grad():
+            drafter.regress(lambda drafter=drafter: [read(drafter, seed) for seed in range(6)])
+        found[start] = agreement(drafter, read(drafter, 99))
+    assert found["regression"][0] > 0.8 and found["target"][0] < 0.3, found
+    assert found["regression"][1] > 0.45 and found["target"][1] < 0.3, found
+
+
+def test_the_same_texts_give_the_same_start() -> None:
+    target = random_target(WIDE)
+    config = Eagle3Config(layers=[1, 2, 3], draft_vocab=None)
+    states = []
+    for seed in (0, 0):
+        torch.manual_seed(seed)
+        drafter = Eagle3.build(config, target).float()
+        torch.rand(seed + 5)  # numbers drawn elsewhere
+        with torch.no_grad():
+            drafter.regress(lambda drafter=drafter: [read(drafter, 1)])
+        states.append(drafter.state_dict())
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+def test_a_run_starts_by_regression_and_not_again(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of eagle3. With a learning rate that moves nothing, the draft is the start."""
+    made = []
+    plain = Eagle3.regress
+
+    def counted(self: Eagle3, known: Callable[[], Iterable[Known]]) -> None:
+        plain(self, known)
+        made.append(sum(len(x.row_N) for x in known()))
+
+    monkeypatch.setattr(Eagle3, "regress", counted)
+    tiny.job(tmp_path / "run", "eagle3", "optim.lr=1e-30")
+    assert len(made) == 1 and made[0] > 100
+    weights = load_file(tmp_path / "run" / "best" / "draft.safetensors")
+    D = weights["norm.weight"].shape[0]
+    assert weights["midlayer.self_attn.q_proj.weight"][:, D:].abs().max() < 1e-20  # 0 at the start
+    tiny.job(tmp_path / "run", "eagle3", "optim.lr=1e-30")  # it is finished, and not trained again
+    tiny.job(tmp_path / "other", "eagle3", "drafter.start=target")
+    tiny.job(tmp_path / "onward", "eagle3", f"drafter.from={tmp_path}/run/best")
+    assert len(made) == 1
+
+
+def test_the_learning_rate_is_the_familys_own_unless_it_is_given(tiny: Tiny) -> None:
+    for drafter, given, expected in (
+        ("eagle3", ["optim.lr=null"], 2e-4),
+        ("eagle3", ["optim.lr=null", "drafter.start=target"], 1e-3),
+        ("medusa", ["optim.lr=null"], 1e-3),
+        ("eagle3", ["optim.lr=7e-4"], 7e-4),
+    ):
+        assert tiny.config(drafter, *given).optim.lr == expected
