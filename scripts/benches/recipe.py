@@ -138,7 +138,7 @@ def recipe(
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("recipe"),
     seeds: int = 3,
-    rates: Annotated[Sequence[str], "learning rates"] = ("2e-4", "1e-3", "2e-3"),
+    rates: Annotated[Sequence[str], "learning rates"] = ("3e-4", "1e-3", "2e-3"),
 ) -> None:
     """Six arms of start and objective, by seeds, each at the best of the learning rates.
 

@@ -170,7 +170,7 @@ def test_a_run_starts_by_regression_and_not_again(
 
 def test_the_learning_rate_is_the_familys_own_unless_it_is_given(tiny: Tiny) -> None:
     for drafter, given, expected in (
-        ("eagle3", ["optim.lr=null"], 2e-4),
+        ("eagle3", ["optim.lr=null"], 3e-4),
         ("eagle3", ["optim.lr=null", "drafter.start=target"], 1e-3),
         ("medusa", ["optim.lr=null"], 1e-3),
         ("eagle3", ["optim.lr=7e-4"], 7e-4),

@@ -78,7 +78,7 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
     assert len(runs) == 6 * 3 * 3 and all("data.limit=9" in c for c in runs)
     rows = tables(capsys.readouterr().out)
     best = {(r[0], r[1]): (r[2], r[3], r[7]) for r in rows if len(r) == 8 and "best" in r[2]}
-    assert best["target", "nla"] == ("2e-4 (best)", "0.600", "0.250")
+    assert best["target", "nla"] == ("3e-4 (best)", "0.600", "0.250")
     assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
     parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
     assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35

@@ -9,15 +9,17 @@ tensors have the names and shapes that vLLM and SGLang load.
 Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Moment, Needs
+from specdec.context import Context, Known, Moment, Needs
 from specdec.drafters.gather import text_after
 from specdec.drafters.recurrent.recurrence import (
+    REGRESSION,
     Layer,
     Recurrent,
     RecurrentConfig,
@@ -25,6 +27,7 @@ from specdec.drafters.recurrent.recurrence import (
     away_from_zero,
     copy_last,
 )
+from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require_within
 from specdec.target.parts import Parts
 
@@ -35,8 +38,8 @@ class EagleConfig(RecurrentConfig):
     recipe, which reads only the target's features. `noise` is the width of the uniform noise that
     training adds to the features of a text of 512 tokens (the paper uses 0.2; longer texts get
     narrower noise); 0 adds none. With `detach` each depth takes the output of the depth before it
-    as data, without a gradient through it, as in HASS. `start=target` copies the target's last
-    layer."""
+    as data, without a gradient through it, as in HASS. `start=regression` starts from the best
+    linear draft (see `Eagle.regress`), `start=target` from a copy of the target's last layer."""
 
     name: str = "eagle"
     unroll: int | None = None
@@ -49,6 +52,7 @@ class EagleConfig(RecurrentConfig):
 
 class Eagle(Recurrent):
     Config: ClassVar[type] = EagleConfig
+    starts = REGRESSION
     needs = Needs(final_hidden=True)
 
     def __init__(self, config: EagleConfig, sizes: RecurrentSizes) -> None:
@@ -83,6 +87,24 @@ class Eagle(Recurrent):
         for writes in (attention.o_proj, layer.mlp.down_proj):
             writes.weight.mul_(after_D[:, None])
         layer.temper(state_ND, state_ND)
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Start with the fc that predicts the target's next final state best by least squares, from
+        the state and token that depth 0 reads, and from those that depth 1 reads, which has the
+        output of depth 0. Attention adds nothing at first, and the MLP what `solve_mlp` finds."""
+        if self.config.start != "regression":
+            return
+        pairs = Squares()
+        for some in known():
+            pairs.add(torch.cat([self.token(some, 0), self.before(some)], -1), self.wanted(some, 0))
+        weight = ridge(pairs.xx, pairs.xy)
+        for some in known():
+            read = torch.cat([self.token(some, 0), self.before(some)], -1)
+            output = read @ weight.to(read)
+            pairs.add(torch.cat([self.token(some, 1), output], -1), self.wanted(some, 1))
+        self.fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
+        self.layer.silence()
+        self.solve_mlp(known)
 
     @property
     def train_depth(self) -> int:

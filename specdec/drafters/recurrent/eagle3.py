@@ -18,13 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
-from specdec.drafters.recurrent.attention import Attention
 from specdec.drafters.recurrent.recurrence import (
+    REGRESSION,
     Layer,
     Recurrent,
     RecurrentConfig,
     RecurrentSizes,
-    activity_of,
     away_from_zero,
     llama_of,
 )
@@ -79,7 +78,7 @@ class Eagle3(Recurrent):
     Config = Eagle3Config
     Sizes = Eagle3Sizes
     bounds = {"num_layers": (1, MOST_LAYERS)}
-    starts: ClassVar[Sequence[str]] = ("regression", "target", "random")
+    starts: ClassVar[Sequence[str]] = REGRESSION
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
@@ -101,7 +100,7 @@ class Eagle3(Recurrent):
 
     @classmethod
     def learning_rate(cls, config: Eagle3Config) -> float:
-        return 2e-4 if config.start == "regression" else super().learning_rate(config)
+        return 3e-4 if config.start == "regression" else super().learning_rate(config)
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
@@ -156,8 +155,7 @@ class Eagle3(Recurrent):
         First depth 0 is solved alone: x W + e B ≈ u, where x are the features. Its output p is what
         depth 1 reads. Then both depths together give M: x W + e M_e ≈ u and p + [e; n(p)] M ≈ u.
         Depth 0 reads h through M too, so fc is W times the damped inverse of 1 + M_h / s, where s
-        is the size of h. Last, the output weights of the MLP, whose other weights are copied from
-        the target, are solved for what is left of both depths.
+        is the size of h. The MLP comes last (`solve_mlp`).
         """
         if self.config.start != "regression":
             return
@@ -166,14 +164,14 @@ class Eagle3(Recurrent):
             norm.weight.fill_(1.0)
         first, later = Squares(), Squares()
         for some in known():
-            x, e = self.normed(self._before(some)), layer.input_layernorm(self._token(some, 0))
-            first.add(torch.cat([x, e], -1), self._wanted(some, 0))
+            x, e = self.normed(self.before(some)), layer.input_layernorm(self.token(some, 0))
+            first.add(torch.cat([x, e], -1), self.wanted(some, 0))
         weight = ridge(first.xx, first.xy)
         for some in known():
-            x, e = self.normed(self._before(some)), layer.input_layernorm(self._token(some, 0))
+            x, e = self.normed(self.before(some)), layer.input_layernorm(self.token(some, 0))
             output = torch.cat([x, e], -1) @ weight.to(x)
-            both, residual = self.enter(self._token(some, 1), self.onward(output))
-            later.add(both, self._wanted(some, 1) - residual)
+            both, residual = self.enter(self.token(some, 1), self.onward(output))
+            later.add(both, self.wanted(some, 1) - residual)
 
         F = len(first.xx) - D  # the width of x
         xx, xy = first.xx.new_zeros(F + 2 * D, F + 2 * D), first.xy.new_zeros(F + 2 * D, D)
@@ -184,39 +182,22 @@ class Eagle3(Recurrent):
         inner, outer = low_rank(ridge(xx, xy)[F:], later.xx, rank)
         inner[D:] *= KEPT
         M_e, M_h = (inner @ outer).split(D)
-        wanted = ridge(first.xx[:F, :F], first.xy[:F] - first.xx[:F, F:] @ M_e)
-        fused, eye = wanted, torch.eye(D).to(wanted)
+        solved = ridge(first.xx[:F, :F], first.xy[:F] - first.xx[:F, F:] @ M_e)
+        fused, eye = solved, torch.eye(D).to(solved)
         for _ in range(3):  # s and fc depend on each other
             size = ((fused.T @ first.xx[:F, :F] @ fused).trace() / (first.rows * D)).sqrt()
             through = eye + M_h / (1.0 if self.config.norm_before_residual else size)
-            fused = wanted @ through.T @ (through @ through.T + DAMPING * eye).inverse()
+            fused = solved @ through.T @ (through @ through.T + DAMPING * eye).inverse()
         self.fc.weight.copy_(fused.T)
         layer.self_attn.see_oneself(inner, outer)
 
-        for added in (layer.mlp, *(part for x in self.upper for part in (x.self_attn, x.mlp))):
-            (added.o_proj if isinstance(added, Attention) else added.down_proj).weight.zero_()
-        rest = Squares()
-        for some in known():
-            feature = self.fuse(self._before(some))
-            for depth in (0, 1):
-                output = layer.alone(*self.enter(self._token(some, depth), feature))
-                activity = activity_of(layer.mlp, layer.post_attention_layernorm(output))
-                rest.add(activity, self._wanted(some, depth) - output)
-                feature = self.onward(output)
-        layer.mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
+        for above in self.upper:
+            above.silence()
+        self.solve_mlp(known)
 
-    def _before(self, some: Known) -> Tensor:
-        """The features [N, F] that depth 0 reads."""
-        return self.features_of(some.ctx)[some.row_N, some.position_N - 1]
-
-    def _token(self, some: Known, depth: int) -> Tensor:
-        """The embedding [N, D] that a depth reads, of the text's own token."""
-        return self.embed(some.ctx.ids_BT[some.row_N, some.position_N + depth])
-
-    def _wanted(self, some: Known, depth: int) -> Tensor:
-        """What the output [N, D] of a depth should be, but for its size."""
+    def wanted(self, some: Known, depth: int) -> Tensor:
         divisor_D = away_from_zero(self.norm.weight)
-        return some.final_BTD[some.row_N, some.position_N + depth].to(divisor_D) / divisor_D
+        return super().wanted(some, depth) / divisor_D
 
     def normed(self, features: Tensor) -> Tensor:
         """The features [..., F] as fc reads them."""

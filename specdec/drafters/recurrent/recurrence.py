@@ -12,7 +12,7 @@ K depth, D width, F features, E head width, S draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.context import Context, Moment
+from specdec.context import Context, Known, Moment
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
 from specdec.drafters.gather import entries, pieces, text_after, unread
 from specdec.drafters.recurrent.attention import Attention, KeyValue, Rope, Sight, attended, fused
+from specdec.drafters.regression import Squares, ridge
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
 
+REGRESSION = ("regression", "target", "random")  # starts of families with a `regress`
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
 
 
@@ -97,6 +99,11 @@ class Layer(nn.Module):
     def alone(self, read: Tensor, residual: Tensor) -> Tensor:
         """The output for what attention reads and the residual, if every token sees only itself."""
         return self.finish(residual, self.self_attn.alone(read))
+
+    def silence(self) -> None:
+        """Set the output weights to zero: the layer adds nothing to the residual."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
 
     def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
         """Scale the output weights of attention and MLP so that, on states like `state_ND`, whose
@@ -176,6 +183,33 @@ class Recurrent(Drafter):
                 fc.weight.zero_()
                 fc.weight[:, -D:] = torch.eye(D)
             self.copy_from(target)
+
+    def before(self, some: Known) -> Tensor:
+        """The features [N, F] that depth 0 reads at known anchors."""
+        return self.features_of(some.ctx)[some.row_N, some.position_N - 1].to(self.dtype)
+
+    def token(self, some: Known, depth: int) -> Tensor:
+        """The embedding [N, D] that a depth reads there, of the text's own token."""
+        return self.embed(some.ctx.ids_BT[some.row_N, some.position_N + depth])
+
+    def wanted(self, some: Known, depth: int) -> Tensor:
+        """What the output [N, D] of a depth should be there: the target's final state."""
+        return some.final_BTD[some.row_N, some.position_N + depth].to(self.dtype)
+
+    def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Solve, by least squares, for the output weights of the first layer's MLP. It is to add
+        what the rest of the layer lacks at depths 0 and 1; its other weights stay as they are."""
+        layer, mlp, rest = self.layer, self.layer.mlp, Squares()
+        mlp.down_proj.weight.zero_()
+        for some in known():
+            feature = self.fuse(self.before(some))
+            for depth in (0, 1):
+                output = layer.alone(*self.enter(self.token(some, depth), feature))
+                normed = layer.post_attention_layernorm(output)
+                inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
+                rest.add(inner, self.wanted(some, depth) - output)
+                feature = self.onward(output)
+        mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
 
     def attach(self, target: Parts) -> None:
         self._target = (target,)
@@ -358,11 +392,6 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
         return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
 
     return position_BP, sight
-
-
-def activity_of(mlp: LlamaMLP, x: Tensor) -> Tensor:
-    """What the output weights of an MLP read, for its input."""
-    return mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
 
 
 def away_from_zero(weight_D: Tensor) -> Tensor:
