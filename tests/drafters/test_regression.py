@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.context import Context, Known
+from specdec.drafters.recurrent.eagle import Eagle, EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
+from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
 from tests.tiny import Tiny, random_target
 
@@ -79,14 +81,15 @@ WIDE = LlamaConfig(
 )
 
 
-def agreement(drafter: Eagle3, known: Known) -> list[float]:
+def agreement(drafter: Recurrent, known: Known) -> list[float]:
     """The mean cosine of what each of two depths puts out and what the target comes to, at anchors
     with a text before them, by the forward pass of training."""
     rows = len(known.final_BTD)
     at_BA = known.position_N.view(rows, -1)
     with torch.no_grad():
         hidden_BAKD = drafter.hidden(known.ctx, at_BA, None)
-    out_NKD = drafter.norm(hidden_BAKD).flatten(0, 1)[:, :2]
+    norm = drafter.norm if isinstance(drafter, Eagle3) else torch.nn.Identity()
+    out_NKD = norm(hidden_BAKD).flatten(0, 1)[:, :2]
     found = []
     for k in range(2):
         final_ND = known.final_BTD[known.row_N, known.position_N + k]
@@ -94,20 +97,28 @@ def agreement(drafter: Eagle3, known: Known) -> list[float]:
     return found
 
 
+def read_tokens(seed: int) -> Context:
+    generator = torch.Generator().manual_seed(seed)
+    return Context(torch.randint(2, V, (ROWS, LENGTH), generator=generator))
+
+
+def anchors() -> tuple[Tensor, Tensor]:
+    """Row and position of anchors with enough text before and after them."""
+    position_T = torch.arange(2, LENGTH - 3)
+    return torch.arange(ROWS).repeat_interleave(len(position_T)), position_T.repeat(ROWS)
+
+
 def read(drafter: Eagle3, seed: int) -> Known:
     """Random features and tokens, and final states that are linear in the features of the token
     before, 0.7 times, and in the embedding of the token, 0.7 times, in half of its directions."""
     generator, made = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(7)
-    ids_BT = torch.randint(2, V, (ROWS, LENGTH), generator=generator)
+    ids_BT = read_tokens(seed).ids_BT
     features_BTF = torch.randn(ROWS, LENGTH, 3 * 64, generator=generator) * 5
     maps = torch.randn(3 * 64, 64, generator=made), torch.randn(64, 64, generator=made)
     maps[1][:, 32:] = 0
     parts = features_BTF.roll(1, 1) @ maps[0], drafter.embed(ids_BT) @ maps[1]
     final_BTD = sum((0.7 * x / x.square().mean().sqrt() for x in parts), torch.zeros(()))
-    position_T = torch.arange(2, LENGTH - 3)
-    row_N = torch.arange(ROWS).repeat_interleave(len(position_T))
-    ctx = Context(ids_BT, layers_BTF=features_BTF)
-    return Known(ctx, final_BTD, row_N, position_T.repeat(ROWS))
+    return Known(Context(ids_BT, layers_BTF=features_BTF), final_BTD, *anchors())
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,33 @@ def test_a_head_starts_as_the_linear_draft_of_what_it_reads(options: dict[str, A
         found[start] = agreement(drafter, read(drafter, 99))
     assert found["regression"][0] > 0.8 and found["target"][0] < 0.3, found
     assert found["regression"][1] > 0.45 and found["target"][1] < 0.3, found
+
+
+def test_eagles_head_starts_as_the_linear_recurrence_of_the_states() -> None:
+    """States that turn and take in a token: both depths can know theirs whole."""
+    target = random_target(WIDE)
+    turn_DD = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))[0]
+    map_DD = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    found = {}
+    for start in ("target", "regression"):
+        torch.manual_seed(0)
+        drafter = Eagle.build(EagleConfig(start=start, depth=2), target).float()
+        drafter.attach(target)
+
+        def states(seed: int, drafter: Eagle = drafter) -> Known:
+            known = read_tokens(seed)
+            taken_BTD = drafter.embed(known.ids_BT) @ map_DD
+            taken_BTD = taken_BTD / taken_BTD.square().mean().sqrt()
+            steps = [taken_BTD[:, 0]]
+            for t in range(1, LENGTH):
+                steps.append(0.7 * steps[-1] @ turn_DD + 0.7 * taken_BTD[:, t])
+            known.final_BTD = torch.stack(steps, 1)
+            return Known(known, known.final_BTD, *anchors())
+
+        with torch.no_grad():
+            drafter.regress(lambda states=states: [states(seed) for seed in range(6)])
+        found[start] = agreement(drafter, states(99))
+    assert min(found["regression"]) > 0.95 and max(found["target"]) < 0.5, found
 
 
 def test_the_same_texts_give_the_same_start() -> None:
