@@ -99,7 +99,8 @@ def train(
     cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
     accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
     world, rank = accelerator.num_processes, accelerator.process_index
-    built = optim.build(forcing, job.cfg.optim, forcing.drafter)
+    drafter = forcing.drafter
+    built = optim.build(forcing, job.cfg.optim, drafter.sizes, drafter.learning_rates)
     model, *optimizers = accelerator.prepare(forcing, *built)
     parameters = [p for p in model.parameters() if p.requires_grad]
     checkpoints = job.folder / "checkpoints"

@@ -1,13 +1,14 @@
 """The optimiser and its learning rate."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Sizes
 from specdec.errors import require, require_between, require_known, require_within
 
 HIDDEN = ("adamw", "muon")
@@ -52,12 +53,15 @@ class OptimConfig:
         )
 
 
-def build(model: nn.Module, cfg: OptimConfig, drafter: Drafter) -> list[torch.optim.Optimizer]:
+def build(
+    model: nn.Module, cfg: OptimConfig, sizes: Sizes, of_drafter: Mapping[str, float] | None = None
+) -> list[torch.optim.Optimizer]:
     """The optimisers over the trained parameters of `model`, without weight decay on vectors. The
-    learning rate of a group is `scale` times the common one: the product of the drafter's and the
-    config's `rates`. Raises UserError if a pattern of the config's matches nothing."""
-    vocabularies = {drafter.sizes.target_vocab, drafter.sizes.draft_vocab}
-    rates = [*drafter.learning_rates.items(), *cfg.rates.items()]
+    learning rate of a group is `scale` times the common one: the product of the `rates` of the
+    config and those `of_drafter` that match. `sizes` are the drafter's, which give the sizes of the
+    vocabularies. Raises UserError if a pattern of the config's matches nothing."""
+    vocabularies = {sizes.target_vocab, sizes.draft_vocab}
+    rates = [*(of_drafter or {}).items(), *cfg.rates.items()]
     named = {n.removeprefix("drafter."): p for n, p in model.named_parameters() if p.requires_grad}
     for pattern in cfg.rates:
         require(

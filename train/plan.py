@@ -186,7 +186,7 @@ def rehearsal(
     batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
-    optimizers = optim.build(forcing, cfg.optim, drafter)
+    optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
 
     def step() -> int:
         anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in rows]

@@ -130,7 +130,7 @@ def main() -> None:
             ours = parts[key].grad.full_tensor()  # type: ignore[union-attr]
             torch.testing.assert_close(ours, parameter.grad)
         for forcing in (whole, sharded):
-            for optimizer in optim.build(forcing, OptimConfig(hidden="muon"), whole.drafter):
+            for optimizer in optim.build(forcing, OptimConfig(hidden="muon"), whole.drafter.sizes):
                 optimizer.step()
         gathered = checkpoint.weights(sharded)
         for key, value in whole.state_dict().items() if dist.get_rank() == 0 else ():

@@ -205,7 +205,12 @@ def test_a_run_with_muon_learns_and_resumes(
             return of(self, *args)
 
         monkeypatch.setattr(one, "step", step)
-    require_learning_that_resumes(tiny, tmp_path, "eagle3", "optim=muon", "optim.lr=5e-3")
+    given = [
+        "optim=muon",
+        "optim.lr=5e-3",
+        "drafter.start=target",
+    ]
+    require_learning_that_resumes(tiny, tmp_path, "eagle3", *given)
     assert stepped == {torch.optim.Muon, torch.optim.AdamW}
 
 
