@@ -106,7 +106,7 @@ class Eagle3(Recurrent):
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
         L = target.config.num_hidden_layers
         require(
-            config.start != "target" or config.num_layers <= L,
+            config.start == "random" or config.num_layers <= L,
             f"drafter.num_layers={config.num_layers}: this target has only {L} layers to start "
             "from; give drafter.start=random",
         )
