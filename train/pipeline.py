@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast
 
 from specdec.context import Known
 from specdec.decoding.alone import require_alone
@@ -43,8 +44,8 @@ from train.stages import starting
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
 
-REGRESSED = 50_000  # anchors that a start by regression reads, at most about twice as many
-ROWS = 8  # packed rows that it reads at a time
+REGRESSED = 80_000  # tokens that a start by regression reads, or up to twice as many
+AT_ONCE = 4096  # of them at a time, if a packed row is not longer
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -180,26 +181,39 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
 
 
 def _regress(job: Job, drafter: Drafter, data: Source) -> None:
-    """Start the drafter in closed form, from some `REGRESSED` anchors of evenly spaced rows."""
-    anchors = sum(int(row.mask.sum()) for row in data.rows)
-    rows = range(0, len(data.rows), max(1, anchors // REGRESSED))
+    """Start the drafter in closed form, from some `REGRESSED` tokens in evenly spaced rows."""
+    tokens = sum(len(row.ids) for row in data.rows)
+    rows = range(0, len(data.rows), max(1, tokens // REGRESSED))
+    at_once = max(1, AT_ONCE // job.cfg.data.max_length)
     task = job.progress.add_task("least squares", total=len(rows))
+    count = 0
 
     def known() -> Iterator[Known]:
+        nonlocal count
         job.progress.update(task, completed=0)
-        for start in range(0, len(rows), ROWS):
-            batch = data.batch(rows[start : start + ROWS])
+        count = 0
+        for start in range(0, len(rows), at_once):
+            batch = data.batch(rows[start : start + at_once])
             position_BT, document_BT = batch.ctx.documents()
             found = anchors_of(batch.mask_BT, document_BT, position_BT, 2)
             followed = found.valid_NK.all(-1)
             where = found.row_N[followed], found.position_N[followed]
-            yield Known(batch.ctx, batch.final_BTD, *where)
+            count += len(where[0])
+            if len(where[0]):
+                yield Known(batch.ctx, batch.final_BTD, *where)
             job.progress.advance(task, len(batch.mask_BT))
 
+    kept = next(iter(known()), None)
     with torch.no_grad():
-        drafter.regress(known)
+        if kept is not None:
+            drafter.regress(known)
     job.progress.remove_task(task)
-    console.print(f"start: least squares over {len(rows):,} of {len(data.rows):,} packed rows")
+    if job.accelerator.num_processes > 1:
+        for weight in drafter.parameters():
+            broadcast(weight.data)  # processes may round differently
+    said = f"least squares over {count:,} tokens of {len(rows):,} of {len(data.rows):,} packed rows"
+    none = "no two tokens of an answer follow a third, so there are no least squares to solve"
+    console.print(f"start: {said if kept is not None else none}")
 
 
 def _by_round(

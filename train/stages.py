@@ -91,6 +91,8 @@ def _continued(
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
+    if hasattr(config, "start"):  # it says which learning rates fit the weights
+        config = replace(config, start=earlier.config.start)
     both = (earlier.sizes, kind.plan(config, target))
     was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
     for name in sorted(was.keys() | now.keys()):

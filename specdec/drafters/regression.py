@@ -17,8 +17,11 @@ class Squares:
         self.rows = 0
 
     def add(self, x_NX: Tensor, y_NY: Tensor) -> None:
-        self.xx = (x_NX.T @ x_NX).double() + self.xx.to(x_NX.device)
-        self.xy = (x_NX.T @ y_NY).double() + self.xy.to(x_NX.device)
+        if not self.rows:
+            self.xx = x_NX.new_zeros(x_NX.shape[1], x_NX.shape[1], dtype=torch.float64)
+            self.xy = x_NX.new_zeros(x_NX.shape[1], y_NY.shape[1], dtype=torch.float64)
+        self.xx += x_NX.T @ x_NX
+        self.xy += x_NX.T @ y_NY
         self.rows += len(x_NX)
 
 
@@ -27,7 +30,9 @@ def ridge(xx_XX: Tensor, xy_XY: Tensor) -> Tensor:
     input changes nothing but its weights."""
     size_X = xx_XX.diagonal()
     penalty_X = RIDGE * size_X + 1e-12 * size_X.max().clamp_min(1e-12)
-    return torch.linalg.solve(xx_XX + penalty_X.diag(), xy_XY)
+    penalised_XX = xx_XX.clone()
+    penalised_XX.diagonal().add_(penalty_X)
+    return torch.linalg.solve(penalised_XX, xy_XY)
 
 
 def low_rank(weight_XY: Tensor, xx_XX: Tensor, rank: int) -> tuple[Tensor, Tensor]:

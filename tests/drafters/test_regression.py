@@ -4,9 +4,11 @@ Run alone: python -m pytest tests/drafters/test_regression.py
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +20,12 @@ from specdec.drafters.recurrent.eagle import Eagle, EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
-from tests.tiny import Tiny, random_target
+from specdec.forcing.anchors import anchors_of
+from specdec.formats import draft as drafts
+from tests.tiny import Tiny, architectures, random_target
+from train import pipeline
+from train.data.template import Document
+from train.stages import StageConfig, starting
 
 V, ROWS, LENGTH = 61, 24, 96
 
@@ -167,6 +174,47 @@ def test_eagles_head_starts_as_the_linear_recurrence_of_the_states() -> None:
             drafter.regress(lambda states=states: [states(seed) for seed in range(6)])
         found[start] = agreement(drafter, states(99))
     assert min(found["regression"]) > 0.95 and max(found["target"]) < 0.5, found
+
+
+def test_a_norm_that_adds_one_to_its_weight_is_seen_in_the_states() -> None:
+    """Gemma's, whose weight is 0 at first: a divisor of 0 made no finite weight."""
+    target = random_target(architectures(V, 4)["gemma2"])
+    config = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, depth=2)
+    drafter = Eagle3.build(config, target).float()
+    drafter.attach(target)
+    ids_BT = read_tokens(0).ids_BT
+    with torch.no_grad():
+        ctx, final_BTD = target.features(ids_BT, drafter.needs)
+        drafter.regress(lambda: [Known(ctx, final_BTD, *anchors())])
+        at_BA = anchors()[1].view(ROWS, -1)
+        out_NKD = drafter.norm(drafter.hidden(ctx, at_BA, None)).flatten(0, 1)
+    size = final_BTD.square().mean().sqrt()
+    assert 0.5 < float(out_NKD[:, 0].square().mean().sqrt() / size) < 2
+    assert all(x.isfinite().all() for x in drafter.parameters())
+
+
+def test_answers_too_short_for_least_squares_are_no_error(tiny: Tiny, tmp_path: Path) -> None:
+    """One token of each answer counts: there is no pair of known states."""
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3, "regress", lambda *_: made.append(1))
+        patch.setattr(pipeline, "anchors_of", lambda *args: anchors_of(*args[:3], 500))
+        tiny.job(tmp_path / "run", "eagle3")
+    assert not made
+
+
+def test_a_draft_that_is_trained_further_keeps_the_rates_of_its_start(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    config, target = tiny.config("eagle3"), random_target(WIDE)
+    earlier = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, start="target")
+    drafts.save(tmp_path, Eagle3.build(earlier, target), target)
+    config = replace(earlier, start="regression")
+    documents = [Document("a", np.arange(9, dtype=np.int32), np.ones(9, bool))]
+    onward = starting(StageConfig(str(tmp_path)), config, target, documents, 0)
+    assert onward.config.start == "target" and not onward.learning_rates
+    fresh = starting(StageConfig(), config, target, documents, 0)
+    assert fresh.learning_rates == {"fc.*": 0.03}
 
 
 def test_the_same_texts_give_the_same_start() -> None:

@@ -95,7 +95,7 @@ class Eagle3(Recurrent):
         self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
         self.norm = LlamaRMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
-        if config.start == "regression":
+        if config.start == "regression" and not (config.norm_before_fc or config.fc_norm):
             self.learning_rates = {"fc.*": 0.03}  # its weights are small, as the features are large
 
     @classmethod
@@ -163,6 +163,7 @@ class Eagle3(Recurrent):
         for norm in (layer.input_layernorm, layer.hidden_norm):
             norm.weight.fill_(1.0)
         first, later = Squares(), Squares()
+        self._scale(known())
         for some in known():
             x, e = self.normed(self.before(some)), layer.input_layernorm(self.token(some, 0))
             first.add(torch.cat([x, e], -1), self.wanted(some, 0))
@@ -194,6 +195,17 @@ class Eagle3(Recurrent):
         for above in self.upper:
             above.silence()
         self.solve_mlp(known)
+
+    def _scale(self, known: Iterable[Known]) -> None:
+        """See to it that final states over the weight of the norm have a mean square of 1. Where
+        the target's norm is another (Gemma's adds 1 to its weight), take the states' own sizes."""
+        for some in known:
+            final_ND = super().wanted(some, 0)
+            ratio = (final_ND / away_from_zero(self.norm.weight)).square().mean()
+            if not 0.8 < float(ratio) < 1.25:
+                size_D = final_ND.square().mean(0).sqrt()
+                self.norm.weight.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
+            return
 
     def wanted(self, some: Known, depth: int) -> Tensor:
         divisor_D = away_from_zero(self.norm.weight)
