@@ -44,8 +44,8 @@ from train.stages import starting
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
 
-REGRESSED = 80_000  # tokens that a start by regression reads, or up to twice as many
-AT_ONCE = 4096  # of them at a time, if a packed row is not longer
+REGRESSED = 80_000  # a start by regression reads this many tokens, or up to twice as many
+AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is longer
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -165,7 +165,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     fresh = cfg.stage.draft is None and not checkpoint.steps(job.folder / "checkpoints")
     if fresh and getattr(cfg.drafter, "start", None) == "regression":
         texts_read = data
-        if not data.rows:  # the rows of a decoder's rounds are made later
+        if not data.rows:  # training reads a decoder's rounds, whose rows are made later
             (texts_read,) = _sources(job, drafter, [texts.train])
         _regress(job, drafter, texts_read)
     known = {} if on_policy else {0: data}
@@ -211,8 +211,8 @@ def _regress(job: Job, drafter: Drafter, data: Source) -> None:
     if job.accelerator.num_processes > 1:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
-    said = f"least squares over {count:,} tokens of {len(rows):,} of {len(data.rows):,} packed rows"
-    none = "no two tokens of an answer follow a third, so there are no least squares to solve"
+    said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
+    none = "no answer has two tokens, so there are no least squares to solve"
     console.print(f"start: {said if kept is not None else none}")
 
 

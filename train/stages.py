@@ -91,7 +91,7 @@ def _continued(
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
-    if hasattr(config, "start"):  # it says which learning rates fit the weights
+    if hasattr(config, "start"):  # it decides the drafter's factors of learning rates
         config = replace(config, start=earlier.config.start)
     both = (earlier.sizes, kind.plan(config, target))
     was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)

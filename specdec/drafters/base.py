@@ -221,8 +221,8 @@ class Drafter(nn.Module, ABC):
         buffers. `masks` mark the assistant's tokens."""
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Set the weights that training starts from in closed form, if `start` is "regression".
-        `known()` reads the same part of the training texts every time."""
+        """If `start` is "regression", solve in closed form for the weights that training starts
+        from. `known()` reads the same part of the training texts every time."""
 
     def require_sound(self) -> None:
         """Raise UserError if loaded buffers hold values that no fit can have produced, such as

@@ -6,11 +6,11 @@ Letters: N rows, X inputs, Y outputs, R rank.
 import torch
 from torch import Tensor
 
-RIDGE = 3e-3  # how much a weight is penalised, relative to what its input adds up to
+RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares of its input
 
 
 class Squares:
-    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added, in float64."""
+    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added, kept in float64."""
 
     def __init__(self) -> None:
         self.xx = self.xy = torch.zeros((), dtype=torch.float64)
@@ -36,7 +36,7 @@ def ridge(xx_XX: Tensor, xy_XY: Tensor) -> Tensor:
 
 
 def low_rank(weight_XY: Tensor, xx_XX: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors [X, R] and [R, Y] of rank `rank` or less, equally large, whose product is nearest to
+    """Factors [X, R] and [R, Y] of rank `rank` or less and equal norm, whose product is nearest to
     the weights on the rows that xᵀx was summed over (reduced-rank regression)."""
     size_X, basis_XX = torch.linalg.eigh(xx_XX)
     root_X = size_X.clamp_min(float(size_X.max()) * 1e-9).sqrt()

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
-SHARP = 16.0  # about the score of an input's own key if it is to see itself alone
+SHARP = 16.0  # about the score that an input gives its own key, so that it sees itself alone
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
 
 compiled = cache(torch.compile)  # each function once
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
     def see_oneself(self, inner_XR: Tensor, outer_RD: Tensor) -> None:
         """Set the weights so that every input x [X] sees little but itself and the output is
-        x `inner_XR` `outer_RD`. Queries and keys are the same random map of the first D inputs."""
+        x `inner_XR` `outer_RD`. Queries and keys are the same random map of x's first D numbers."""
         (R, D), groups = outer_RD.shape, self.heads // self.kv_heads
         self.v_proj.weight[:R] = inner_XR.T.to(self.v_proj.weight)
         outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)

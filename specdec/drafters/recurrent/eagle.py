@@ -89,9 +89,9 @@ class Eagle(Recurrent):
         layer.temper(state_ND, state_ND)
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Start with the fc that predicts the target's next final state best by least squares, from
-        the state and token that depth 0 reads, and from those that depth 1 reads, which has the
-        output of depth 0. Attention adds nothing at first, and the MLP what `solve_mlp` finds."""
+        """Start with the fc that best predicts the target's next final state by least squares, from
+        the state and token that depth 0 reads, and from the output of depth 0 and the token that
+        depth 1 reads. At first attention adds nothing, and the MLP adds what `solve_mlp` finds."""
         if self.config.start != "regression":
             return
         pairs = Squares()
@@ -105,6 +105,10 @@ class Eagle(Recurrent):
         self.fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
         self.layer.silence()
         self.solve_mlp(known)
+
+    @classmethod
+    def learning_rate(cls, config: EagleConfig) -> float:
+        return 3e-4 if config.start == "regression" else super().learning_rate(config)
 
     @property
     def train_depth(self) -> int:

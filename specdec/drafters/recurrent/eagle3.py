@@ -32,8 +32,8 @@ from specdec.errors import require
 from specdec.target.parts import Parts
 
 MOST_LAYERS = 64
-KEPT = 0.8  # the share that a start by regression keeps of what the later depths read of an output
-DAMPING = 0.03  # of the inverse by which that is taken out of what depth 0 reads
+KEPT = 0.8  # how much of M_h a start by regression keeps (see `Eagle3.regress`)
+DAMPING = 0.03  # of the inverse of 1 + M_h / s there, which is nearly singular
 
 
 @dataclass
@@ -146,16 +146,16 @@ class Eagle3(Recurrent):
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
         """Start as the draft that predicts the target's final states best by least squares.
 
-        At first a token sees only its own key, since queries and keys are the same random map of
-        the embedding. Without the MLP, the layer is then linear in what it reads, but for norms:
+        At first a token sees almost only itself, since queries and keys are the same random map of
+        the embedding. Without the MLP, the layer is then linear in what it reads, apart from norms:
         out = h + [e; n(h)] M, where e is the normed embedding, h the fused feature or the output of
         the depth before, n a norm, and M has the rank of the values. The output should be u, the
         target's final state divided by the weight of its norm.
 
         First depth 0 is solved alone: x W + e B ≈ u, where x are the features. Its output p is what
         depth 1 reads. Then both depths together give M: x W + e M_e ≈ u and p + [e; n(p)] M ≈ u.
-        Depth 0 reads h through M too, so fc is W times the damped inverse of 1 + M_h / s, where s
-        is the size of h. The MLP comes last (`solve_mlp`).
+        Depth 0 reads h through M too, so W is solved again for this M and multiplied by the damped
+        inverse of 1 + M_h / s, where s is the size of h. The MLP comes last (`solve_mlp`).
         """
         if self.config.start != "regression":
             return
@@ -197,8 +197,8 @@ class Eagle3(Recurrent):
         self.solve_mlp(known)
 
     def _scale(self, known: Iterable[Known]) -> None:
-        """See to it that final states over the weight of the norm have a mean square of 1. Where
-        the target's norm is another (Gemma's adds 1 to its weight), take the states' own sizes."""
+        """Check that final states divided by the norm's weight have a mean square near 1. If not
+        (Gemma's norm adds 1 to its weight), set the weight to the states' own sizes."""
         for some in known:
             final_ND = super().wanted(some, 0)
             ratio = (final_ND / away_from_zero(self.norm.weight)).square().mean()

@@ -189,11 +189,11 @@ class Recurrent(Drafter):
         return self.features_of(some.ctx)[some.row_N, some.position_N - 1].to(self.dtype)
 
     def token(self, some: Known, depth: int) -> Tensor:
-        """The embedding [N, D] that a depth reads there, of the text's own token."""
+        """The embedding [N, D] of the text's own token that a depth reads at known anchors."""
         return self.embed(some.ctx.ids_BT[some.row_N, some.position_N + depth])
 
     def wanted(self, some: Known, depth: int) -> Tensor:
-        """What the output [N, D] of a depth should be there: the target's final state."""
+        """What a depth should output [N, D] at known anchors: the target's final state."""
         return some.final_BTD[some.row_N, some.position_N + depth].to(self.dtype)
 
     def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
