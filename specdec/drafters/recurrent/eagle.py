@@ -11,7 +11,7 @@ Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +107,9 @@ class Eagle(Recurrent):
         self.solve_mlp(known)
 
     @classmethod
-    def learning_rate(cls, config: EagleConfig) -> float:
-        return 3e-4 if config.start == "regression" else super().learning_rate(config)
+    def learning_rate(cls, config: Any) -> float:
+        regressed = getattr(config, "start", None) == "regression"  # falcon has no `start`
+        return 3e-4 if regressed else super().learning_rate(config)
 
     @property
     def train_depth(self) -> int:
