@@ -72,10 +72,7 @@ class Drafter(nn.Module, ABC):
     Config: ClassVar[type[Any]]  # the dataclass that configures the family
     Sizes: ClassVar[type[Sizes]] = Sizes
     bounds: ClassVar[Mapping[str, int | tuple[int, int]]] = {}  # of settings; see `require_within`
-    starts: ClassVar[Sequence[str]] = (
-        "target",
-        "random",
-    )  # what `start` may be, if it is a setting
+    starts: ClassVar[Sequence[str]] = ("target", "random")  # values of the setting `start`
     trainable: ClassVar[bool] = True  # see `trains`
     reads_body: ClassVar[bool] = False  # runs the target's own layers, so it needs a whole target
     needs: Needs = Needs()
@@ -90,9 +87,7 @@ class Drafter(nn.Module, ABC):
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
     calibrations = Calibrations()  # of its confidence
-    learning_rates: Mapping[
-        str, float
-    ] = {}  # factors of learning rates, by patterns of parameter names
+    learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by patterns of names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
@@ -117,8 +112,8 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def learning_rate(cls, config: Any) -> float:
-        """The learning rate if `optim.lr` is null."""
-        return 1e-3
+        """The learning rate if `optim.lr` is null. Higher ones spoil a start by regression."""
+        return 3e-4 if getattr(config, "start", None) == "regression" else 1e-3
 
     @classmethod
     def adapts_target(cls, config: Any) -> bool:

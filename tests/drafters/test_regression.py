@@ -254,6 +254,22 @@ def test_a_run_starts_by_regression_and_not_again(
     assert len(made) == 1
 
 
+def test_the_factors_of_the_start_reach_the_optimiser(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: set[float] = set()
+    adamw = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any) -> Any:
+        rates = [group["lr"] for group in self.param_groups]
+        used.update(round(rate / max(rates), 6) for rate in rates)
+        return adamw(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    tiny.job(tmp_path / "run", "eagle3")
+    assert used == {0.03, 1.0}
+
+
 def test_the_learning_rate_is_the_familys_own_unless_it_is_given(tiny: Tiny) -> None:
     for drafter, given, expected in (
         ("eagle3", ["optim.lr=null"], 3e-4),

@@ -205,11 +205,7 @@ def test_a_run_with_muon_learns_and_resumes(
             return of(self, *args)
 
         monkeypatch.setattr(one, "step", step)
-    given = [
-        "optim=muon",
-        "optim.lr=5e-3",
-        "drafter.start=target",
-    ]
+    given = ["optim=muon", "optim.lr=5e-3", "drafter.start=target"]
     require_learning_that_resumes(tiny, tmp_path, "eagle3", *given)
     assert stepped == {torch.optim.Muon, torch.optim.AdamW}
 

@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import (
 from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
-SHARP = 16.0  # about the score that an input gives its own key, so that it sees itself alone
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
+SHARP = 16.0  # about the score that an input gives its own key, so that it sees itself alone
 
 compiled = cache(torch.compile)  # each function once
 

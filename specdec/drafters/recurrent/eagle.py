@@ -11,7 +11,7 @@ Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,6 @@ class Eagle(Recurrent):
         self.fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
         self.layer.silence()
         self.solve_mlp(known)
-
-    @classmethod
-    def learning_rate(cls, config: Any) -> float:
-        regressed = getattr(config, "start", None) == "regression"  # falcon has no `start`
-        return 3e-4 if regressed else super().learning_rate(config)
 
     @property
     def train_depth(self) -> int:

@@ -99,10 +99,6 @@ class Eagle3(Recurrent):
             self.learning_rates = {"fc.*": 0.03}  # its weights are small, as the features are large
 
     @classmethod
-    def learning_rate(cls, config: Eagle3Config) -> float:
-        return 3e-4 if config.start == "regression" else super().learning_rate(config)
-
-    @classmethod
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
         L = target.config.num_hidden_layers
         require(
