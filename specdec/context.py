@@ -58,12 +58,26 @@ class Context:
 @dataclass(frozen=True)
 class Known:
     """Anchors of texts that the target has read: the tokens and features of the texts, and the
-    target's final states, which say what it predicts next. Two more tokens follow every anchor."""
+    target's final states, which say what it predicts next. As many more tokens follow every anchor
+    as the drafter asks for (`Drafter.regressed`)."""
 
     ctx: Context
     final_BTD: Tensor
     row_N: Tensor
     position_N: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        layers_BTF = self.ctx.layers_BTF
+        return self.final_BTD.nbytes + (0 if layers_BTF is None else layers_BTF.nbytes)
+
+    def tokens(self, depth: int) -> Tensor:
+        """The text's own tokens [N] that a depth is the first to read; depth 0 reads the anchor."""
+        return self.ctx.ids_BT[self.row_N, self.position_N + depth]
+
+    def wanted(self, depth: int) -> Tensor:
+        """The target's final states [N, D] from which it predicts what a depth drafts."""
+        return self.final_BTD[self.row_N, self.position_N + depth]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from train.stages import starting
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
 
+REMEMBERED = 2**30  # bytes of features that such a start may keep, so as not to compute them again
 REGRESSED = 80_000  # a start by regression reads this many tokens, or up to twice as many
 AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is longer
 
@@ -163,7 +164,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     )
     before = job.target.parts.checksum()
     fresh = cfg.stage.draft is None and not checkpoint.steps(job.folder / "checkpoints")
-    if fresh and getattr(cfg.drafter, "start", None) == "regression":
+    if fresh and drafter.regresses:
         texts_read = data
         if not data.rows:  # training reads a decoder's rounds, whose rows are made later
             (texts_read,) = _sources(job, drafter, [texts.train])
@@ -195,7 +196,7 @@ def _regress(job: Job, drafter: Drafter, data: Source) -> None:
         for start in range(0, len(rows), at_once):
             batch = data.batch(rows[start : start + at_once])
             position_BT, document_BT = batch.ctx.documents()
-            found = anchors_of(batch.mask_BT, document_BT, position_BT, 2)
+            found = anchors_of(batch.mask_BT, document_BT, position_BT, drafter.regressed)
             followed = found.valid_NK.all(-1)
             where = found.row_N[followed], found.position_N[followed]
             count += len(where[0])
@@ -203,17 +204,22 @@ def _regress(job: Job, drafter: Drafter, data: Source) -> None:
                 yield Known(batch.ctx, batch.final_BTD, *where)
             job.progress.advance(task, len(batch.mask_BT))
 
-    kept = next(iter(known()), None)
+    first = next(iter(known()), None)
     with torch.no_grad():
-        if kept is not None:
+        if first is None:
+            pass
+        elif isinstance(data, Online) and first.nbytes * len(rows) <= REMEMBERED * at_once:
+            remembered = [*known()]  # so that the target reads these rows only once
+            drafter.regress(lambda: remembered)
+        else:
             drafter.regress(known)
     job.progress.remove_task(task)
     if job.accelerator.num_processes > 1:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
-    none = "no answer has two tokens, so there are no least squares to solve"
-    console.print(f"start: {said if kept is not None else none}")
+    none = f"no answer has {drafter.regressed} tokens, so there are no least squares to solve"
+    console.print(f"start: {said if first is not None else none}")
 
 
 def _by_round(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from benches import recipe
-from benches.families import ONCE, parameters
+from benches.families import ALIKE, parameters
 from benches.turns import show
 
 from specdec.measure.results import AtTemperature, Results
@@ -41,7 +41,7 @@ def capacity(
         settings = [] if arm == "default" else arm.split()
         own = [f"loop.max_tokens={tokens}", *(f"drafter.{x}" for x in settings)]
         said = f"head {n} of {len(names)}"
-        made[arm] = recipe.report_of(name, [*ONCE, *overrides], own, said)
+        made[arm] = recipe.report_of(name, [*ALIKE, *overrides], own, said)
     tokens = recipe.tokens_of_each(made.values(), folder)
     first = next(iter(made.values()))
     console.print(

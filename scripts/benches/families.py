@@ -19,7 +19,7 @@ from specdec.progress import console
 from specdec.report.theory import foreseen_speedup
 from specdec.theory.intervals import median_interval
 
-ONCE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3")  # texts are read once
+ALIKE = ("budget.minutes=null", "decode.gamma=3")
 TREE = "tree"  # folder of a run with its results for trees
 NONE = "—"
 
@@ -34,10 +34,11 @@ def families(
     """Every family, trained and untrained, at equal training tokens, in one table.
 
     Makes the runs that `folder` lacks, and continues after an interruption, as recipe does. Trees
-    are dynamic, of 12 nodes; families that copy have no q and so no tree. Training tokens/s include
-    the target's own pass. The predicted speedup is τ / (γc + v). A family that cannot be made here,
-    because it is for another kind of target, is listed with the reason. A family may have overrides
-    of its own: "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
+    are dynamic, of 12 nodes; families that copy have no q and so no tree. The target's features are
+    read from the cache, so training tokens/s do not include its pass. The predicted speedup is
+    τ / (γc + v). A family that cannot be made here, because it is for another kind of target, is
+    listed with the reason. A family may have overrides of its own:
+    "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
     """
     found, refused = dict[str, tuple[Results, Results | None]](), dict[str, str]()
     named = {given.split()[0]: given.split()[1:] for given in families}
@@ -47,7 +48,7 @@ def families(
         own = [f"drafter={name}", f"loop.max_tokens={tokens}", *more]
         said = f"family {n} of {len(named)}"
         try:
-            made = recipe.report_of(f"{folder}/{name}", [*ONCE, *overrides], own, said)
+            made = recipe.report_of(f"{folder}/{name}", [*ALIKE, *overrides], own, said)
         except recipe.Refused as error:
             refused[name] = str(error)
         else:

@@ -87,6 +87,7 @@ class Drafter(nn.Module, ABC):
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
     calibrations = Calibrations()  # of its confidence
+    regressed: int = 2  # how many depths a start by regression is solved for
     learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by patterns of names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
@@ -215,9 +216,14 @@ class Drafter(nn.Module, ABC):
         """Learn from training texts without gradients and store the result (counts, an index) in
         buffers. `masks` mark the assistant's tokens."""
 
+    @property
+    def regresses(self) -> bool:
+        """Whether training starts from weights that `regress` solves for."""
+        return getattr(self.config, "start", None) == "regression"
+
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
-        """If `start` is "regression", solve in closed form for the weights that training starts
-        from. `known()` reads the same part of the training texts every time."""
+        """Solve in closed form for the weights that training starts from. `known()` reads the same
+        part of the training texts every time. Called only if the drafter `regresses`."""
 
     def require_sound(self) -> None:
         """Raise UserError if loaded buffers hold values that no fit can have produced, such as

@@ -46,7 +46,7 @@ class Heads(Drafter):
         self.max_depth = config.depth
         size = sizes.draft_vocab or sizes.target_vocab
         count = 1 if one_head else config.depth
-        self.lm_heads = nn.ModuleList(nn.Linear(width, size, bias=bias) for _ in range(count))
+        self.lm_heads: Any = nn.ModuleList(nn.Linear(width, size, bias=bias) for _ in range(count))
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
@@ -56,12 +56,12 @@ class Heads(Drafter):
         """Start all LM heads as the target's."""
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         for head in self.lm_heads:
-            head.weight.copy_(target.head.weight[rows])  # type: ignore[operator]
+            head.weight.copy_(target.head.weight[rows])
 
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""
         last_BAD = entries(self.features_of(ctx), (anchors_BA - 1).clamp_min(0))
-        return last_BAD.to(self.lm_heads[0].weight.dtype)  # type: ignore[arg-type]
+        return last_BAD.to(self.lm_heads[0].weight.dtype)
 
     @abstractmethod
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:

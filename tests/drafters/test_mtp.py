@@ -194,7 +194,9 @@ def test_training_starts_from_the_targets_own_modules(tmp_path: Path, count: int
     parts = TargetOnDemand(cfg).parts
     assert isinstance(parts, StoredParts)
     for target in (whole, parts):
-        state = MTP.build(MTPConfig(modules=3), target).state_dict()
+        drafter = MTP.build(MTPConfig(modules=3), target)
+        assert not drafter.regresses
+        state = drafter.state_dict()
         assert len(state) == 3 * (len(own) // count)
         for name, x in state.items():
             k, rest = name.removeprefix("layers.").split(".", 1)
@@ -207,6 +209,7 @@ def test_modules_of_another_kind_are_left(tmp_path: Path) -> None:
     with_modules(tmp_path / "model", 1, latent=True)
     target = load_target(TargetConfig(str(tmp_path / "model"), "float32", "cpu"))
     drafter = MTP.build(MTPConfig(), target)
+    assert drafter.regresses
     query = target.layer(-1)["self_attn.q_proj.weight"]
     assert torch.equal(drafter.state_dict()["layers.0.self_attn.q_proj.weight"], query)
 
@@ -242,7 +245,7 @@ def test_a_number_of_modules_that_fits_no_depth_is_refused() -> None:
 def test_the_papers_recipe_is_composed() -> None:
     """FastMTP's weights .6^k over 3 depths, which sum to 1.96, sum to 1."""
     config = compose(["experiment=fastmtp_paper"])
-    assert config.drafter == MTPConfig()
+    assert config.drafter == MTPConfig(start="target")
     assert config.objective.depth_decay == 0.6
     assert config.objective.terms["ce"] == pytest.approx(1 / 1.96, abs=1e-4)
 

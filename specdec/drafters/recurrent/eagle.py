@@ -27,7 +27,6 @@ from specdec.drafters.recurrent.recurrence import (
     away_from_zero,
     copy_last,
 )
-from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require_within
 from specdec.target.parts import Parts
 
@@ -42,6 +41,7 @@ class EagleConfig(RecurrentConfig):
     linear draft (see `Eagle.regress`), `start=target` from a copy of the target's last layer."""
 
     name: str = "eagle"
+    start: str = "regression"
     unroll: int | None = None
     noise: float = 0.0
     detach: bool = False
@@ -89,20 +89,9 @@ class Eagle(Recurrent):
         layer.temper(state_ND, state_ND)
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Start with the fc that best predicts the target's next final state by least squares, from
-        the state and token that depth 0 reads, and from the output of depth 0 and the token that
-        depth 1 reads. At first attention adds nothing, and the MLP adds what `solve_mlp` finds."""
-        if self.config.start != "regression":
-            return
-        pairs = Squares()
-        for some in known():
-            pairs.add(torch.cat([self.token(some, 0), self.before(some)], -1), self.wanted(some, 0))
-        weight = ridge(pairs.xx, pairs.xy)
-        for some in known():
-            read = torch.cat([self.token(some, 0), self.before(some)], -1)
-            output = read @ weight.to(read)
-            pairs.add(torch.cat([self.token(some, 1), output], -1), self.wanted(some, 1))
-        self.fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
+        """Start as the best linear draft (`solve_pairs`). At first attention adds nothing, and the
+        MLP adds what `solve_mlp` finds."""
+        self.solve_pairs(self.fc, known)
         self.layer.silence()
         self.solve_mlp(known)
 
@@ -111,7 +100,7 @@ class Eagle(Recurrent):
         return self.config.unroll or self.depth
 
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        pair = self.fc(torch.cat([embedding, feature], -1))
+        pair = self.fc(self.joined(embedding, feature))
         return pair, pair
 
     def onward(self, hidden: Tensor) -> Tensor:

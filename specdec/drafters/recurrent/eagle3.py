@@ -24,7 +24,6 @@ from specdec.drafters.recurrent.recurrence import (
     Recurrent,
     RecurrentConfig,
     RecurrentSizes,
-    away_from_zero,
     llama_of,
 )
 from specdec.drafters.regression import Squares, low_rank, ridge
@@ -153,13 +152,11 @@ class Eagle3(Recurrent):
         Depth 0 reads h through M too, so W is solved again for this M and multiplied by the damped
         inverse of 1 + M_h / s, where s is the size of h. The MLP comes last (`solve_mlp`).
         """
-        if self.config.start != "regression":
-            return
         layer, D = self.midlayer, self.llama.hidden_size
         for norm in (layer.input_layernorm, layer.hidden_norm):
             norm.weight.fill_(1.0)
         first, later = Squares(), Squares()
-        self._scale(known())
+        self.scale_last_norm(known())
         for some in known():
             x, e = self.normed(self.before(some)), layer.input_layernorm(self.token(some, 0))
             first.add(torch.cat([x, e], -1), self.wanted(some, 0))
@@ -192,20 +189,9 @@ class Eagle3(Recurrent):
             above.silence()
         self.solve_mlp(known)
 
-    def _scale(self, known: Iterable[Known]) -> None:
-        """Check that final states divided by the norm's weight have a mean square near 1. If not
-        (Gemma's norm adds 1 to its weight), set the weight to the states' own sizes."""
-        for some in known:
-            final_ND = super().wanted(some, 0)
-            ratio = (final_ND / away_from_zero(self.norm.weight)).square().mean()
-            if not 0.8 < float(ratio) < 1.25:
-                size_D = final_ND.square().mean(0).sqrt()
-                self.norm.weight.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
-            return
-
-    def wanted(self, some: Known, depth: int) -> Tensor:
-        divisor_D = away_from_zero(self.norm.weight)
-        return super().wanted(some, depth) / divisor_D
+    @property
+    def last_norm(self) -> LlamaRMSNorm:
+        return self.norm
 
     def normed(self, features: Tensor) -> Tensor:
         """The features [..., F] as fc reads them."""

@@ -1,9 +1,10 @@
 """Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read drafted tokens.
 
 Head k reads c = cat[h, e(x_a), …, e(x_{a+k})], where e is the target's frozen embedding and h its
-final hidden state at a - 1. The first layer is S c + SiLU(W c), with W starting at zero and S as
-torch starts linear layers; the others are x + SiLU(W x); the LM head starts as the target's. All
-have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py).
+final hidden state at a - 1. The first layer is S c + SiLU(W c), with W starting at zero and S, in
+the reference, as torch starts linear layers; the others are x + SiLU(W x); the LM head starts as
+the target's. All have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and
+prefix_mlp_head.py).
 
 Hydra++ replaces h by the normed output of one decoder layer over the target's states, at committed
 positions only. In the reference, which repeats one module, the layers of a head after the first
@@ -12,7 +13,7 @@ share their weights; here each has its own, as in the paper.
 Letters: B batch, T time, A anchors, D width, F numbers read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from specdec.context import Context, Moment
+from specdec.context import Context, Known, Moment
 from specdec.drafters.gather import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import llama_of
+from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.target.parts import Parts
@@ -35,10 +37,12 @@ class HydraHeadsConfig:
     """`depth` heads, each of `num_layers` layers and an LM head, or with `shared_head` one LM head
     for all. `prefix` adds Hydra++'s layer over the target's states. `dropout` is the share of a
     layer's inputs, and of the LM head's, that training sets to zero (the paper's Hydra++: 0.2).
-    `draft_vocab` null keeps the whole vocabulary."""
+    `draft_vocab` null keeps the whole vocabulary. `start=regression` starts from the best linear
+    heads (see `Hydra.regress`), `start=target` as the reference does."""
 
     name: str = "hydra"
     depth: int = 3
+    start: str = "regression"
     num_layers: int = 1
     prefix: bool = False
     dropout: float = 0.0
@@ -63,13 +67,15 @@ class Hydra(Heads):
     Config = HydraHeadsConfig
     Sizes = HydraSizes
     bounds = {"num_layers": (1, MOST_LAYERS)}
+    starts = ("regression", "target")
 
     def __init__(self, config: HydraHeadsConfig, sizes: HydraSizes) -> None:
         D = sizes.width
         super().__init__(config, sizes, D, config.shared_head, bias=True)
+        self.regressed = config.depth
         self.prefix = None if sizes.llama is None else Prefix(sizes.llama, sizes.target_vocab)
         read = [(k + 2) * D for k in range(config.depth)]
-        self.skips = nn.ModuleList(nn.Linear(F, D) for F in read)
+        self.skips: Any = nn.ModuleList(nn.Linear(F, D) for F in read)
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(F if i == 0 else D, D) for i in range(config.num_layers))
             for F in read
@@ -88,6 +94,25 @@ class Hydra(Heads):
         self.copy_head(target)
         if self.prefix is not None:
             self.prefix.start(target)
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Start with the S of every head that best predict, by least squares, the target's final
+        states from c. As W is zero, heads are then linear, apart from biases, which start at 0."""
+        D, K, heads = self.sizes.width, self.depth, Squares()
+        for some in known():
+            every_BT = torch.arange(some.ctx.ids_BT.shape[1], device=some.row_N.device)
+            every_BT = every_BT.expand_as(some.ctx.ids_BT)
+            state = self.first(some.ctx, every_BT)[some.row_N, some.position_N]
+            for k in range(K):
+                state = self.step(state, some.tokens(k), k)
+            heads.add(state, torch.cat([some.wanted(k).to(state) for k in range(K)], -1))
+        for k, skip in enumerate(self.skips):
+            read = slice((k + 2) * D)
+            solved = ridge(heads.xx[read, read], heads.xy[read, k * D : (k + 1) * D])
+            skip.weight.copy_(solved.T)
+        for linear in (*self.skips, *self.blocks.modules(), *self.lm_heads):
+            if isinstance(linear, nn.Linear):
+                linear.bias.zero_()
 
     def attach(self, target: Parts) -> None:
         self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved

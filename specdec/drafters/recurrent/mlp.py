@@ -10,19 +10,25 @@ and the start, all weights from N(0, 1/D), are those of the reference (foundatio
 fms-extras, fms_extras/models/speculator.py; its norm is LayerNormParameterized of fms). vLLM leaves
 out w_s and divides w_e by it instead; after the norm, this is the same up to its eps.
 
-Letters: D width of the state, V target vocabulary.
+Letters: N anchors, E width of the target's state, D width of this state, V target vocabulary.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from specdec.context import Known
 from specdec.drafters.heads import Heads, HeadsSizes
+from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.target.parts import Parts
 
 EPS = 1e-6  # the eps of every norm
+SMALL, UPWARD = 0.5, 1.0  # weight and bias of norms where GELU is nearly linear
 
 
 @dataclass
@@ -33,10 +39,13 @@ class MlpConfig:
     With `tie_weights` all depths share one of each, except the first projection, whose input has
     the target's width. `scale_input` divides the target's state by √2 times its root mean square.
     `draft_vocab` null keeps the whole vocabulary, as the reference does; embeddings cover it all.
+    `start=regression` starts from the best linear heads (see `Mlp.regress`), `start=random` as the
+    reference does.
     """
 
     name: str = "mlp"
     depth: int = 3
+    start: str = "regression"
     inner_dim: int | None = None
     tie_weights: bool = False
     scale_input: bool = False
@@ -63,16 +72,18 @@ class ShiftedNorm(nn.RMSNorm):
 class Mlp(Heads):
     Config = MlpConfig
     bounds = {"inner_dim": 1}
+    starts = ("regression", "random")
 
     def __init__(self, config: MlpConfig, sizes: HeadsSizes) -> None:
         D, V, n = config.inner_dim or sizes.width, sizes.target_vocab, config.depth
         super().__init__(config, sizes, D, config.tie_weights, bias=False)
         self.inner_dim = D
+        self.regressed = n
         count, projections = (1, 2) if config.tie_weights else (n, n)
         widths = [sizes.width] + [D] * (projections - 1)
-        self.emb = nn.ModuleList(nn.Embedding(V, D) for _ in range(count))
-        self.proj = nn.ModuleList(nn.Linear(width, D, bias=False) for width in widths)
-        self.ln = nn.ModuleList(ShiftedNorm(D) for _ in range(count))
+        self.emb: Any = nn.ModuleList(nn.Embedding(V, D) for _ in range(count))
+        self.proj: Any = nn.ModuleList(nn.Linear(width, D, bias=False) for width in widths)
+        self.ln: Any = nn.ModuleList(ShiftedNorm(D) for _ in range(count))
         self.state_weight = 0.5 ** (0.5 / n)
         self.token_weight = math.sqrt((1 - self.state_weight**2) * D / 2)
 
@@ -80,9 +91,74 @@ class Mlp(Heads):
         for weight in (w for w in self.parameters() if w.ndim == 2):
             nn.init.normal_(weight, std=self.inner_dim**-0.5)
 
+    def attach(self, target: Parts) -> None:
+        self._target = (target,)  # in a tuple, so that it is neither trained nor saved
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Start with heads that predict the target's next state by least squares.
+
+        GELU is nearly linear where the norms put it at first. So a head can turn its state before
+        the norm into the best guess of the target's next state, rescaled and rotated so that all
+        numbers are alike (to `basis_ED`), and its LM head can read that guess with the target's.
+        """
+        target, D, moments = self._target[0], self.inner_dim, Squares()
+        for some in known():
+            moments.add(some.wanted(0).float(), some.wanted(0).float())
+        mean_EE = moments.xx / moments.rows
+        size_E = mean_EE.diagonal().sqrt().clamp_min(1e-9)
+        axes_EE = torch.linalg.eigh(mean_EE / size_E / size_E[:, None])[1]
+        kept = min(D, len(size_E))
+        drawn = torch.randn(D, kept, generator=torch.Generator().manual_seed(0)).to(size_E)
+        basis_ED = (axes_EE[:, -kept:] / size_E[:, None]) @ torch.linalg.qr(drawn)[0].T
+        basis_ED = basis_ED.float()
+        every_VE = target.embedding(torch.arange(self.target_vocab, device=target.device))
+        for norm in self.ln:
+            norm.weight.fill_(SMALL)
+            norm.bias.fill_(UPWARD)
+
+        for k, proj in enumerate(self.proj):  # one of the tied serves all depths from 1 on
+            emb, guess, tied = self.part(self.emb, k), Squares(), k >= len(self.emb)
+            for some in known():
+                state_NE, tokens_N = self.entered(self.at(some, k), k), some.tokens(k)
+                wanted_ND = some.wanted(k).float() @ basis_ED
+                if tied:
+                    guess.add(state_NE, wanted_ND - self.token_weight * emb(tokens_N))
+                else:
+                    guess.add(torch.cat([state_NE, every_VE[tokens_N].to(state_NE)], -1), wanted_ND)
+            solved, width = ridge(guess.xx, guess.xy), proj.weight.shape[1]
+            proj.weight.copy_(solved[:width].T / self.state_weight)
+            if not tied:
+                emb.weight.copy_(every_VE.double() @ solved[width:] / self.token_weight)
+
+        rows = slice(None) if self.vocab_S is None else self.vocab_S
+        for i, head in enumerate(self.lm_heads):
+            depths = range(self.depth) if len(self.lm_heads) == 1 else [i]
+            back = Squares()
+            for some in known():
+                for k in depths:
+                    back.add(self.at(some, k + 1), some.wanted(k).float())
+            back_ED = ridge(back.xx, back.xy).T.to(every_VE)
+            head.weight.copy_(target.head.weight[rows] @ back_ED)
+
+    def at(self, some: Known, k: int) -> Tensor:
+        """The state [N, D] after k of the text's own tokens at known anchors."""
+        state = self.features_of(some.ctx)[some.row_N, some.position_N - 1]
+        state = state.to(self.proj[0].weight.dtype)
+        for depth in range(k):
+            state = self.step(state, some.tokens(depth), depth)
+        return state
+
+    def part(self, parts: nn.ModuleList, k: int) -> Any:
+        """The one of these parts that depth k uses."""
+        return parts[min(k, len(parts) - 1)]
+
+    def entered(self, state: Tensor, k: int) -> Tensor:
+        """The state as the projection of depth k reads it."""
+        if k > 0 or not self.config.scale_input:
+            return state
+        return nn.functional.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
+
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
-        if k == 0 and self.config.scale_input:
-            state = nn.functional.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
-        emb, proj, ln = (parts[min(k, len(parts) - 1)] for parts in (self.emb, self.proj, self.ln))
-        mixed = self.state_weight * proj(state) + self.token_weight * emb(tokens)
-        return nn.functional.gelu(ln(mixed))
+        emb, proj, ln = (self.part(parts, k) for parts in (self.emb, self.proj, self.ln))
+        read = self.state_weight * proj(self.entered(state, k))
+        return nn.functional.gelu(ln(read + self.token_weight * emb(tokens)))

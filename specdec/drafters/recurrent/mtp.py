@@ -24,6 +24,7 @@ Traps, with their sources:
 Letters: B batch, T time, P pairs (T - 1), A anchors, W new tokens, K depths, D width.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,12 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Context, Needs
+from specdec.context import Context, Known, Needs
 from specdec.drafters.gather import alone, entries, pieces, unread
 from specdec.drafters.growth import with_depth
 from specdec.drafters.recurrent.attention import Sight, fused
 from specdec.drafters.recurrent.recurrence import (
+    REGRESSION,
     Layer,
     Recurrent,
     RecurrentConfig,
@@ -55,11 +57,13 @@ from specdec.target.parts import Parts
 class MTPConfig(RecurrentConfig):
     """`modules` is 1, for one module reused at every depth, or `depth`, for one at each depth.
 
-    `start=target` starts from the target's own modules where its checkpoint has any of this kind,
-    else from the target's last layer.
+    If the target's checkpoint has modules of this kind, training starts from them, except with
+    `start=random`. If it has none, `start=regression` starts from the best linear draft (see
+    `MTP.regress`) and `start=target` from the target's last layer.
     """
 
     name: str = "mtp"
+    start: str = "regression"
     modules: int = 1
 
     def __post_init__(self) -> None:
@@ -82,11 +86,15 @@ class Module(Layer):
         super().__init__(llama, D, ("enorm", "hnorm", "input_layernorm", "final_layernorm"))
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
 
-    def enter(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.entered(self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1)))
+    def joined(self, embedding: Tensor, state: Tensor) -> Tensor:
+        """What eh_proj reads of a pair [..., 2D]."""
+        return torch.cat([self.enorm(embedding), self.hnorm(state)], -1)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        return self.final_layernorm(super().finish(residual, attended))
+    def enter(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.entered(self.eh_proj(self.joined(embedding, state)))
+
+    def leave(self, stream: Tensor) -> Tensor:
+        return self.final_layernorm(stream)
 
     def copy_last(self, target: Parts) -> None:
         """Copy the target's last layer if it is Llama's. The state comes from after the final
@@ -105,11 +113,13 @@ class Module(Layer):
 
 class MTP(Recurrent):
     Config = MTPConfig
+    starts = REGRESSION
     needs = Needs(final_hidden=True)
 
     def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
         self.layers = nn.ModuleList(Module(self.llama) for _ in range(config.modules))
+        self.of_target = False  # whether training starts from modules of the target
         self.several = config.modules > 1
         if self.several:
             self.max_depth = config.modules
@@ -139,6 +149,31 @@ class MTP(Recurrent):
                 x.copy_(theirs[name])
             if not theirs:
                 module.copy_last(target)
+        self.of_target = bool(theirs)
+
+    @property
+    def regresses(self) -> bool:
+        return super().regresses and not self.of_target
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Start as the best linear draft (`solve_pairs`), with attention that adds nothing at first
+        and the MLP that `solve_mlp` finds. Modules after the first start as the first."""
+        first = self.layer
+        self.scale_last_norm(known())
+        first.enorm.weight.fill_(1.0)
+        first.hnorm.weight.copy_(1 / away_from_zero(first.final_layernorm.weight))
+        self.solve_pairs(first.eh_proj, known)
+        first.silence()
+        self.solve_mlp(known)
+        for module in self.stack[1:]:
+            module.load_state_dict(first.state_dict())
+
+    @property
+    def last_norm(self) -> LlamaRMSNorm:
+        return self.layer.final_layernorm
+
+    def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
+        return self.layer.joined(embedding, feature)
 
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.enter(embedding, feature)

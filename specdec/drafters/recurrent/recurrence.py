@@ -81,7 +81,11 @@ class Layer(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         stream = residual + attended
-        return stream + self.mlp(self.post_attention_layernorm(stream))
+        return self.leave(stream + self.mlp(self.post_attention_layernorm(stream)))
+
+    def leave(self, stream: Tensor) -> Tensor:
+        """The layer's output, from the stream after its MLP."""
+        return stream
 
     def at(
         self,
@@ -95,10 +99,6 @@ class Layer(nn.Module):
         attention, (read, residual) = self.self_attn, pairs
         heads = attended(attention.query(read, rope), shared, sight, own)
         return self.finish(residual, attention.joined(heads))
-
-    def alone(self, read: Tensor, residual: Tensor) -> Tensor:
-        """The output for what attention reads and the residual, if every token sees only itself."""
-        return self.finish(residual, self.self_attn.alone(read))
 
     def silence(self) -> None:
         """Set the output weights to zero: the layer adds nothing to the residual."""
@@ -160,6 +160,10 @@ class Recurrent(Drafter):
         """The target's features [..., F] in the form of the layer's own output [..., D]."""
         return features.to(self.dtype)
 
+    def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
+        """What `fc` reads of a pair [..., 2D], in families where it reads both parts."""
+        return torch.cat([embedding, feature], -1)
+
     @abstractmethod
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
@@ -184,17 +188,47 @@ class Recurrent(Drafter):
                 fc.weight[:, -D:] = torch.eye(D)
             self.copy_from(target)
 
+    @property
+    def last_norm(self) -> LlamaRMSNorm | None:
+        """The norm between the stream and the LM head, if the drafter has one."""
+        return None
+
     def before(self, some: Known) -> Tensor:
         """The features [N, F] that depth 0 reads at known anchors."""
         return self.features_of(some.ctx)[some.row_N, some.position_N - 1].to(self.dtype)
 
     def token(self, some: Known, depth: int) -> Tensor:
         """The embedding [N, D] of the text's own token that a depth reads at known anchors."""
-        return self.embed(some.ctx.ids_BT[some.row_N, some.position_N + depth])
+        return self.embed(some.tokens(depth))
 
     def wanted(self, some: Known, depth: int) -> Tensor:
-        """What a depth should output [N, D] at known anchors: the target's final state."""
-        return some.final_BTD[some.row_N, some.position_N + depth].to(self.dtype)
+        """What the stream should be [N, D] after a depth at known anchors: the target's final
+        state, divided by the weight of the norm that follows."""
+        final_ND = some.wanted(depth).to(self.dtype)
+        return final_ND / away_from_zero(self.last_norm.weight) if self.last_norm else final_ND
+
+    def scale_last_norm(self, known: Iterable[Known]) -> None:
+        """Check that final states divided by the norm's weight have a mean square near 1. If not
+        (Gemma's norm adds 1 to its weight), set the weight to the states' own sizes."""
+        assert self.last_norm is not None
+        weight_D, final_ND = self.last_norm.weight, next(iter(known)).wanted(0).to(self.dtype)
+        if not 0.8 < float((final_ND / away_from_zero(weight_D)).square().mean()) < 1.25:
+            size_D = final_ND.square().mean(0).sqrt()
+            weight_D.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
+
+    def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[Known]]) -> None:
+        """Solve, by least squares, for the `fc` that best predicts the target's next final state
+        from what `joined` makes of a pair: of the state and token that depth 0 reads, and of the
+        output of depth 0 and the token that depth 1 reads."""
+        pairs = Squares()
+        for some in known():
+            read = self.joined(self.token(some, 0), self.before(some))
+            pairs.add(read, self.wanted(some, 0))
+        fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
+        for some in known():
+            state = self.layer.leave(fc(self.joined(self.token(some, 0), self.before(some))))
+            pairs.add(self.joined(self.token(some, 1), state), self.wanted(some, 1))
+        fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
 
     def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
         """Solve, by least squares, for the output weights of the first layer's MLP. It is to add
@@ -204,11 +238,12 @@ class Recurrent(Drafter):
         for some in known():
             feature = self.fuse(self.before(some))
             for depth in (0, 1):
-                output = layer.alone(*self.enter(self.token(some, depth), feature))
-                normed = layer.post_attention_layernorm(output)
+                read, residual = self.enter(self.token(some, depth), feature)
+                stream = residual + layer.self_attn.alone(read)
+                normed = layer.post_attention_layernorm(stream)
                 inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
-                rest.add(inner, self.wanted(some, depth) - output)
-                feature = self.onward(output)
+                rest.add(inner, self.wanted(some, depth) - stream)
+                feature = self.onward(layer.leave(stream))
         mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
 
     def attach(self, target: Parts) -> None:
