@@ -57,29 +57,26 @@ def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None, de
 
 def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
     """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
-    return windows(ids_BT[..., None], anchors_BA + 1, count)[..., 0]
+    return windows(ids_BT, anchors_BA + 1, count)
 
 
-def windows(x_BTD: Tensor, first_BA: Tensor, count: int) -> Tensor:
-    """`count` entries [B, A, count, D] starting at each index (clamped at the text's end)."""
-    steps = torch.arange(count, device=x_BTD.device)
-    index = (first_BA[..., None] + steps).clamp_max(x_BTD.shape[1] - 1)
-    return entries(x_BTD, index.flatten(1)).view(*index.shape, x_BTD.shape[-1])
+def windows(x_BT: Tensor, first_BA: Tensor, count: int) -> Tensor:
+    """`count` entries [B, A, count, …] starting at each index (clamped at the text's end)."""
+    steps = torch.arange(count, device=x_BT.device)
+    index = (first_BA[..., None] + steps).clamp_max(x_BT.shape[1] - 1)
+    return entries(x_BT, index.flatten(1)).unflatten(1, index.shape[1:])
 
 
-def entries(x_BTD: Tensor, index_BA: Tensor) -> Tensor:
-    """The entries [B, A, D] of each row at that row's indices."""
-    return x_BTD.gather(1, index_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
+def entries(x_BT: Tensor, index_BA: Tensor) -> Tensor:
+    """The entries [B, A, …] of each row at that row's indices."""
+    return x_BT.take_along_dim(index_BA.view(*index_BA.shape, *[1] * (x_BT.dim() - 2)), 1)
 
 
 def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
     """`count` entries of each row [B, count, …] from that row's start (padded by the last one)."""
     if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
         return x_BT[:, starts[0] : starts[0] + count]
-    index = torch.tensor(starts, device=x_BT.device)[:, None]
-    index = index + torch.arange(count, device=x_BT.device)
-    rows = torch.arange(len(starts), device=x_BT.device)[:, None]
-    return x_BT[rows, index.clamp_max(x_BT.shape[1] - 1)]
+    return windows(x_BT, torch.tensor(starts, device=x_BT.device)[:, None], count)[:, 0]
 
 
 def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
@@ -87,18 +84,14 @@ def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
     return pieces(x_BTD, [n - 1 for n in counts], 1)[:, 0]
 
 
-def unread(cache: SlotCache, counts: list[int], least: int = 1) -> list[int]:
-    """How many of each row's `counts[b]` entries a draft's cache has not read yet.
-
-    It is at least `least` per row: drafting again from the same anchor rereads the last entry.
-    The cache forgets the drafts of the previous round.
-    """
+def unread(cache: SlotCache, counts: list[int]) -> list[int]:
+    """How many of each row's `counts[b]` entries a draft's cache has not read yet: at least 1, as
+    drafting again from an anchor rereads it. The cache forgets the drafts of the previous round."""
     cache.drop()
     if len(cache.lengths) != len(counts):
         cache.lengths = [0] * len(counts)
     known = cache.known()
-    cache.lengths = [
-        length - max(0, n + least - count)
-        for length, n, count in zip(cache.lengths, known, counts, strict=True)
-    ]
-    return [max(least, count - n) for n, count in zip(known, counts, strict=True)]
+    new = [max(1, count - n) for n, count in zip(known, counts, strict=True)]
+    again = [n + more - count for n, more, count in zip(known, new, counts, strict=True)]
+    cache.lengths = [length - n for length, n in zip(cache.lengths, again, strict=True)]
+    return new
