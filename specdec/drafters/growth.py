@@ -14,18 +14,6 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 
 
-def growth_at_once(
-    first_BS: Tensor,
-    logits: Callable[[int, Tensor], Tensor],
-    marginals: Callable[[int], Tensor] | None = None,
-) -> Growth:
-    """The growth of a drafter that has read all depths at once. `first_BS` are the logits of depth
-    0. The logits [B, W, S] of another depth may depend on the tokens [B, W] just before it, but on
-    no other drafted token."""
-    grow = with_depth(lambda tokens_BW, parents_BW, depth: logits(depth, tokens_BW))
-    return Growth(first_BS, grow, marginals)
-
-
 def with_depth(
     grow: Callable[[Tensor, Tensor | None, int], Tensor],
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -55,10 +43,11 @@ def growth_over(
 
 
 def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
-    """The growth of a drafter that reads no drafted tokens, so that the logits [B, S] after a node
-    depend only on its depth."""
-    return growth_at_once(
-        logits(0),
-        lambda depth, tokens_BW: logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1),
-        lambda depth: torch.stack([*map(logits, range(depth))], 1),
+    """The growth of a drafter that reads no drafted tokens, given its logits [B, S] by depth."""
+
+    def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
+        return logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1)
+
+    return Growth(
+        logits(0), with_depth(grow), lambda depth: torch.stack([*map(logits, range(depth))], 1)
     )

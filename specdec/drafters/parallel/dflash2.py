@@ -7,10 +7,9 @@ sub-layer's normed input and shared by groups of channels. And a selector makes 
 one before it: it adds ⟨A[x] * P h, B[y]⟩ to the logit of y after x, where h is the slot's state and
 A, B and P are learned. Both start without any effect, so training starts from plain DFlash.
 
-The reference lets the selector choose among the 16 likeliest tokens of a slot, and trains it by
-cross-entropy over these, beside the head's over the whole vocabulary. Here it scores all tokens of
-the draft vocabulary, which costs next to nothing at rank 256, so that there is one q to train, to
-measure and to verify against (`experiment=dflash2_paper`).
+The reference's selector chooses among the 16 likeliest tokens of a slot and is trained by a loss of
+its own. Here it scores the whole draft vocabulary, which costs next to nothing at rank 256, so that
+there is one q to train, to measure and to verify against (`experiment=dflash2_paper`).
 
 Letters: B batch, A anchors, M slots of a block, N slots of all anchors, K depth, W nodes, D width,
 G groups of channels, R rank, S draft vocabulary.
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context
 from specdec.drafters.gather import tokens_from
-from specdec.drafters.growth import growth_at_once
+from specdec.drafters.growth import with_depth
 from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
 from specdec.errors import require
 from specdec.sampling.trees import Growth
@@ -33,8 +32,7 @@ from specdec.target.parts import Parts
 
 @dataclass
 class DFlash2Config(BlockConfig):
-    """A convolution mixes `taps` slots, and every `group` channels share a correction. `rank` is
-    the selector's."""
+    """`taps` slots are mixed; `group` channels share a correction. `rank` is the selector's."""
 
     name: str = "dflash2"
     taps: int = 2
@@ -51,12 +49,13 @@ class Convolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
 
-    def corrections(self, read: Tensor) -> Tensor:
-        """The corrections of both sides [..., 2, taps, G] for a sub-layer that reads [..., D]."""
-        return self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
+    def entered(self, read: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+        """A sub-layer's input [B, N, D], convolved, and the corrections of both its sides."""
+        corrections = self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
+        return self(read, corrections, 0, slots), corrections
 
     def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
-        """x [B, N, D], convolved within each block of `slots`."""
+        """x [B, N, D], convolved within each block of `slots`; `corrections` [B, N, 2, taps, G]."""
         x_BAMGg = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
         kernel = self.base_kernel[side].unflatten(-1, (-1, self.group))
         kernel = kernel + corrections[..., side, :, :, None].unflatten(1, (-1, slots))
@@ -106,16 +105,12 @@ class DFlash2(Block):
                 conv.base_kernel.zero_()[:, 0] = 1
 
     def read(self, layer: Any, x: Tensor) -> tuple[Tensor, Any]:
-        normed, conv = layer.input_layernorm(x), layer.attention_conv
-        corrections = conv.corrections(normed)
-        return conv(normed, corrections, 0, self.slots), corrections
+        return layer.attention_conv.entered(layer.input_layernorm(x), self.slots)
 
     def finish(self, layer: Any, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
         stream = x + layer.attention_conv(attended, kept, 1, self.slots)
-        normed, conv = layer.post_attention_layernorm(stream), layer.mlp_conv
-        corrections = conv.corrections(normed)
-        made = layer.mlp(conv(normed, corrections, 0, self.slots))
-        return stream + conv(made, corrections, 1, self.slots)
+        read, kept = layer.mlp_conv.entered(layer.post_attention_layernorm(stream), self.slots)
+        return stream + layer.mlp_conv(layer.mlp(read), kept, 1, self.slots)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + R]."""
@@ -132,8 +127,8 @@ class DFlash2(Block):
         chosen = self.candidate_selector
         states_BKR = chosen.hidden_projection(states_BKD)
 
-        def after(depth: int, tokens_BW: Tensor) -> Tensor:
+        def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
             gate_BWR = chosen.predecessor_codebook[tokens_BW] * states_BKR[:, depth, None]
             return logits_BKS[:, depth, None] + chosen(gate_BWR)
 
-        return growth_at_once(after(0, anchor_B[:, None])[:, 0], after)
+        return Growth(after(anchor_B[:, None], None, 0)[:, 0], with_depth(after))

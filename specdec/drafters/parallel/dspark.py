@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context
 from specdec.drafters.gather import tokens_from
-from specdec.drafters.growth import growth_at_once
+from specdec.drafters.growth import with_depth
 from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
 from specdec.sampling.trees import Growth
 
@@ -53,14 +53,14 @@ class DSpark(Block):
         return self.head(hidden[..., :D]) + self.markov_w2(hidden[..., D:])
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        def after(depth: int, tokens_BW: Tensor) -> Tensor:
+        def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
             previous_BWR = self.markov_w1(tokens_BW)
             state_BWD = states_BKD[:, depth, None].expand(-1, tokens_BW.shape[1], -1)
             growth.own_BW = self.confidence(torch.cat([state_BWD, previous_BWR], -1))
             return logits_BKS[:, depth, None] + self.markov_w2(previous_BWR)
 
-        growth = growth_at_once(logits_BKS[:, 0], after)
-        growth.logits_BS = after(0, anchor_B[:, None])[:, 0]
+        growth = Growth(logits_BKS[:, 0], with_depth(after))
+        growth.logits_BS = after(anchor_B[:, None], None, 0)[:, 0]
         return growth
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:
