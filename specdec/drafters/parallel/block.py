@@ -11,8 +11,7 @@ of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' 
 with the first layer's weights (its kernel reads one row of the stacked weights).
 
 Letters: B batch, T time, A anchors, M slots of a block, N slots of all anchors, K depth, W new
-features, F width of the features, D width, E head width, G query heads per KV head, S draft
-vocabulary.
+features, F their width, D width, E head width, G query heads per KV head, S draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -51,9 +50,8 @@ class BlockConfig:
 
     `layers` None reads as many layers of the target as the draft has, spread as in the reference.
     `mask_token` is the id whose embedding stands for a token to be drafted, None for the last id
-    of the vocabulary, which is a rare token or an unused row. `draft_vocab` null keeps the whole
-    vocabulary. `start=target` copies the target's last layers and its final norm; `random` is the
-    paper's start.
+    of the vocabulary. `draft_vocab` null keeps the whole vocabulary. `start=target` copies the
+    target's last layers and its final norm; `random` is the paper's start.
     """
 
     name: str
@@ -72,8 +70,7 @@ class BlockConfig:
 
 @dataclass(kw_only=True)
 class BlockSizes(Sizes):
-    """`llama`: the keys of a LlamaConfig for layers shaped like the target's; `layers`: the
-    target's layers that are read."""
+    """`llama`: a LlamaConfig's keys for layers like the target's; `layers`: those that are read."""
 
     llama: dict[str, Any]
     layers: list[int]
@@ -85,6 +82,8 @@ class Block(Drafter):
     bounds = {"num_layers": (1, 64)}
     causal: ClassVar[bool] = False  # whether a slot sees only itself and the slots before it
     first: ClassVar[int] = 1  # the slot that predicts depth 0, the token after the anchor
+    target: Parts
+    _head: Callable[[Tensor], Tensor]
 
     def __init__(self, config: BlockConfig, sizes: BlockSizes) -> None:
         super().__init__(config, sizes)
@@ -103,21 +102,15 @@ class Block(Drafter):
         self.layers: Any = nn.ModuleList(layers)
         self.rope = Rope(self.llama)
         self.compiled = Compiled(self.run, SHORT + self.slots)
-        self._target: tuple[Parts, ...] = ()  # in a tuple, so that it is neither moved nor saved
-        self._head: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def plan(cls, config: BlockConfig, target: Parts) -> BlockSizes:
         L, n = target.config.num_hidden_layers, config.num_layers
         spread = [2 + round(i * (L - 4) / (n - 1)) for i in range(n)] if n > 1 else [L // 2 + 1]
-        mask = config.mask_token
-        return cls.sized(
-            config,
-            target,
-            layers=chosen_layers(config.layers, spread, target),
-            llama=llama_of(target, config.intermediate_size),
-            mask_token=target.vocab_size - 1 if mask is None else mask,
-        )
+        layers = chosen_layers(config.layers, spread, target)
+        llama = llama_of(target, config.intermediate_size)
+        mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
+        return cls.sized(config, target, layers=layers, llama=llama, mask_token=mask)
 
     def start(self, target: Parts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
@@ -150,11 +143,10 @@ class Block(Drafter):
             attention.q_norm.weight.mul_(gain_E)
 
     def attach(self, target: Parts) -> None:
-        self._target, self._head = (target,), target.unembedding(self.vocab_S)
+        self.target, self._head = target, target.unembedding(self.vocab_S)
 
     def read(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:
-        """What a layer's attention reads of the slots' stream [..., D], block after block, and what
-        to pass on to `finish`."""
+        """What attention reads of the slots' stream [..., D], and what to pass on to `finish`."""
         return layer.input_layernorm(x), None
 
     def finish(self, layer: Layer, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
@@ -163,12 +155,11 @@ class Block(Drafter):
 
     def head(self, states: Tensor) -> Tensor:
         """The target's logits [..., S] of states [..., D]."""
-        assert self._head is not None
-        return self._head(states.to(self._target[0].dtype))
+        return self._head(states.to(self.target.dtype))
 
     def head_rows(self) -> Tensor:
         """The weights [S, D] of the target's head for the draft vocabulary."""
-        return self._target[0].head.weight[slice(None) if self.vocab_S is None else self.vocab_S]
+        return self.target.head.weight[slice(None) if self.vocab_S is None else self.vocab_S]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The keys' input c [B, T, D] of the target's features [B, T, F]."""
@@ -178,7 +169,7 @@ class Block(Drafter):
         """The embeddings [B, A, M, D] of blocks that begin with these tokens."""
         ids_BAM = anchor_BA[..., None].repeat(1, 1, self.slots)
         ids_BAM[..., 1:] = self.sizes.mask_token
-        return self._target[0].embedding(ids_BAM).to(self.fc.weight.dtype)
+        return self.target.embedding(ids_BAM).to(self.fc.weight.dtype)
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""
@@ -219,8 +210,7 @@ class Block(Drafter):
         return self.head(hidden)
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        """The growth after these anchors, from the head's logits of all depths and the states from
-        which they were computed."""
+        """The growth after these anchors, from the logits of all depths and the states there."""
         return reading_no_draft(lambda k: logits_BKS[:, k])
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
@@ -250,8 +240,7 @@ class Block(Drafter):
         return self.head(states), states
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """One pass, whatever is drafted from it. With a cache, it commits the keys of new features
-        and forgets those of the block."""
+        """One pass, whatever is drafted from it. A cache keeps the keys of features alone."""
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
@@ -272,14 +261,10 @@ class Block(Drafter):
         inner_B1P = (torch.arange(cache.shown, device=device) - known_B1)[:, None]
         end_M1 = W + (steps[:M, None] + 1 if self.causal else M)
         mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= W) & (inner_B1P < end_M1)
+        mask, embedding = mask_BMP.expand(-1, M, -1), self.enter(anchor_B[:, None])[:, 0]
         cos, sin = self.rope(position_BX, cache.shown + 1)
         found = self.compiled(
-            cache,
-            features=features,
-            embedding=self.enter(anchor_B[:, None])[:, 0],
-            cos=cos,
-            sin=sin,
-            mask=mask_BMP.expand(-1, M, -1),
+            cache, features=features, embedding=embedding, cos=cos, sin=sin, mask=mask
         )
         cache.keep(new)
         return found

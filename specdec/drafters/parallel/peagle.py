@@ -28,13 +28,11 @@ from specdec.sampling.trees import Growth
 
 @dataclass
 class PEagleConfig(Eagle3Config):
-    """P-EAGLE. `mask_token` is the token whose embedding stands for tokens not yet known; null: the
-    last of the vocabulary.
+    """`mask_token` is the id whose embedding stands for tokens not yet known, null for the last id.
 
     `keep` and `keep_least` thin out the depths that are trained on (COD sampling), which saves time
     and memory: of n anchors in a row, depth k counts at (n - k) · max(keep^k, keep_least), drawn
-    anew at every step from those where depth k - 1 counts. The reference has 0.7 and 0.2; with 1
-    every depth counts.
+    anew at every step from those where depth k - 1 counts. The reference has 0.7 and 0.2.
     """
 
     name: str = "peagle"
@@ -57,14 +55,10 @@ class PEagle(Eagle3):
     def __init__(self, config: PEagleConfig, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
         require_within("drafter", config, mask_token=(0, sizes.target_vocab - 1))
-        self.max_depth = config.depth
-        self.scratch = config.depth
+        self.max_depth = self.scratch = config.depth
+        given = config.mask_token
+        self.mask_token = sizes.target_vocab - 1 if given is None else given
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
-
-    @property
-    def mask_token(self) -> int:
-        given = self.config.mask_token
-        return self.target_vocab - 1 if given is None else given
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
         """COD sampling: the kept depths of an anchor are its first ones. Their weight is 1
