@@ -15,14 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
 from specdec.drafters.gather import entries
-from specdec.drafters.models.pretrained import (
-    DraftLMConfig,
-    LMSizes,
-    Pretrained,
-    described,
-    fresh,
-    require_alike,
-)
+from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.models.views import decoder_layers
 from specdec.errors import UserError, first_line
 from specdec.runtime.cache import Place, SlotCache, model_inputs, new_cache
@@ -61,10 +54,10 @@ class LM(Pretrained):
             model = theirs | {"num_hidden_layers": len(kept)} | config_of_layers(theirs, kept)
         else:
             options = "target, random, a hub name or a folder with a Hugging Face causal LM"
-            model = described(config, theirs, options)
+            model = cls.described(config, theirs, options)
         if config.source == "random":
             model |= config_of_layers(model, list(range(model["num_hidden_layers"])))
-        require_alike(config, model, {"vocab_size": target.vocab_size})
+        cls.require_alike(config, model, {"vocab_size": target.vocab_size})
         try:
             with torch.device("meta"):
                 fresh(AutoModelForCausalLM, model, config.train_embeddings)
@@ -95,15 +88,9 @@ class LM(Pretrained):
         ids_BM, place = with_branches(ctx, anchors_BA, drafted_BAk)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
         out = self.model.base_model(input_ids=ids_BM, use_cache=False, **inputs)
-        of_text, of_drafts = out.last_hidden_state.split(
-            [ctx.ids_BT.shape[1], ids_BM.shape[1] - ctx.ids_BT.shape[1]], 1
-        )
+        of_text, of_drafts = out.last_hidden_state.tensor_split([ctx.ids_BT.shape[1]], 1)
         first_BA1D = entries(of_text, anchors_BA)[:, :, None]
         return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAk.shape[1:])], 2)
-
-    def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
-        model = self.model.base_model
-        return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.model.config, capacity)

@@ -75,8 +75,7 @@ class LMSizes(Sizes):
 
 
 class Pretrained(Drafter):
-    """A drafter whose `model` is of one of transformers' auto classes. A family says how the model
-    computes a whole text and, while decoding, new tokens over a cache."""
+    """A drafter whose `model` is one of transformers'. A family says how it reads over a cache."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -86,6 +85,32 @@ class Pretrained(Drafter):
         super().__init__(config, sizes)
         self.model = fresh(self.Auto, sizes.model, config.train_embeddings)
         self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
+
+    @staticmethod
+    def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
+        """The config of the draft's model: the target's with `overrides` if its weights start
+        random, else that on a hub or in a folder. `options` lists what the user can give."""
+        if config.source == "random":
+            if unknown := sorted(set(config.overrides) - set(theirs)):
+                raise UserError(
+                    f"drafter.overrides.{unknown[0]} is not a key of the target's config"
+                )
+            return {**theirs, **config.overrides}
+        try:
+            return AutoConfig.from_pretrained(config.source).to_dict()
+        except (OSError, ValueError) as error:
+            source = f"drafter.source={config.source!r}"
+            raise UserError(f"{source} could not be loaded: give {options}") from error
+
+    @staticmethod
+    def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
+        """Raise UserError unless `model` has the target's values, which depend on the tokenizer."""
+        for key, theirs in target.items():
+            require(
+                model.get(key) == theirs,
+                f"drafter.source={config.source!r} has {key}={model.get(key)}, but the target has "
+                f"{theirs}: they must have the same tokenizer",
+            )
 
     @property
     def train_depth(self) -> int:
@@ -118,9 +143,10 @@ class Pretrained(Drafter):
         adapted.merge_and_unload(safe_merge=True)
         return {name: x.detach() for name, x in plain.state_dict().items() if not x.is_meta}
 
-    @abstractmethod
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of texts [B, T], packed as for `Target.features`."""
+        model = self.model.base_model
+        return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
 
     @abstractmethod
     def over_cache(
@@ -162,32 +188,6 @@ def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
     config = AutoConfig.for_model(**keys)
     model = auto.from_config(config, trust_remote_code=False).float()
     group(model)
-    if not train_embeddings:
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            module.requires_grad_(False)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(train_embeddings)
     return model
-
-
-def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
-    """The config of the draft's model: the target's with `overrides` if the weights start random,
-    else that of the model on a hub or in a folder. `options` lists what the user can give."""
-    if config.source == "random":
-        if unknown := sorted(set(config.overrides) - set(theirs)):
-            raise UserError(f"drafter.overrides.{unknown[0]} is not a key of the target's config")
-        return {**theirs, **config.overrides}
-    try:
-        return AutoConfig.from_pretrained(config.source).to_dict()
-    except (OSError, ValueError) as error:
-        source = f"drafter.source={config.source!r}"
-        raise UserError(f"{source} could not be loaded: give {options}") from error
-
-
-def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
-    """Raise UserError unless `model` has the values of `target`, all of which depend on the
-    tokenizer."""
-    for key, theirs in target.items():
-        require(
-            model.get(key) == theirs,
-            f"drafter.source={config.source!r} has {key}={model.get(key)}, but the target has "
-            f"{theirs}: they must have the same tokenizer",
-        )

@@ -12,13 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 from specdec.drafters.gather import entries
-from specdec.drafters.models.pretrained import (
-    DraftLMConfig,
-    LMSizes,
-    Pretrained,
-    described,
-    require_alike,
-)
+from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained
 from specdec.errors import UserError, require
 from specdec.target.parts import Parts
 from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
@@ -46,14 +40,13 @@ class Seq2SeqLM(Pretrained):
                 "target such as T5"
             )
         options = "random, a hub name or a folder with a Hugging Face encoder-decoder"
-        model = described(config, target.model.config.to_dict(), options)
+        model = cls.described(config, target.model.config.to_dict(), options)
         require(
             bool(model.get("is_encoder_decoder")),
             f"drafter.source={config.source!r} is not an encoder-decoder, but the target is one",
         )
-        start = target.seq2seq.start
-        alike = {"vocab_size": target.vocab_size, "decoder_start_token_id": start}
-        require_alike(config, model, alike)
+        alike = {"vocab_size": target.vocab_size, "decoder_start_token_id": target.seq2seq.start}
+        cls.require_alike(config, model, alike)
         return cls.sized(config, target, model=model)
 
     def attach(self, target: Parts) -> None:
@@ -73,11 +66,7 @@ class Seq2SeqLM(Pretrained):
         return self.seq2seq.new_cache()
 
     def over_cache(
-        self,
-        cache: Seq2SeqCache,
-        ids_BT: Tensor,
-        parents_BT: Tensor | None,
-        last_B1: Tensor | None,
+        self, cache: Any, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
     ) -> Tensor:
         if cache.starts:
             hidden = self.seq2seq.continued(ids_BT, cache, parents_BT)
