@@ -39,8 +39,7 @@ class Adapters(nn.Module):
             up.weight.zero_()
 
     def view(self, target: Target, layers: int) -> Any:
-        """The target's base model with its first layers and these adapters. Raises UserError if
-        they do not fit."""
+        """The target's first layers with these adapters. Raises UserError if they do not fit."""
         body = shallow(target, layers)
         found = _empty_adapters(body, self.lora)
         require(

@@ -1,6 +1,7 @@
 """Two tokenizers of the same text: their common tokens, and text of one in tokens of the other."""
 
 import re
+from itertools import groupby
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -17,16 +18,13 @@ class Bridge:
         self.target, self.draft = target, draft
         self.specials = _same_specials(target, draft)  # target id -> draft id
         self._back = {own: theirs for theirs, own in self.specials.items()}
-        self._roles = {
-            getattr(target, f"{role}_token_id", None)
-            for role in ("bos", "eos", "pad", "unk", "cls", "sep")
-        }
+        roles = ("bos", "eos", "pad", "unk", "cls", "sep")
+        self._roles = {getattr(target, f"{role}_token_id", None) for role in roles}
         self._special, self._own_special = set(target.all_special_ids), set(draft.all_special_ids)
         first = draft.bos_token_id
-        begins = first is not None and first in draft("").input_ids
-        self.prefix = [first] if begins else []
-        spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
-        self._nothing = [spare]  # what the draft reads when no text is left for it
+        self.prefix = [first] if first is not None and first in draft("").input_ids else []
+        # what the draft reads when no text is left for it
+        self._spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
 
     def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:
         """The target ids, ascending, and the draft ids of the tokens that both have."""
@@ -38,21 +36,18 @@ class Bridge:
         return [a for a, _ in pairs], [b for _, b in pairs]
 
     def to_draft(self, ids: list[int]) -> list[int]:
-        """A text in target tokens as draft tokens, at least one. A special token of the target
-        becomes the matching one of the draft; without a match, bos, eos and the like are left out,
-        and any other is read as text."""
-        own, run = list(self.prefix), []
-        for i in [*ids, None]:
-            if i is not None and i not in self.specials and i not in self._roles:
-                run.append(i)
-                continue
-            if run:
-                text = _text(self.target, run).rstrip(REPLACED)
+        """A text in target tokens as draft tokens, at least one. Special tokens become those that
+        match; without a match, bos, eos and the like are left out, and others are read as text."""
+        own = list(self.prefix)
+        for special, run in groupby(ids, lambda i: i in self.specials or i in self._roles):
+            if not special:
+                text = _text(self.target, list(run)).rstrip(REPLACED)
                 own += self.draft.encode(text, add_special_tokens=False)
-                run = []
-            if i in self.specials and [self.specials[i]] != own:
-                own.append(self.specials[i])
-        return own or self._nothing
+                continue
+            for i in run:
+                if i in self.specials and [self.specials[i]] != own:
+                    own.append(self.specials[i])
+        return own or [self._spare]
 
     def to_target(self, ids: list[int], own: list[int], new: list[int]) -> list[int]:
         """The draft's new tokens `new`, written after its tokens `own`, as target tokens that
@@ -82,13 +77,11 @@ class Bridge:
 def _same_specials(target: Any, draft: Any) -> dict[int, int]:
     """The special tokens that both have, target id -> draft id."""
     skipped = {target.unk_token_id, target.pad_token_id} - {target.eos_token_id}
-    theirs = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
-    pairs = {i: theirs.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
+    named = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
+    pairs = {i: named.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
     found = {i: own for i, own in pairs.items() if own is not None and i not in skipped}
-    for a, b in (
-        (target.eos_token_id, draft.eos_token_id),
-        (target.bos_token_id, draft.bos_token_id),
-    ):
+    for role in ("eos_token_id", "bos_token_id"):
+        a, b = getattr(target, role), getattr(draft, role)
         if None not in (a, b) and a not in found and b not in found.values():
             found[a] = b
     return found
@@ -96,15 +89,13 @@ def _same_specials(target: Any, draft: Any) -> dict[int, int]:
 
 def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
     """The ids of ordinary tokens by the bytes that they stand for when they follow another token.
-    Of several tokens for the same bytes, the lowest id wins, and a byte-fallback token is used only
-    if there is no other."""
+    Of several for the same bytes, the lowest id wins; a byte-fallback token loses to all others."""
     count, special = min(size, len(tokenizer)), set(tokenizer.all_special_ids)
     ids = [i for i in range(count) if i not in special]
     names = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     found: dict[bytes, int] = {}
-    bytes_alone: dict[bytes, int] = {}
     if "ByteLevel" in decoder:
         table = {c: b for b, c in bytes_to_unicode().items()}
         for i, name in zip(ids, names):
@@ -113,6 +104,7 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
             elif name is not None and all(c in table for c in name):
                 found.setdefault(bytes(table[c] for c in name), i)
         return found
+    bytes_alone: dict[bytes, int] = {}
     plain = (i for i in ids if _text(tokenizer, [i]).strip().isalnum())
     before = next(plain, ids[0] if ids else 0)
     was = _text(tokenizer, [before])
