@@ -2,20 +2,17 @@
 first E layers draft, followed by its own final norm and head.
 
 While decoding, the draft writes into the target's own cache, whose first E layers already hold the
-keys and values of every committed token, so the draft needs no second cache and reads no token
-twice. A drafted token costs E / L of a step plus the head. In targets that were not trained for
-early exit (with layer dropout and an early-exit loss), early layers agree little with the last; E
-near L agrees more and saves less.
+keys and values of every committed token. A drafted token costs E / L of a step plus the head. In
+targets that were not trained for early exit, early layers agree little with the last; E near L
+agrees more and saves less.
 
 With `lora.rank`, those layers are trained to agree: LoRA adapters (Hu et al. 2022) are added to
-them when they draft, and only then, so p and the target's weights stay what they are. This replaces
-LayerSkip's layer dropout and losses at several exits, which train the target itself so that one
-model can leave at any layer; here it leaves at one. The adapted layers have other keys and values
-than the target's, so the draft keeps a cache of its own. That costs E / L of the memory of the
-target's cache, E layers over the prompt, and in each round one pass of the E layers over all newly
-committed tokens instead of the anchor alone. In return, depth k at anchor a is depth 0 at a + k, so
-training takes one pass over a text. Drafting over the target's keys would need a pass for each
-depth, at every anchor.
+them when they draft, and only then, so p stays what it is. (LayerSkip trains the target itself, by
+layer dropout and losses at several exits.) The adapted layers have other keys and values, so the
+draft keeps a cache of its own: E / L of the memory of the target's, E layers over the prompt, and
+in each round a pass of the E layers over all new tokens instead of the anchor alone. In return,
+depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for each
+depth at every anchor.
 
 Letters: B batch, T tokens of a pass, A anchors, K depth, D width, S vocabulary.
 """

@@ -9,18 +9,18 @@ their own keep the latest positions.
 
 A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
 long contexts in large batches. The small cache is gathered from the target's. Each round adds the
-committed tokens; every `refresh` tokens the positions are chosen again, and the complete tail
-shrinks to `window` tokens. (SnapKV chooses once, at the end of the prompt. On a grid of positions
-the choice depends only on the text, so α by teacher forcing is the decoder's.) The target's cache
-holds no queries, so choosing takes a pass over `window` tokens. Tokens keep their true positions,
-by which cached keys were rotated.
+committed tokens; every `refresh` tokens the positions are chosen again, which takes a pass over
+`window` tokens, and the complete tail shrinks to these. (SnapKV chooses once, at the end of the
+prompt. On a grid of positions the choice depends only on the text, so α by teacher forcing is the
+decoder's.) Tokens keep their true positions, by which cached keys were rotated.
 
 Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P slots, H KV heads, Q query
 heads, w the window, C kept positions, E head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,8 +41,7 @@ ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of 
 @dataclass
 class SparseConfig:
     """The top of this file explains `budget`, `window` and `refresh`. `sink` is how many first
-    tokens streaming keeps, out of its budget; `pool` is the number of neighbouring positions that
-    votes are averaged over (odd)."""
+    tokens of its budget streaming keeps; `pool`, an odd number of neighbours, smooths votes."""
 
     name: str = "sparse"
     depth: int = 4
@@ -75,9 +74,8 @@ class SparseCache(SlotCache):
         return Place(place.position_BT + ahead_B1, seen_BTP, slot_position_BP + ahead_B1)
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.seen:  # else nothing was drafted yet
-            super().select(rows)
-            self.seen, self.chosen = ([x[b] for b in rows] for x in (self.seen, self.chosen))
+        super().select(rows)
+        self.seen, self.chosen = ([x[b] for b in rows if x] for x in (self.seen, self.chosen))
 
 
 class Sparse(View):
@@ -122,27 +120,24 @@ class Sparse(View):
         return torch.stack(rows)
 
     def followed(self, ctx: Context, cache: SparseCache | None) -> SparseCache:
-        cache = cache or self.new_cache()
-        self.follow(ctx.cache, ctx.rows(), cache)
-        return cache
+        small = cache or self.new_cache()
+        self.follow(ctx.cache, small, partial(self._choice, ctx.cache, ctx.rows()))
+        return small
 
     def follow(
-        self,
-        full: SlotCache,
-        texts: Sequence[Sequence[int]],
-        small: SparseCache,
-        choices: dict[int, list[Tensor]] | None = None,
+        self, full: SlotCache, small: SparseCache, choice: Callable[[int, int], list[Tensor]]
     ) -> None:
-        """Bring the small cache up to date with the target's. If all rows hold one text, `choices`
-        maps the number of positions to choose from to the positions to keep."""
+        """Bring the small cache up to date with the target's. `choice` gives the positions that a
+        row keeps of its first ones (see `_choice`)."""
         small.drop()
         if not small.seen:
-            small.seen, small.chosen, small.lengths = ([0] * len(texts) for _ in range(3))
+            small.seen, small.chosen, small.lengths = ([0] * len(full.lengths) for _ in range(3))
         plans = []
         for b, end in enumerate(full.lengths):
-            before, picked = self._before(end), None
+            before = max(0, end // self.config.refresh * self.config.refresh - self.config.window)
+            picked = None
             if before > max(self.config.budget, small.chosen[b]):
-                picked = choices[before] if choices else self._choice(full, b, texts[b], before)
+                picked = choice(b, before)
                 small.lengths[b], small.seen[b] = self.config.budget, before
             plans.append((picked, small.lengths[b], small.seen[b], end))
             small.lengths[b] += end - small.seen[b]
@@ -158,12 +153,10 @@ class Sparse(View):
                         few[b, :, :slots] = all_[b].take_along_dim(picked[n][..., None], 1)
                     few[b, :, slots : slots + end - start] = all_[b, :, start:end]
 
-    def _before(self, end: int) -> int:
-        """How many positions of a text of `end` tokens there are to choose from."""
-        return max(0, end // self.config.refresh * self.config.refresh - self.config.window)
-
-    def _choice(self, full: SlotCache, b: int, text: Sequence[int], before: int) -> list[Tensor]:
-        """Positions [H, C] below `before` that each layer keeps, ascending, C = the budget."""
+    def _choice(
+        self, full: SlotCache, texts: Sequence[Sequence[int]], b: int, before: int
+    ) -> list[Tensor]:
+        """Positions [H, C] below `before` that each layer keeps of row b, ascending."""
         config, budget, window = self.target.config, self.config.budget, self.config.window
         H = full.slot_layers[0].keys.shape[1]
 
@@ -171,7 +164,7 @@ class Sparse(View):
             kept = [*range(sink), *range(before - budget + sink, before)]
             return torch.tensor(kept, device=self.target.device).expand(H, -1)
 
-        last = text[before : before + window]
+        last = texts[b][before : before + window]
         votes = [w for view in self.voters for w in attention(view, full, b, last, before)]
         kinds, chosen = getattr(config, "layer_types", None), []
         for n in range(len(full.slot_layers)):
@@ -190,16 +183,12 @@ class Sparse(View):
         full, text, longest = self.target.new_cache(), ids_T.tolist(), max(1, *ends)
         self.target.features(ids_T[None, :longest], Needs(), cache=full)
         full.keep([longest])
-        choices = {
-            before: self._choice(full, 0, text, before)
-            for before in {self._before(end) for end in ends}
-            if before > self.config.budget
-        }
+        choice = cache(partial(self._choice, full, [text], 0))
         found = []
         for start in range(0, len(ends), ROWS):
-            some, cache = ends[start : start + ROWS], self.new_cache()
-            self.follow(_rows(full, 0, some), [text] * len(some), cache, choices)
-            found.append(self.continued(cache, block_AK[start : start + ROWS], None))
+            some, small = ends[start : start + ROWS], self.new_cache()
+            self.follow(_rows(full, 0, some), small, lambda b, before: choice(before))
+            found.append(self.continued(small, block_AK[start : start + ROWS], None))
         return torch.cat(found)
 
 

@@ -5,14 +5,13 @@ Every round turns the target's text into the draft's own tokens again; the draft
 to the first token that differs. There are two ways back to the target's tokens:
 
 - `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
-  both vocabularies have, so every verification rule and draft shape works. Teacher forcing reads
-  what the decoder would read at each anchor. A depth after a token outside the intersection does
-  not count as drafted, because a decoder never gets there.
+  both vocabularies have, so every verification rule and draft shape works. In teacher forcing, a
+  depth after a token outside the intersection does not count as drafted, because a decoder never
+  gets there.
 - `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft writes
   greedily, and its text, turned into target tokens, is proposed with q None. It can draft any
-  token, but only chains. As with prompt lookup, teacher forcing shows what is drafted from each
-  anchor, however the text continues: exact at T = 0 and at depth 0; at T > 0 later depths belong to
-  a proposal from which the text may have departed.
+  token, but only chains. Teacher forcing shows what is drafted from each anchor, however the text
+  continues: at T > 0, later depths belong to a proposal from which the text may have departed.
 
 Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """
@@ -45,9 +44,8 @@ METHODS = ("tli", "slem")
 
 @dataclass
 class TranslatedConfig:
-    """`source` names the draft LM as `target.path` names a target: a hub name, a folder, a GGUF
-    file, or package:NAME. `draft_tokens` is how many of its own tokens the draft writes per round
-    of slem; null takes `depth`."""
+    """`source` names the draft LM as `target.path` names a target. `draft_tokens` is how many of
+    its own tokens the draft writes per round of slem; null takes `depth`."""
 
     name: str = "translated"
     depth: int = 5
@@ -208,8 +206,7 @@ class Translated(Drafter):
         ]
 
     def _fitting(self, own: list[int]) -> list[int]:
-        """The end of a text that fits the draft's positions. The cut moves in leaps, so the cache
-        stays valid most of the time."""
+        """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""
         positions = getattr(self.lm.config, "max_position_embeddings", None) or len(own) + 256
         room = positions - min(64, positions // 4)
         over, leap = len(own) - room, max(1, room // 2)
@@ -224,9 +221,8 @@ class TranslatedCache(SlotCache):
         self.tokens: list[list[int]] = []
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.tokens:  # else nothing was drafted yet
-            super().select(rows)
-            self.tokens = [self.tokens[b] for b in rows]
+        super().select(rows)
+        self.tokens = [self.tokens[b] for b in rows if self.tokens]
 
 
 def _loaded(config: TranslatedConfig, target: Parts) -> Target:
