@@ -1,12 +1,11 @@
 """A hybrid: a drafter that copies where the text repeats, and another one, its head, elsewhere.
 
-The two find almost disjoint tokens. In each round every row drafts what should commit the most
-tokens per second: m copied tokens, γ tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8
-of Leviathan et al. 2023 with acceptance by depth) gives the rate of each: for the head from its
-cost c and its acceptance, which its calibration knows for each temperature, and otherwise its α;
-for copied tokens, which cost nothing, from the share that is right at each depth
-after matches of the same length and frequency. These shares start from `prior`, are counted in
-`fit`, and are scaled at each temperature to what `weigh` finds.
+In each round every row drafts what should commit the most tokens per second: m copied tokens, γ
+tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023) gives the
+rate of each: for the head from its cost c and its acceptance, which its calibration knows for each
+temperature, and otherwise its α; for copied tokens, which cost nothing, from the share that is
+right at each depth after matches of the same length and frequency. These shares start from `prior`,
+are counted in `fit`, and are scaled at each temperature to what `weigh` finds.
 
 The choice reads nothing but the text, so it is the same in every batch and with every cache, and
 lossless: a copied token is a point mass. In a tree whose nodes are not drawn at random, the copied
@@ -168,8 +167,7 @@ class Hybrid(Drafter):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> "Hybrid":
-        """`earlier` is the head, if that is a trained draft. Raises UserError for members that
-        cannot be combined."""
+        """`earlier` is a head that was trained. Raises UserError for members that do not fit."""
         copying = cls.copying_family(config.copying)
         copier = copying.build(copying.Config(), target)
         if (head := earlier) is None:
@@ -217,8 +215,7 @@ class Hybrid(Drafter):
     def _trials(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
     ) -> Iterator[tuple[int, int, bool]]:
-        """Every copied token of rounds that would write these texts: its cell, its depth, and
-        whether it is right."""
+        """The cell and depth of each token copied in writing these texts; whether it is right."""
         for ids, mask in zip(texts, masks, strict=True):
             memory, start = self.copier.memory(), 0
             for t in range(len(ids) - 1):
@@ -268,10 +265,8 @@ class Hybrid(Drafter):
         if self._rates is None:
             alpha, v = [*self.alpha, *self.alpha[-1:] * self.gamma], pass_cost(self.v)
             shares = (self.trust * self.shares()).clamp_max(1).tolist()
-            self._rates = (
-                [walltime_by_gamma(a, 0.0, self.longest, v) for a in shares],
-                walltime_by_gamma(alpha, self.c, self.gamma, v),
-            )
+            of_cells = [walltime_by_gamma(a, 0.0, self.longest, v) for a in shares]
+            self._rates = of_cells, walltime_by_gamma(alpha, self.c, self.gamma, v)
         return self._rates
 
     def copied(self, memory: Memory, beside: bool = False) -> list[int]:

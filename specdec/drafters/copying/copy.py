@@ -27,8 +27,7 @@ class CopyConfig:
 
 
 class Aligned(Memory):
-    """The text so far, the pointer (-1 where there is none), and where each short n-gram last
-    ended."""
+    """The text so far, the pointer (-1: none), and where each short n-gram last ended."""
 
     def __init__(self, config: CopyConfig) -> None:
         super().__init__(config)

@@ -76,8 +76,7 @@ class Unigram(Drafter):
 
 @dataclass(kw_only=True)
 class BigramSizes(Sizes):
-    """`pairs`: how many pairs occur; 1 before any is seen, which counts for nothing and only keeps
-    tensors from being empty."""
+    """`pairs`: how many pairs occur; 1 before any is seen, so that no tensor is empty."""
 
     pairs: int = 1
 
@@ -101,11 +100,8 @@ class Bigram(Unigram):
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         super().fit(texts, masks)
-        said = [
-            pair
-            for ids, mask in zip(texts, masks, strict=True)
-            for pair in compress(pairwise(ids), mask[1:])
-        ]
+        both = zip(texts, masks, strict=True)
+        said = [pair for ids, mask in both for pair in compress(pairwise(ids), mask[1:])]
         if said:
             said_M2 = torch.tensor(said, device=self.next_N.device)
             pairs_N2, self.pairs_N = said_M2.unique(dim=0, return_counts=True)

@@ -3,8 +3,8 @@
 A window of W columns and N - 1 levels follows the anchor: level l of column j guesses the
 token l + j + 1 places ahead, and was made one iteration before level l + 1. The target reads the
 window as scouts in the verifying pass, which gives each column's next guess. The N tokens of a
-column, which the target itself produced in this context, go to a pool, as the text's n-grams do. It
-keeps the latest G n-grams for each first token; drafts are those that begin with the anchor.
+column go to a pool, as the text's n-grams do. It keeps the latest G n-grams for each first token;
+drafts are those that begin with the anchor.
 
 Every pass is W (N - 1) tokens wider. This pays only where it costs little and where prompt lookup,
 which is free, finds too few n-grams in the text. The window depends on the rounds so far; teacher
@@ -43,8 +43,7 @@ class LookaheadConfig:
 
 
 class Pool(Memory):
-    """The latest n-grams by first token, including those of the text, and the levels of the row's
-    window, oldest first."""
+    """The latest n-grams by first token, and the levels of the row's window, oldest first."""
 
     def __init__(self, config: LookaheadConfig) -> None:
         super().__init__(config)
@@ -76,7 +75,7 @@ class Lookahead(Copying):
     Memory = Pool
     bounds = dict(window=1, ngram=2, pool=1)
     reads_body = True
-    _target: tuple[Target]
+    target: Target
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)
@@ -84,7 +83,7 @@ class Lookahead(Copying):
 
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)
-        self._target = (target,)
+        self.target = target
 
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         """Paths from the pools and, if there is a target cache, the windows as scouts."""
@@ -92,13 +91,12 @@ class Lookahead(Copying):
         proposal = super().draft(ctx, shape, choose, memories)
         if ctx.cache is not None:
             furthest = max(ctx.cache.lengths) + self.config.window + self.config.ngram
-            if furthest <= self._target[0].room(min(ctx.cache.lengths)):
+            if furthest <= self.target.room(min(ctx.cache.lengths)):
                 proposal.scouts = self._scouts(memories.rows, ctx.ids_BT.device)
         return proposal
 
     def _scouts(self, pools: list[Pool], device: torch.device) -> Scouts:
-        """Level 0 is a chain after the anchor; in later levels each column follows the same column
-        of the previous level."""
+        """Level 0 is a chain after the anchor; later levels follow the same column of the last."""
         columns = self.config.window
         for pool in pools:
             if not pool.levels:  # any guess will do: take tokens from all over the text

@@ -199,8 +199,7 @@ class Suffixes(Memory):
 
 @dataclass(kw_only=True)
 class SuffixSizes(Sizes):
-    """`tokens` counts the corpus's tokens; without a corpus it is 1, for a separator, so that no
-    tensor is empty."""
+    """`tokens` counts the corpus's tokens; without a corpus it is 1, for a separator."""
 
     tokens: int = 1
 
