@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 from specdec.errors import UserError, located, nearest, require
@@ -136,9 +136,6 @@ def _as(kind: Any, value: Any, where: str) -> Any:
             except UserError as error:
                 errors.append(error)
         raise errors[0]
-    if plain is Literal:
-        require(value in args, f"{where}: expected one of {args}, found {_shown(value)}")
-        return value
     if plain is float and type(value) is int and abs(value) < 2**53:
         return float(value)
     found = tuple(value) if plain is tuple and isinstance(value, list) else value
