@@ -61,6 +61,21 @@ class Parts:
         return getattr(self.model.base_model, "norm", None)
 
     @property
+    def norm_weight(self) -> Tensor | None:
+        """What that norm multiplies by [D]; None if there is none. Gemma's stores 1 less."""
+        weight_D = getattr(self.norm, "weight", None)
+        return None if weight_D is None else weight_D + self._stored_less
+
+    @property
+    def _stored_less(self) -> int:
+        """By how much the weights that norms store are less than what they multiply by."""
+        norm = self.norm
+        if norm is None or getattr(norm, "bias", None) is not None:
+            return 0
+        ones_D = torch.ones_like(norm.weight)  # type: ignore[arg-type]
+        return round(float((norm(ones_D) - norm.weight).float().mean()))
+
+    @property
     def positions(self) -> int:
         """How many positions a text may take in total; see `room`."""
         return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
@@ -109,6 +124,15 @@ class Parts:
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer."""
         return self.layers[k].state_dict()
+
+    def as_llama(self, k: int) -> dict[str, Tensor]:
+        """The weights of layer k by the names of a Llama layer, as far as it has such parts: norms'
+        weights are what they multiply by, and of Gemma's norms around the MLP it is the first."""
+        found = dict(self.layer(k))
+        if (before_mlp := found.get("pre_feedforward_layernorm.weight")) is not None:
+            found["post_attention_layernorm.weight"] = before_mlp
+        norms = [name for name in found if name.endswith("norm.weight")]
+        return found | {name: found[name] + self._stored_less for name in norms}
 
     def beyond(self, k: int) -> dict[str, Tensor]:
         """The tensors of layer L + k of the checkpoint, after the L that the model has: a module

@@ -234,3 +234,36 @@ def test_a_mask_for_each_head_is_obeyed() -> None:
     assert generate(target, prompt, max_new_tokens=20, eos=()).ids == transformers_ids(
         target, prompt, 20
     )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "qwen3"])
+def test_norms_are_told_by_what_they_multiply_by(kind: str) -> None:
+    """Gemma's store 1 less, and its norm before the MLP has another name."""
+    target = target_of(kind, **SMALL, head_dim=8)
+    layer = target.layers[-1]
+    before_mlp = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+    for norm in (target.norm, layer.input_layernorm, before_mlp):
+        nn.init.normal_(norm.weight)
+    found, x = target.as_llama(-1), torch.randn(3, 32)
+    for norm, weight in (
+        (target.norm, target.norm_weight),
+        (layer.input_layernorm, found["input_layernorm.weight"]),
+        (before_mlp, found["post_attention_layernorm.weight"]),
+    ):
+        torch.testing.assert_close(norm(x), weight * nn.functional.rms_norm(x, (32,), eps=1e-6))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "peagle", "mtp_heads", "dflash"])
+def test_drafts_for_norms_that_store_one_less_can_start_and_learn(name: str) -> None:
+    """With Gemma's weights of 0, the starts of some divided by 0, and their MLPs never learnt."""
+    target, family = target_of("gemma2", **SMALL, head_dim=8), DRAFTERS[name]
+    options = {"layers": [1, 2, 3]} if name in ("eagle3", "peagle", "dflash") else {}
+    drafter = family.build(family.Config(start="target", **options), target)
+    ids = torch.randint(2, V, (2, 12))
+    ctx, _ = target.features(ids, drafter.needs)
+    hidden = drafter.hidden(ctx, torch.tensor([[4, 6], [4, 6]]), None)
+    drafter.unembed(hidden[:, :, 0], 0).logsumexp(-1).sum().backward()
+    gates = [(n, p) for n, p in drafter.named_parameters() if "mlp.gate_proj" in n]
+    assert gates and all(p.isfinite().all() for p in drafter.parameters())
+    name, gate = gates[0]
+    assert gate.grad is not None and gate.grad.isfinite().all() and gate.grad.abs().max() > 0

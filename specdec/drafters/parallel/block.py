@@ -129,10 +129,10 @@ class Block(Drafter):
         D, depth = self.llama.hidden_size, target.config.num_hidden_layers
         self.fc.weight.zero_()
         self.fc.weight[:, -D:] = torch.eye(D)
-        copy(self.hidden_norm.weight, target.layer(-1).get("input_layernorm.weight"))
-        copy(self.norm.weight, getattr(target.norm, "weight", None))
+        copy(self.hidden_norm.weight, target.as_llama(-1).get("input_layernorm.weight"))
+        copy(self.norm.weight, target.norm_weight)
         for k, layer in enumerate(self.layers, depth - len(self.layers)):
-            theirs, attention = target.layer(max(0, k)), layer.self_attn
+            theirs, attention = target.as_llama(max(0, k)), layer.self_attn
             gain_E = theirs.pop("self_attn.k_norm.weight", None)
             for name, x in layer.named_parameters():
                 copy(x, theirs.get(name))

@@ -116,7 +116,7 @@ class Eagle3(Recurrent):
         rows = slice(None) if self.vocab_S is None else self.vocab_S
         self.lm_head.weight.copy_(target.head.weight[rows])
         for i, layer in enumerate([self.layer, *self.upper]):
-            theirs, ours = target.layer(i - 1 - len(self.upper)), dict(layer.named_parameters())
+            theirs, ours = target.as_llama(i - 1 - len(self.upper)), dict(layer.named_parameters())
             if layer is self.layer:
                 ours.pop("input_layernorm.weight")  # the target's norm is for the feature
                 theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
@@ -126,7 +126,7 @@ class Eagle3(Recurrent):
                     weight.copy_(source)
                 elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
                     weight[:, D:] = source
-        final = getattr(target.norm, "weight", None)
+        final = target.norm_weight
         if final is not None and final.shape == self.norm.weight.shape:
             self.norm.weight.copy_(final)
 

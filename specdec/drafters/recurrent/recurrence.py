@@ -446,7 +446,7 @@ def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
     """Copy tensors of the target's last layer to those of the same names. Returns the weight of the
     norm after that layer. If there is no such norm, or a tensor does not fit, copies nothing and
     returns None."""
-    theirs, after = target.layer(-1), getattr(target.norm, "weight", None)
+    theirs, after = target.as_llama(-1), target.norm_weight
     if after is None or not fits(theirs, ours):
         return None
     for name, x in ours.items():
