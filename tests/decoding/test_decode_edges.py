@@ -17,13 +17,13 @@ from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import RULES
 from specdec.decoding.stream import Stops
-from specdec.decoding.verify import law
 from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from tests.drafters.families import CONFIGS, L, V, make_drafter, make_target, text
+from tests.laws import law
 from tests.tiny import architectures, random_drafter, random_target
 
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]

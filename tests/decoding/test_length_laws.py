@@ -20,9 +20,9 @@ from specdec.context import Proposal
 from specdec.decoding.length import Confidence, Fixed, Optimal, length
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import RULES
-from specdec.decoding.verify import law
 from specdec.sampling.confidence import Calibration
 from specdec.sampling.trees import Growth
+from tests.laws import law
 from tests.lengths import likely, rows
 
 EXACT = 1e-12

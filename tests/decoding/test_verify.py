@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.decoding.rules import RULES, Law, Rule, greedy
-from specdec.decoding.verify import draw, law, verify
+from specdec.decoding.verify import draw, verify
 from tests.laws import (
     FILLS,
     Fill,
@@ -29,6 +29,7 @@ from tests.laws import (
     high_half,
     holes,
     joint,
+    law,
     low_half,
     one_hot,
     sharp,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.decoding.rules import RULES
-from specdec.decoding.verify import law, verify
+from specdec.decoding.verify import verify
 from tests.decoding.tree_laws import SHAPES, example, lookup
+from tests.laws import law
 
 
 def chi_square_limit(freedom: int) -> float:

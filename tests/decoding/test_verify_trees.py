@@ -20,7 +20,6 @@ from specdec.decoding.rules import (
     rejection,
     traversal,
 )
-from specdec.decoding.verify import law
 from tests.decoding.tree_laws import (
     CHAIN,
     EXACT,
@@ -37,7 +36,7 @@ from tests.decoding.tree_laws import (
     judged,
     vocabularies,
 )
-from tests.laws import joint
+from tests.laws import joint, law
 
 ON_TREES = pytest.mark.parametrize("rule", TREE_RULES.values(), ids=TREE_RULES)
 ON_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

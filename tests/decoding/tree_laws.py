@@ -18,8 +18,7 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.decoding.rules import RULES, Law, Rule
-from specdec.decoding.verify import law
-from tests.laws import FILLS, Fill, Tables, extend, joint
+from tests.laws import FILLS, Fill, Tables, extend, joint, law
 
 EXACT = 1e-12
 CHAIN = [-1, 0, 1]

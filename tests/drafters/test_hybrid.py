@@ -13,7 +13,6 @@ import torch
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
-from specdec.decoding.verify import law
 from specdec.drafters import DRAFTERS, Drafter, with_copying
 from specdec.drafters.hybrid import Hybrid, HybridConfig, cell, joined, replaced
 from specdec.errors import UserError
@@ -24,6 +23,7 @@ from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
 from specdec.theory.leviathan import pass_cost
 from tests.drafters.families import V, context, make_drafter, make_target, text
+from tests.laws import law
 from tests.tiny import Tiny
 from train import pipeline
 

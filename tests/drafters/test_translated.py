@@ -15,7 +15,6 @@ from transformers.models.llama import LlamaForCausalLM
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
-from specdec.decoding.verify import law
 from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.models.translated import Translated, TranslatedConfig
 from specdec.errors import UserError
@@ -27,6 +26,7 @@ from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from specdec.target.loading import TargetConfig, load_target
+from tests.laws import law
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
 
 TEXT = "the old man and the sea. a cat by the door. we walk home by night. why not? " * 3

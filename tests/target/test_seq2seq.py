@@ -30,7 +30,6 @@ from specdec.context import Context, Needs, Proposal
 from specdec.decoding.beam import beam_search
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
-from specdec.decoding.verify import law
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
@@ -44,6 +43,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.causal import CausalTarget
 from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqTarget
+from tests.laws import law
 from tests.tiny import batch_of, make_tiny, make_tokenizer
 
 V = 53

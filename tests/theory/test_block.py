@@ -10,9 +10,8 @@ import torch
 
 from specdec.context import Proposal
 from specdec.decoding.rules import RULES
-from specdec.decoding.verify import law
 from specdec.theory.alpha import block_expected_tokens, expected_tokens
-from tests.laws import FILLS, Tables
+from tests.laws import FILLS, Tables, law
 
 V, K = 3, 2
 
