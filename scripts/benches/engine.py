@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import eq
@@ -18,14 +18,13 @@ from benches.setting import Timing, setting
 from benches.turns import Answer, Way, compare, in_turn, ours, tau
 
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.static_tree import acceptance_by_rank
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.formats.layout import Layout
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import LEARNING, fastest_shape
+from specdec.measure.strategy import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
@@ -125,7 +124,8 @@ def engine(draft: Path, timing: Serving) -> None:
     at_hand = setting([draft], timing, LEARNING)
     target, drafter, learning = at_hand.target, at_hand.drafter, at_hand.learning
     dtype, gamma = str(target.dtype).removeprefix("torch."), timing.gamma or drafter.depth
-    found = acceptance_by_rank(target, drafter, learning, timing.new, drafter.depth)
+    setup = Setup(target, drafter, DecodeConfig(), Sampler(0.0))
+    found = acceptance_by_rank(setup, learning, drafter.depth, max_new_tokens=timing.new)
     chain = {"drafter": drafter, "shape": Chain(gamma)}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -143,7 +143,7 @@ def engine(draft: Path, timing: Serving) -> None:
                 drafted, theirs = str(gamma) if options else "", f"vLLM, {name}{mode}"
                 ways[theirs] = Way(answer, drafted, compiled=compiled)
                 ways[f"ours, {name}{mode}"] = mine(drafted, [theirs], **options)
-            setup = Setup(target, drafter, DecodeConfig(compile=compiled), Sampler(0.0))
+            setup = replace(setup, cfg=DecodeConfig(compile=compiled))
             tree = fastest_shape(setup, learning[:1], found)
             if isinstance(tree, Static):
                 way = mine(str(tree.nodes), [theirs], drafter=drafter, shape=tree)

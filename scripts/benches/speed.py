@@ -15,12 +15,11 @@ from transformers import DynamicCache, GenerationConfig
 
 from specdec.context import Needs
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.static_tree import acceptance_by_rank, best_static
 from specdec.drafters import DRAFTERS
 from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import LEARNING, fastest_shape
+from specdec.measure.strategy import LEARNING, acceptance_by_rank, best_static, fastest_shape
 from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup
 from specdec.runtime.cache import model_inputs
@@ -189,8 +188,8 @@ def trees(draft: Path, timing: Timing) -> None:
     target, drafter, learning = at_hand.target, at_hand.drafter, at_hand.learning
     depth = timing.gamma or drafter.depth
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
-    found = acceptance_by_rank(target, drafter, learning, timing.new, depth)
     setup = Setup(target, drafter, DecodeConfig(compile=timing.compiled), Sampler(0.0))
+    found = acceptance_by_rank(setup, learning, depth, max_new_tokens=timing.new)
     fastest = fastest_shape(setup, learning[:1], found)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest

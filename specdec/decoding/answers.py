@@ -30,7 +30,8 @@ class Round:
         return self.tested == self.accepted
 
 
-# called for each prompt and round: the prompt's number, the tokens its answer gained, the round
+# called for each prompt and round: the prompt's number, the tokens its answer gained, the round;
+# for the first token, from prefill, the round is None
 OnTokens = Callable[[int, list[int], Round | None], None]
 
 

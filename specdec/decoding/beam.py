@@ -1,16 +1,15 @@
 """Beam search, plain and speculative: the hypotheses of transformers' own search in fewer passes.
 
 A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
-outlook). One pass of the target scores that whole tree, and the target's beam search is then
-replayed over it, step by step, as long as each of its live beams is one of the drafted nodes. The
-step that leaves the tree is kept too, so a round that accepts n drafted steps makes n + 1.
+outlook). One pass of the target scores that whole tree, and the target's beam search is replayed
+over it, as long as each of its live beams is one of the drafted nodes. The step that leaves the
+tree is kept too, so a round that accepts n drafted steps makes n + 1.
 
-All beams live in one row of the target's cache, as a tree: with a row for each beam, the text that
-they share would be stored, reordered and attended to `beams` times. Each pass writes its nodes into
-scratch slots after the committed trunk, and the mask hides the slots of dead beams. When scratch
-has grown large, the text on which all live beams agree is committed and the rest is forgotten; the
-next pass reads the few live tokens beyond it again. Drafters only know rows, so they get a row for
-each beam (`Rows`), and rows are repeated and dropped along with the beams.
+All beams live in one row of the target's cache, as a tree, so that the text which they share is
+stored and attended to once. Each pass writes its nodes into scratch slots after the committed
+trunk, and the mask hides the slots of dead beams. When scratch has grown large, the text on which
+all live beams agree is committed and the rest is forgotten; the next pass reads the few live tokens
+beyond it again. Drafters only know rows, so they get a row for each beam (`Rows`).
 
 Letters: W live beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row
 that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
@@ -121,8 +120,7 @@ class Search:
         self.finished_W = torch.zeros_like(never_W, dtype=torch.bool)
 
     def step(self, log_p_WV: Tensor, known: Children) -> None:
-        """Extend every beam by one token, given log p of the live beams. A node that is `known` by
-        its parent and token is reused."""
+        """Extend every beam by one token, given log p of the live beams; reuse `known` nodes."""
         W, V = self.beams, log_p_WV.shape[1]
         most = max(2, 1 + len(self.eos)) * W  # so that W go on even if every beam could end
         total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
@@ -289,11 +287,11 @@ def beam_search(
     do_sample=False)` finds them; speculatively if there is a drafter.
 
     `draft_beams` U (None: twice `beams`) is the width of the draft's own search and `gamma` its
-    depth: a round drafts up to U · γ nodes. A score is the log-probability over length **
-    `length_penalty`. `early_stopping` True stops at `beams` finished hypotheses, False when the
-    best live beam at its present length is worse than all of them, "never" when it would be worse
-    at any length. One beam is greedy decoding, which ends at the first eos. `eos` None takes the
-    target's own; () has none. Raises UserError as `require_room`, and for numbers out of range.
+    depth. A score is the log-probability over length ** `length_penalty`. `early_stopping` True
+    stops at `beams` finished hypotheses, False when the best live beam at its present length is
+    worse than all of them, "never" when it would be worse at any length. One beam is greedy
+    decoding. `eos` None takes the target's own; () has none. Raises UserError as `require_room`,
+    and for numbers out of range.
     """
     width = 2 * beams if draft_beams is None else draft_beams
     require_room(target, [prompt], max_new_tokens, drafter)

@@ -2,10 +2,9 @@
 
 Prefill emits the first token of each row. Then every round drafts, runs the target once over the
 anchors and the drafted tokens, and commits the tokens that the verification rule keeps and one
-more. Plain decoding is a round that drafts nothing, and a chain is a tree with one branch. As in
-serving engines, a round counts in full even if the end of an answer cuts off some of its tokens.
-Letters: B batch (rows still going), T time, N drafted nodes, M = N + 1 places of a block
-(see `Proposal`), K kept nodes, V vocabulary.
+more. Plain decoding is a round that drafts nothing. As in serving engines, a round counts in full
+even if the end of an answer cuts off some of its tokens. Letters: B batch (rows still going),
+T time, N drafted nodes, M = N + 1 places (see `Proposal`), K kept nodes, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -67,12 +66,9 @@ def decode(
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt. `compiled`
     runs the passes of target and draft through `torch.compile`, over caches of fixed size.
-    `on_tokens(prompt, ids, round)` is called with the tokens that each round adds to an answer; for
-    the first token, from prefill, the round is None. `record` keeps the target's features of
-    answers that are decoded plainly.
-
-    Raises UserError as `require_room`, `require_draftable` and `fitting_rule` do, and for other
-    options that do not go together.
+    `on_tokens` is called after each round, and `record` keeps features of plain answers. Raises
+    UserError as `require_room`, `require_draftable` and `fitting_rule` do, and for other options
+    that do not go together.
     """
     require_room(target, prompts, max_new_tokens)
     asked = len(prompts)

@@ -37,12 +37,11 @@ class Fixed(Length):
 class Adaptive(Length, ABC):
     """Drafts the γ with the highest rate for the acceptance so far, and now and then one more.
 
-    `alpha` is the initial acceptance by depth, measured or guessed, and counts as much as `weight`
-    tested tokens; a depth beyond the list starts from the estimate of the depth before it. Each
-    round that tests a depth multiplies the depth's earlier counts by `forget`, so 1 forgets
-    nothing. Every `explore_every`-th round (0: none) drafts one token more than seems best, as a
-    depth that was given up would otherwise never be tried again, unless drafting further would not
-    pay even if all the extra tokens were accepted.
+    `alpha` is the initial acceptance by depth, and counts as much as `weight` tested tokens; a
+    depth beyond the list starts from the estimate of the depth before it. Each round that tests a
+    depth multiplies its earlier counts by `forget`. Every `explore_every`-th round (0: none) drafts
+    one token more than seems best, or a depth that was given up would never be tried again, unless
+    that would not pay even if all the extra tokens were accepted.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -175,9 +174,8 @@ class Goodput(Adaptive):
 
 @dataclass
 class Confidence(Length):
-    """Stops after a token whose confidence (see specdec.sampling.confidence) is below `threshold`
-    or, if `cumulative`, when the product of confidences over the chain falls below it; that token
-    is still verified."""
+    """Stops after a token whose confidence (see specdec.sampling.confidence), or if `cumulative`
+    the product of confidences over the chain, is below `threshold`; it is still verified."""
 
     threshold: float = 0.4
     cumulative: bool = False
@@ -227,10 +225,9 @@ def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = Non
     accepted) that were decoded with a long fixed γ.
 
     A round of n accepted tokens emits n + 1. The oracle emits them at the lowest cost: in one round
-    that drafts n, or in several if a wide pass costs more than a second one. The fixed γ is the
-    best one for the same rounds. A censored round, which was fully accepted, counts as if a
-    rejection followed, which lowers the bound. c and v are those of `specdec.theory.leviathan`.
-    Raises UserError if there are no rounds.
+    that drafts n, or in several if a wide pass costs more than a second one. A censored round,
+    which was fully accepted, counts as if a rejection followed, which lowers the bound. c and v are
+    those of `specdec.theory.leviathan`. Raises UserError if there are no rounds.
     """
     found = list(rounds)
     require(bool(found), "the oracle has no rounds: decode some first")

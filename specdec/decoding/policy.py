@@ -2,8 +2,7 @@
 
 A policy is lossless if the length is a *stopping time* of the draft: whether a chain ends after its
 i-th token may depend on past rounds and on the tokens drafted up to and including that one, and the
-token stays in the chain. A policy that looks at a token and then drops it, or that looks past it,
-changes the committed tokens. With a stopping time both `rejection` and `block` give p exactly (see
+token stays in the chain. Then both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py). Letters: B rows of the batch, S draft vocabulary.
 """
 

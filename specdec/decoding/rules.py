@@ -5,12 +5,11 @@ the draft's tokens, the q they were drawn from and the target's p to the *law* o
 the committed path ends, and how the next token is distributed there. It is lossless if the
 committed tokens follow p, taken over the draft's randomness too. verify.py draws from the law.
 
-Most rules are local: a function judges the children of one node, and is applied from the anchor
-downwards, so p is needed only on the way. The others weigh whole paths and need p everywhere.
+Most rules are local: a function judges the children of one node, from the anchor downwards, so p
+is needed only on the way. The others weigh whole paths and need p everywhere.
 
-Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`: 0 the anchor, i + 1 node i),
-C children of a node, V vocabulary, R a subset of the rows. `p_BMV` is the target's distribution
-after each place.
+Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`), C children of a node, V
+vocabulary, R a subset of the rows. `p_BMV` is the target's distribution after each place.
 """
 
 import math
@@ -53,8 +52,7 @@ class Rule:
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), "fixed" chosen without chance, as they also
     are where q is None. `at_zero` judges at temperature 0; None is `greedy`, which is lossless
-    whatever the rule is above 0. `parameters` have the largest value that a user may give to each;
-    values must be above 0.
+    whatever the rule is above 0. `parameters` have the largest value of each; all are above 0.
     """
 
     node: JudgeChildren | None = None
@@ -185,8 +183,7 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); S_i = Σ_v max(w_i p_{i+1}(v) -
     q_{i+1}(v), 0); h_i = S_i / (S_i + 1 - w_i). The accepted length is the largest i whose own
     coin, of probability h_i, succeeds (0 if none); the next token follows max(w_i p - q, 0). It
-    never accepts fewer in expectation than `rejection`. After a row's last node q counts as 0, so
-    there h_i = w_i.
+    never accepts fewer in expectation than `rejection`. After a row's last node h_i = w_i.
     """
     tokens_BN, q_BNV, before_BNV = proposal.tokens_BN, proposal.q_BNV, p_BMV[:, :-1]
     if q_BNV is None:

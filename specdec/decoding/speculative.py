@@ -107,11 +107,10 @@ def speculative_generate(
     mask, the pad token is padding unless it is an eos, as in transformers.
 
     For a `Seq2SeqTarget`, `input_ids` are the encoder's tokens, and only the answer is returned,
-    beginning with the decoder's start token. Limits, eos, stop strings, sampling, penalties and
-    the other processors come from `overrides`, then `generation_config`, then the target's own
-    config. The caller's `logits_processor` run after the penalties and before temperature, and each
-    sees one row at a time. `streamer` is the `on_tokens` of `decode`. Raises UserError for a field
-    that this decoder does not support.
+    beginning with the decoder's start token. Limits, eos, stop strings, sampling and processors
+    come from `overrides`, then `generation_config`, then the target's own config. The caller's
+    `logits_processor` run after the penalties and before temperature, one row at a time. `streamer`
+    is the `on_tokens` of `decode`. Raises UserError for a field that is not supported.
     """
     config = _config(target, generation_config, overrides)
     require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")

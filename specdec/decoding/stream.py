@@ -10,12 +10,10 @@ SHOWN = 8  # tokens already shown that are decoded again, if none of them comple
 
 class Stream:
     """Turns committed tokens into the text that they complete: a character that is split over
-    several tokens comes with the last of them.
-
-    Each token is decoded together with the tokens of the piece shown last, on which its text may
-    depend, as a space does. The pieces join to the text of the whole answer, unless a tokenizer
-    changes text that was complete (as SentencePiece does for bytes that form no character).
-    """
+    several tokens comes with the last of them. Each token is decoded together with the tokens of
+    the piece shown last, on which its text may depend, as a space does. The pieces join to the text
+    of the whole answer, unless a tokenizer changes text that was complete (as SentencePiece does
+    for bytes that form no character)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

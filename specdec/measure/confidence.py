@@ -1,5 +1,4 @@
-"""Confidence beside acceptance: how far they are apart, and the calibration that brings them
-together.
+"""Confidence beside acceptance: how far apart they are, and the calibration that changes that.
 
 Both are taken at the anchors where a decoder's rounds started and, at each depth, over the cases in
 which all tokens before were accepted. They are found by teacher forcing, since p then gives the
@@ -8,7 +7,7 @@ probability of every outcome. Letters: T anchors of one answer, K depths, N toke
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,9 +73,8 @@ def calibrate(
         variants = ("greedy",) if sampler.greedy else ("greedy_draft", "sampled")
         for first in range(0, len(prompts), AT_ONCE):
             some = prompts[first : first + AT_ONCE]
-            seeds = [cfg.seed + i for i in range(first, first + len(some))]
-            options: dict[str, Any] = {"seeds": seeds, "rule": "auto", "compiled": False}
-            for made in setup.answers(some, Chain(gamma), **options):
+            seeds = range(cfg.seed + first, cfg.seed + first + len(some))
+            for made in setup.answers(some, Chain(gamma), seeds=seeds, rule="auto", compiled=False):
                 read = along(forcing, target, made.prompt, [*made.ids, *made.overrun])
                 text = decoded(read, made, gamma, sampler.greedy)
                 for variant in variants:

@@ -52,8 +52,7 @@ def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS)
 
     The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
     so that each finds the processor's caches as decoding leaves them. Compiled passes depend on
-    the room for `cfg.max_new_tokens`. If a prompt leaves the draft no positions, only its end is
-    read.
+    the room for `cfg.max_new_tokens`. Of a prompt that leaves no positions, only the end is read.
     """
     target, batch, slots = setup.target, setup.cfg.batch, None
     if setup.cfg.compile:

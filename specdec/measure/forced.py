@@ -53,8 +53,7 @@ def drafting(drafter: Drafter, gamma: int) -> Drafter:
 
 
 def beyond_acceptance(piece: Piece, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """The columns of `Along` after acceptance: those of `lenient`, then the others in order. Tokens
-    are drawn with the generator."""
+    """The columns of `Along` after acceptance: those of `lenient`, then the others in order."""
     p, q, label = piece.p, piece.q, piece.label.clamp_min(0)[..., None]
     log_ratio = (piece.log_q.gather(-1, label) - piece.log_p.gather(-1, label))[..., 0]
     ratio = log_ratio.exp().nan_to_num(0.0, MOST).clamp_max(MOST) * (piece.label >= 0)
@@ -75,11 +74,8 @@ def beyond_acceptance(piece: Piece, generator: torch.Generator) -> tuple[Tensor,
 def along(
     forcing: TeacherForcing, target: Target, prompt: Sequence[int], ids: Sequence[int]
 ) -> Along:
-    """Teacher forcing over an answer `ids` to a prompt.
-
-    If the text exceeds the positions of target or draft, only its beginning is read: nothing is
-    drafted beyond them either.
-    """
+    """Teacher forcing over an answer `ids` to a prompt, as far as target and draft have positions:
+    nothing is drafted beyond them either."""
     drafter, placed = forcing.drafter, target.placed(prompt)
     room = target.room(placed)
     room = room if drafter.positions is None else min(room, drafter.positions)

@@ -35,8 +35,7 @@ class Alpha:
 @dataclass(frozen=True)
 class Forced:
     """α by teacher forcing: `all` over every position of the target's own text, each depth given
-    the text before it; `visited` at the anchors at which the decoder's rounds started, for all
-    depths up to that one."""
+    the text before it; `visited` at the anchors of the decoder's rounds, for all depths so far."""
 
     all: Alpha
     visited: Alpha
@@ -248,6 +247,5 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> "Results":
-        """The results in a report's folder. Raises UserError if there are none or the file is
-        damaged."""
+        """The results in a report's folder. Raises UserError for a missing or damaged file."""
         return read_record(cls, folder / FILE, "evaluate the draft again")

@@ -45,10 +45,8 @@ class Setup:
     def rounds(
         self, prompts: Sequence[Sequence[int]], gamma: int, length: Length | None = None
     ) -> list[Round]:
-        """The rounds when each prompt is answered alone, drafting γ tokens per round, or as many
-        of them as `length` decides."""
+        """The rounds when each prompt is answered alone, drafting γ tokens or as `length` says."""
         made: list[Generation] = []
         for i, prompt in enumerate(prompts, self.cfg.seed):
-            options = {"seeds": [i], "length": length, "compiled": False}
-            made += self.answers([prompt], Chain(gamma), **options)
+            made += self.answers([prompt], Chain(gamma), seeds=[i], length=length, compiled=False)
         return [r for g in made for r in g.rounds]

@@ -16,8 +16,7 @@ from specdec.theory.intervals import ratio_interval
 def shift(
     original: Target, adapted: Target, prompts: Sequence[Sequence[int]], tokens: int, batch: int
 ) -> Shift:
-    """How far `adapted` has moved from `original`, over answers to these prompts, `batch` at a
-    time, of up to `tokens` tokens."""
+    """How far `adapted` has moved from `original`, over answers of up to `tokens` tokens."""
     kl, counts, same = [], [], []
     for start in range(0, len(prompts), batch):
         asked = prompts[start : start + batch]

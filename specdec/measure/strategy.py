@@ -1,30 +1,24 @@
 """What a round drafts at one temperature, measured first if `DecodeConfig` leaves it open: a tree
 by the acceptance of each rank and the times of whole rounds, a draft length by costs or by a stop
-classifier. All is learned at the temperature at which it is used, since acceptance differs.
-
-Letters: D depths, R ranks among siblings.
+classifier. Acceptance differs by temperature. Letters: D depths, R ranks among siblings.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.decoding.config import is_measured, require_fitting
 from specdec.decoding.disco import Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, length
 from specdec.decoding.policy import Length
-from specdec.decoding.static_tree import (
-    acceptance_by_rank,
-    best_static,
-    expected_static,
-    fastest_static,
-)
 from specdec.drafters.base import Drafter
 from specdec.measure.costs import TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
-from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
+from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import interpolate
 
@@ -57,9 +51,9 @@ class Strategy:
 
 
 def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
-    """The shape and the length that a configuration asks for. Whatever must be measured is measured
-    on the first of `prompts`, which should not be those of the evaluation. Raises UserError if the
-    drafter cannot do it."""
+    """The shape and the length that a configuration asks for, measured if needed on the first of
+    `prompts`, which should not be those of the evaluation. Raises UserError as `require_fitting`.
+    """
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
@@ -72,16 +66,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     if cfg.tree == "static" and cfg.paths:
         return Strategy(Static(cfg.paths))
     if cfg.tree == "static":
-        found_DR = acceptance_by_rank(
-            setup.target,
-            drafter,
-            learning,
-            cfg.max_new_tokens,
-            gamma,
-            sampler=setup.sampler,
-            rule=cfg.rule,
-            greedy_draft=cfg.greedy_draft,
-        )
+        found_DR = acceptance_by_rank(setup, learning, gamma)
         if cfg.nodes is None:
             shape = fastest_shape(setup, learning, found_DR)
         else:
@@ -122,10 +107,57 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
     setup.drafter.weigh(cost, texts, masks, setup.variant(Chain(gamma)))
 
 
+def acceptance_by_rank(
+    setup: Setup, prompts: Sequence[Sequence[int]], depth: int, width: int = 6, **options: Any
+) -> Tensor:
+    """Acceptance by depth and rank [D, R]: the share of rounds that reached a node of the
+    first-ranked chain and went on to its child of that rank, if each node of that chain has `width`
+    children. Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or
+    `greedy_draft`), else the r-th token drawn. `options` are those of `Setup.answers`."""
+    paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
+    taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
+    options = {"seeds": [0], "compiled": False} | options
+    for prompt in prompts:
+        (made,) = setup.answers([prompt], Static(paths), **options)
+        for r in made.rounds:
+            kept = paths[r.path[-1]] if r.path else ()
+            for d in range(min(depth, len(kept) + 1)):
+                if any(kept[:d]):
+                    break
+                reached[d] += 1
+                if len(kept) > d:
+                    taken[d, kept[d]] += 1
+    return taken / reached.clamp_min(1)
+
+
+def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
+    """The static tree of this many nodes with the largest expected accepted length (Sequoia, Chen
+    et al. 2024; Medusa's own), from `acceptance_by_rank`."""
+    falling_DR = acceptance_DR.clamp(1e-6, 1).cummin(-1).values
+    return Static(best_paths(falling_DR.log().tolist(), nodes))
+
+
+def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
+    """Expected tokens of a round that drafts these paths, including the target's own token."""
+    shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
+    return 1 + float(sum(shares))
+
+
+def fastest_static(
+    acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
+) -> Static:
+    """The static tree of at most `most` nodes that commits most tokens per second (as Sequoia
+    chooses for the hardware, Chen et al. 2024), if a round takes `seconds(depth, nodes)`."""
+    depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
+    return max(
+        (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),
+        key=lambda t: expected_static(acceptance_DR, t.paths) / seconds(t.depth, t.nodes),
+    )
+
+
 def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
-    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds when decoding
-    `prompts`."""
+    given acceptance (see `acceptance_by_rank`) and the seconds of rounds on `prompts`."""
     depth = len(acceptance_DR)
     sizes = SIZES.get(setup.target.device.type, MORE)
     shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]

@@ -103,8 +103,7 @@ def reliability(path: Path, results: Results) -> None:
 
 
 class Line(NamedTuple):
-    """A curve of a panel or, with the format "o", points. Only lines with a label are explained in
-    the legend."""
+    """A curve of a panel or, with the format "o", points. Those with a label are in the legend."""
 
     x: Sequence[float]
     y: Sequence[float]

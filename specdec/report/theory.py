@@ -23,8 +23,7 @@ FURTHEST = 16  # the largest γ tried in the search for the best
 
 
 def through(x: Interval, formula: Callable[[float], float]) -> Interval:
-    """The value and interval of a formula that only rises or only falls with the measured figure
-    `x`."""
+    """The value and interval of a formula that only rises or only falls with a measured figure."""
     low, high = sorted((formula(x.low), formula(x.high)))
     return Interval(formula(x.value), low, high, x.n)
 
@@ -34,8 +33,7 @@ def milliseconds(seconds: Interval) -> str:
 
 
 def foreseen_speedup(at: AtTemperature) -> Interval:
-    """τ / (γc + v): the measured τ over what a round should cost. The measured speedup falls short
-    of it by the decoder's own time."""
+    """τ / (γc + v): the measured τ over what a round should cost."""
     share = at.drafted_per_round.value / at.gamma if at.chain else 1.0
     cost = round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
@@ -52,8 +50,7 @@ def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:
 
 
 def section(results: Results) -> list[str]:
-    """The section of the report, in paragraphs. The closed forms describe rounds that always draft
-    a chain of γ."""
+    """The section of the report, in paragraphs."""
     chains = [at for at in results.temperatures if at.chain and results.length == "fixed"]
     c_hat = results.operations
     blocks = ["## What theory says"]
@@ -91,7 +88,8 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
     def of(formula: Callable[..., float], *others: float, digits: int = 2) -> str:
         return through(alpha, lambda a: formula(a, *others)).text(digits)
 
-    forms = {
+    operations = "—" if c_hat is None else of(operations_factor, gamma, c_hat)
+    return {
         "α at depth 0, all positions": alpha.text(),
         "tokens per pass, one α for all depths (Equation 1)": of(expected_tokens, gamma, digits=3),
         "tokens per pass, α of each depth": (
@@ -104,11 +102,8 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
         "best γ, with the measured v": f"{best} (measured with {gamma})",
         "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(oracle_factor, c),
         "reads of the target's weights shrink by (Section 3.4)": of(expected_tokens, gamma),
-        "arithmetic operations grow by (Theorem 3.11)": "—",
+        "arithmetic operations grow by (Theorem 3.11)": operations,
     }
-    if c_hat is not None:
-        forms["arithmetic operations grow by (Theorem 3.11)"] = of(operations_factor, gamma, c_hat)
-    return forms
 
 
 def _measured_law(at: AtTemperature) -> list[str]:

@@ -2,9 +2,8 @@
 
 Each row holds its committed tokens in its first slots. A pass writes after them, into scratch
 slots that `keep` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
-copied except an accepted path whose slots are not consecutive.
-
-Letters: B batch, T tokens of a pass, S scratch slots, P slots in all, H heads, E head width.
+copied except an accepted path whose slots are not consecutive. Letters: B batch, T tokens of a
+pass, S scratch slots, P slots in all, H heads, E head width.
 """
 
 from collections.abc import Sequence

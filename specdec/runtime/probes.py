@@ -32,9 +32,8 @@ def compare(
     gain: float = GAIN,
     repeats: int = REPEATS,
 ) -> Answer:
-    """Whether to use `ours` in place of `public`: it must run, its result must differ from the
-    public one by at most `limit` (relative to that one's norm), and it must be at least `gain`
-    times as fast."""
+    """Whether to use `ours` in place of `public`: it must run, differ from the public result by at
+    most `limit` (relative to that one's norm), and be at least `gain` times as fast."""
     expected = public().double()
     try:
         found = ours().double()

@@ -1,9 +1,8 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
 A shape drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
-siblings as the verification rule requires, while nodes picked by likelihood are fixed.
-
-Letters: B batch, N nodes, L nodes of a level, W grown at once, C children, S draft vocabulary.
+siblings as the verification rule requires, while nodes picked by likelihood are fixed. Letters:
+B batch, N nodes, L nodes of a level, W grown at once, C children, S draft vocabulary.
 """
 
 import heapq

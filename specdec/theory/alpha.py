@@ -22,11 +22,8 @@ class Acceptance(NamedTuple):
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """β = Σ_x min(p(x), q(x)) over the last axis (Leviathan et al. 2023, Theorem 3.5).
-
-    p is normalised over the full target vocabulary; where q is pruned, the tokens outside its
-    vocabulary add min(p, 0) = 0, so a sum over the draft vocabulary is the full sum.
-    """
+    """β = Σ_x min(p(x), q(x)) over the last axis (Leviathan et al. 2023, Theorem 3.5). Tokens
+    outside a pruned vocabulary of q add min(p, 0) = 0, so p is not renormalised over it."""
     return torch.minimum(p, q).sum(-1)
 
 

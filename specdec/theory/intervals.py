@@ -1,8 +1,5 @@
-"""Measured figures with their intervals: 95 % percentile bootstraps.
-
-Whole prompts (or single timings) are resampled, never single positions, because the positions
-of one prompt are not independent.
-"""
+"""Measured figures with their intervals: 95 % percentile bootstraps of whole prompts (or timings),
+never of single positions, because the positions of one prompt are not independent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,11 +32,8 @@ class Interval:
 def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
 ) -> Interval:
-    """Σ numerators / Σ denominators, with one entry per prompt; `n` is Σ denominators, rounded.
-
-    It is the pooled ratio (all tokens / all passes), never a mean of per-prompt ratios. Prompts
-    whose denominator is 0 are left out; if none remain, the figure is 0 and n is 0.
-    """
+    """The pooled ratio Σ numerators / Σ denominators, with one entry per prompt; `n` is Σ
+    denominators, rounded. Prompts whose denominator is 0 are left out; if none remain, all is 0."""
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
     num, den = num[den > 0], den[den > 0]
     return _bootstrap(
@@ -50,8 +44,6 @@ def ratio_interval(
 def difference_interval(
     ours: tuple[Sequence[float], Sequence[float]],
     theirs: tuple[Sequence[float], Sequence[float]],
-    *,
-    seed: int = 0,
 ) -> Interval:
     """Σ / Σ of ours minus Σ / Σ of theirs, both (numerators, denominators) of the same prompts in
     the same order; `n` counts the prompts. Pairing removes the variation that both share."""
@@ -62,22 +54,20 @@ def difference_interval(
     def figure(at: np.ndarray) -> np.ndarray:
         return a[at].sum(-1) / b[at].sum(-1) - c[at].sum(-1) / d[at].sum(-1)
 
-    return _bootstrap(figure, len(a), len(a), seed)
+    return _bootstrap(figure, len(a), len(a))
 
 
-def median_interval(
-    values: Sequence[float], per: Sequence[float] | None = None, *, seed: int = 0
-) -> Interval:
+def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:
     """The median of `values`, divided by the median of `per` if given. Entry i of
     both was timed in the same repetition; `n` counts the repetitions."""
     found = np.asarray(values, float)
     under = np.ones_like(found) if per is None else np.asarray(per, float)
     n = len(found)
-    return _bootstrap(lambda at: np.median(found[at], -1) / np.median(under[at], -1), n, n, seed)
+    return _bootstrap(lambda at: np.median(found[at], -1) / np.median(under[at], -1), n, n)
 
 
 def _bootstrap(
-    figure: Callable[[np.ndarray], np.ndarray], count: int, n: int, seed: int
+    figure: Callable[[np.ndarray], np.ndarray], count: int, n: int, seed: int = 0
 ) -> Interval:
     """The figure of all `count` observations, with quantiles of its resamples as the interval.
     `figure` gets the indices [..., count] of the observations to use."""

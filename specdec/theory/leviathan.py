@@ -3,10 +3,8 @@
 α is one number (the paper's i.i.d. assumption, Section 3.1) or one per depth: α_k, the probability
 that the token at depth k is accepted given that all before it were. Times are in target steps: c is
 one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the paper takes as 1 (Section
-3.3, "enough compute"). All forms assume long answers: they leave out prefill and the cut at the
-end. Impossible values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise
-UserError.
-
+3.3, "enough compute"). All forms leave out prefill and the cut at the end of an answer. Impossible
+values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise UserError.
 Letters: N positions, V vocabulary, S draft vocabulary; γ (`gamma`) drafted tokens per round.
 """
 
@@ -27,11 +25,8 @@ PassCost = Callable[[int], float]  # v by γ: a pass over γ + 1 tokens, in targ
 
 def divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """D_LK(p, q) = Σ_x |p(x) - (p(x) + q(x)) / 2| [N] (Definition 3.2), which is 1 - Σ_x min(p, q)
-    (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5) and α = 1 - E[D_LK] (Corollary 3.6).
-
-    Over a draft vocabulary, p stays normalised over the whole vocabulary, and q has no mass outside
-    the draft's. A row of q without mass, where nothing is drafted, has D_LK = 1.
-    """
+    (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5) and α = 1 - E[D_LK] (Corollary 3.6). p stays
+    normalised over the whole vocabulary. A row of q without mass has D_LK = 1."""
     missing_N = (2 - p_NS.sum(-1) - q_NS.sum(-1)).clamp_min(0)
     return ((p_NS - q_NS).abs().sum(-1) + missing_N) / 2
 
@@ -100,8 +95,7 @@ def best_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) ->
 
 
 def pass_cost(points: Mapping[int, float]) -> PassCost:
-    """v by γ from measured points: `interpolate` through v(0) = 1 and the points. Without points, 1
-    everywhere."""
+    """v by γ: `interpolate` through v(0) = 1 and measured points; 1 everywhere without points."""
     for gamma, v in points.items():
         require(gamma >= 0 and v > 0, f"v at gamma {gamma} is {v}: give v > 0 for gamma >= 0")
     xs, ys = zip(*sorted(({0: 1.0} | dict(points)).items()), strict=True)
@@ -121,11 +115,9 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Speedup if each round drafts exactly the tokens that will be accepted: 1 / (1 - α + αc).
-
+    """Speedup if each round drafts exactly the tokens that will be accepted: 1 / (1 - α + αc), as
     E[tokens] = 1 / (1 - α) (Section 3.5) then take α / (1 - α) draft steps and one pass of the
-    target, which still verifies (footnote 4), at v = 1. Infinite if α = 1 and c = 0.
-    """
+    target, which still verifies (footnote 4), at v = 1. Infinite if α = 1 and c = 0."""
     walltime_factor(alpha, 1, c)  # raises for an impossible α or c
     cost = 1 - alpha + alpha * c
     return 1 / cost if cost else float("inf")
@@ -143,8 +135,7 @@ def non_iterative_alpha(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """α of non-iterative rejection sampling [N], 1 / M = min_x q(x) / p(x) over the tokens with
     p(x) > 0 (Appendix A.2): x is accepted with p(x) / (M q(x)), and each x is drawn with q(x).
 
-    It is at most β, and 0 if p has mass outside the draft vocabulary (1e-4 or more, since sums in
-    float32 are not exact).
+    It is at most β, and 0 if p has mass outside the draft vocabulary (1e-4, for rounding, or more).
     """
     ratio_NS = torch.where(p_NS > 0, q_NS / p_NS, torch.inf)
     whole_N = p_NS.sum(-1) > 1 - 1e-4

@@ -20,13 +20,12 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
-from specdec.decoding.static_tree import acceptance_by_rank, best_static, fastest_static
 from specdec.drafters import Drafter
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import strategy
+from specdec.measure.strategy import acceptance_by_rank, best_static, fastest_static, strategy
 from specdec.runtime.compiled import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
@@ -189,13 +188,11 @@ def test_acceptance_by_rank_is_counted_with_the_sampler_it_is_for(target: Target
     drawn from q = p is kept with min(1, p / q) = 1, so that no second one is ever judged; the
     likeliest token is kept with its p alone, and then others are."""
     same = near(target)
-    asked: dict[str, Any] = {"max_new_tokens": 24, "depth": 2, "width": 3}
     for sampler in (Sampler(0.0), Sampler(1.0)):
-        found = acceptance_by_rank(target, same, PROMPTS, **asked, sampler=sampler)
+        setup = Setup(target, same, DecodeConfig(max_new_tokens=24), sampler)
+        found = acceptance_by_rank(setup, PROMPTS, 2, 3)
         assert found.tolist() == [[1, 0, 0], [1, 0, 0]]
-    found = acceptance_by_rank(
-        target, same, PROMPTS, **asked, sampler=Sampler(1.0), greedy_draft=True
-    )
+    found = acceptance_by_rank(setup, PROMPTS, 2, 3, greedy_draft=True)
     assert 0 < found[0, 0] < 1 and found[0, 1:].sum() > 0
 
 
