@@ -53,11 +53,9 @@ def decode(
     on_tokens: OnTokens | None = None,
     record: Record | None = None,
 ) -> list[Generation]:
-    """Continue every prompt, speculatively if there is a drafter.
-
-    Rows that end leave the batch, and no row's distribution depends on its neighbours. Nor do a
-    row's tokens, except that the draws of a sampled row may, if a `length` looks at the batch or
-    when the longest row is about to use up the positions.
+    """Continue every prompt, speculatively if there is a drafter. Rows that end leave the batch.
+    No row's distribution depends on its neighbours, but the draws of a sampled row may, if a
+    `length` looks at the batch or when the longest row is about to use up the positions.
 
     `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
     a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts (see
@@ -107,7 +105,8 @@ def decode(
         target.shown(processors),
         rows.texts,
     )
-    first_B = choose.token(choose.processed(first_BV[:, None], lambda: [[[]]] * asked)[:, 0])
+    nothing = Proposal(rows.anchors()[:, :0])
+    first_B = choose.token(choose.processed(first_BV[:, None], nothing)[:, 0])
     new = [[token] for token in first_B.tolist()]
     rows.extend(new)
     own = drafter.new_cache(slots) if drafter else None
@@ -138,7 +137,7 @@ def decode(
         answers.clock.end("verify")
 
         # The rule keeps a path of each draft, and the target adds a token of its own.
-        verdict = judged(judge, proposal, choose.processed(logits_BMV, proposal.drafted_to), choose)
+        verdict = judged(judge, proposal, choose.processed(logits_BMV, proposal), choose)
         answers.clock.end("judge")
 
         # The kept tokens are committed to the cache, the texts and the answers.
@@ -211,8 +210,7 @@ def fitting_rule(
     name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
 ) -> Rule:
     """The verification rule of this name. "auto" is block for chains, recursive for trees drawn
-    from q, and point_mass for trees whose nodes are picked by likelihood. Raises UserError for an
-    unknown rule, or one that does not fit the shape."""
+    from q, point_mass for other trees. Raises UserError for a rule that does not fit the shape."""
     if isinstance(name, Rule):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
@@ -236,9 +234,8 @@ def require_room(
     max_new_tokens: int,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise UserError for no prompts or an empty one, for ids outside the target's vocabulary, and
-    if an answer would not fit the positions of the target, or of a `drafter` that cannot stop
-    drafting before its positions run out."""
+    """Raise UserError for no prompts or an empty one, for unknown ids, and if an answer would not
+    fit the positions of the target, or of a `drafter` that cannot stop before they run out."""
     known = target.embedding.num_embeddings
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")

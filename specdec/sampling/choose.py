@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.context import Proposal
 from specdec.sampling.sampler import Sampler, draws, sample
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
-Paths = Callable[[], list[list[list[int]]]]  # for each row and node, the tokens drafted up to it
 
 
 class Chosen(NamedTuple):
@@ -47,11 +47,16 @@ class Choose:
             self.siblings = "fixed"
 
     def __call__(
-        self, logits_BWS: Tensor, count: int, paths: Paths, going_B: Tensor | None = None
+        self,
+        logits_BWS: Tensor,
+        count: int,
+        draft: Proposal,
+        place_BW: Tensor,
+        going_B: Tensor | None = None,
     ) -> Chosen:
-        """Choose `count` children of each node from the draft's logits there. Rows outside
-        `going_B` get no children, and nothing is drawn from their generators."""
-        logits, q = self.drafted(logits_BWS, paths), None
+        """Choose `count` children at these places of a draft from the draft's logits there. Rows
+        outside `going_B` get no children, and nothing is drawn from their generators."""
+        logits, q = self.drafted(logits_BWS, draft, place_BW), None
         if self.siblings != "fixed":
             q = self.sampler.probs(logits)
             index, none = self._draw(q, count, going_B)
@@ -65,22 +70,26 @@ class Choose:
         """The target's ids for indices into the draft's logits after the processors."""
         return index if self.vocab_S is None or self.processors else self.vocab_S[index]
 
-    def drafted(self, logits_BWS: Tensor, paths: Paths) -> Tensor:
+    def drafted(self, logits_BWS: Tensor, draft: Proposal, place_BW: Tensor) -> Tensor:
         """The draft's logits after the processors, which need the target's whole vocabulary."""
         if self.processors and self.vocab_S is not None:
             whole = logits_BWS.new_full((*logits_BWS.shape[:2], self.vocab_size), -torch.inf)
             logits_BWS = whole.index_copy_(-1, self.vocab_S, logits_BWS)
-        return self.processed(logits_BWS, paths)
+        return self.processed(logits_BWS, draft, place_BW)
 
-    def processed(self, logits_BWV: Tensor, paths: Paths) -> Tensor:
-        """Logits after the processors; each sees the row's text and the path to the node."""
+    def processed(
+        self, logits_BWV: Tensor, draft: Proposal, place_BW: Tensor | None = None
+    ) -> Tensor:
+        """The logits at these places of a draft (None: at all) after the processors, each of which
+        sees the row's text and the path to the place."""
         if not self.processors:
             return logits_BWV
         out = logits_BWV.float().clone()
-        for b, of_row in enumerate(paths()):
+        for b, paths in enumerate(draft.drafted_to()):
             text_T = torch.tensor(self.texts[b], device=out.device)
-            for w, path in enumerate(of_row):
-                ids = torch.cat([text_T, text_T.new_tensor(path)])[None]
+            places = range(len(paths)) if place_BW is None else place_BW[b].tolist()
+            for w, place in enumerate(places):
+                ids = torch.cat([text_T, text_T.new_tensor(paths[place])])[None]
                 for processor in self.processors:
                     if out[b, w].isneginf().all():  # nothing to choose from; some would raise
                         break

@@ -9,6 +9,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -79,14 +80,11 @@ class Chain(Shape):
         logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         qs: list[Tensor] = []
         going_B = logits_BWS.new_ones(len(logits_BWS), dtype=torch.bool)  # rows that still draft
-
-        def paths() -> list[list[list[int]]]:
-            return [drafted[-1:] for drafted in Proposal(tokens_BN).drafted_to()]
-
         for k in range(self.depth):
             if k > 0:
                 logits_BWS = growth.grow(tokens_BN[:, -1:].clamp_min(0), None)
-            chosen = choose(logits_BWS, 1, paths, going_B)
+            place_B1 = tokens_BN.new_full((len(tokens_BN), 1), k)
+            chosen = choose(logits_BWS, 1, Proposal(tokens_BN), place_B1, going_B)
             token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)
             going_B = token_B >= 0
             if not going_B.any():
@@ -114,7 +112,7 @@ class Static(Shape):
     fixed: bool = False
 
     def __post_init__(self) -> None:
-        ordered = sorted(map(tuple, self.paths), key=by_depth)
+        self._ordered = ordered = sorted(map(tuple, self.paths), key=by_depth)
         known = set(ordered)
         for path in ordered:
             require(
@@ -140,28 +138,24 @@ class Static(Shape):
     @property
     def levels(self) -> list[list[tuple[int, int]]]:
         """For each depth, its nodes as (index of the parent in the level above, rank)."""
-        at: dict[tuple[int, ...], int] = {(): 0}
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.depth)]
-        for path in sorted(map(tuple, self.paths), key=by_depth):
-            level = found[len(path) - 1]
-            at[path] = len(level)
-            level.append((at[path[:-1]], path[-1]))
-        return found
+        levels: list[list[tuple[int, ...]]] = [[()]]
+        levels += [list(paths) for _, paths in groupby(self._ordered, len)]
+        return [
+            [(above.index(path[:-1]), path[-1]) for path in level]
+            for above, level in pairwise(levels)
+        ]
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
         logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         parents_BN = tokens_BN.new_tensor(self._parents).expand(len(tokens_BN), -1)
         qs: list[Tensor] = []
         front = [-1]  # the nodes that grew last
-
-        def paths() -> list[list[list[int]]]:
-            drafted = Proposal(tokens_BN, None, parents_BN[:, : tokens_BN.shape[1]]).drafted_to()
-            return [[row[node + 1] for node in front] for row in drafted]
-
         while front:
             level = [i for i, parent in enumerate(self._parents) if parent in front]
             above, ranks = [self._parents[i] for i in level], [self._ranks[i] for i in level]
-            chosen = choose(logits_BWS, max(ranks) + 1, paths)
+            draft = Proposal(tokens_BN, None, parents_BN[:, : tokens_BN.shape[1]])
+            place_BW = tokens_BN.new_tensor([i + 1 for i in front]).expand(len(tokens_BN), -1)
+            chosen = choose(logits_BWS, max(ranks) + 1, draft, place_BW)
             at = [front.index(parent) for parent in above]
             missing = max(ranks) + 1 - chosen.tokens_BWC.shape[2]  # in a very small vocabulary
             found_BL = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
@@ -199,14 +193,9 @@ class Dynamic(Shape):
         front_BW = tokens_BN.new_full((len(tokens_BN), 1), -1)  # the nodes that grew last
         numbers_BW, score_BW = front_BW, torch.zeros_like(front_BW, dtype=torch.float32)
         count = 0  # nodes grown so far
-
-        def paths() -> list[list[list[int]]]:
-            drafted = Proposal(tokens_BN, None, parents_BN).drafted_to()
-            places = (front_BW + 1).tolist()
-            return [[row[at] for at in front] for row, front in zip(drafted, places, strict=True)]
-
         for d in range(self.depth):
-            logits = choose.drafted(logits_BWS, paths).float()
+            draft = Proposal(tokens_BN, None, parents_BN)
+            logits = choose.drafted(logits_BWS, draft, front_BW + 1).float()
             width = min(self.top_k, logits.shape[-1])
             best_BWC, index_BWC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
             best_BWC = growth.log_confidence(d, best_BWC)

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
     TopHLogitsWarper,
 )
 
+from specdec.context import Proposal
 from specdec.decoding.decode import decode
 from specdec.decoding.speculative import HARMLESS, LATE, READ, speculative_generate
 from specdec.drafters.models.lm import LMConfig
@@ -107,7 +108,8 @@ def test_a_draft_with_nothing_to_propose_passes_every_warper() -> None:
     for warper in (EtaLogitsWarper(0.1), TopHLogitsWarper(0.5)):
         choose = Choose(Sampler(1.0), "with", [torch.Generator()], None, 7, [warper])
         choose.texts = [[1, 2]]
-        chosen = choose(torch.full((1, 1, 7), -torch.inf), 1, lambda: [[[]]])
+        nothing = Proposal(torch.zeros(1, 0).long())
+        chosen = choose(torch.full((1, 1, 7), -torch.inf), 1, nothing, torch.zeros(1, 1).long())
         assert chosen.tokens_BWC.tolist() == [[[-1]]]
 
 
