@@ -21,7 +21,6 @@ class Stream:
         self._pieces: list[str] = []
         self._ids: list[int] = []  # tokens shown last, and after them those still waiting
         self._count = 0  # how many of them were shown
-        self._shown = ""  # the text of those
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete and that was not returned before."""
@@ -29,7 +28,7 @@ class Stream:
 
     def rest(self) -> str:
         """At the end of the answer, the text that was held back."""
-        return self._show(len(self._ids), self._decoded(self._ids))
+        return self._show(len(self._ids))
 
     def text(self) -> str:
         """All text returned so far, without special tokens."""
@@ -39,21 +38,19 @@ class Stream:
         if token in self._special:
             return ""
         self._ids.append(token)
-        text, count = self._decoded(self._ids), len(self._ids)
-        if text.endswith(BROKEN):
+        count = len(self._ids)
+        if self._decoded(self._ids).endswith(BROKEN):
             if count - self._count < BYTES:
                 return ""
             count = self._count + 1  # a character would be complete by now, so its start is broken
-            text = self._decoded(self._ids[:count])
-        return self._show(count, text)
+        return self._show(count)
 
-    def _show(self, count: int, text: str) -> str:
-        """Return the new part of `text`, to which the first `count` tokens decode."""
-        broken = count < len(self._ids)
-        first = max(0, count - SHOWN) if broken else self._count
-        self._pieces.append(text[len(self._shown) :])
+    def _show(self, count: int) -> str:
+        """Return what the first `count` tokens add to the text that was shown."""
+        shown, text = (self._decoded(self._ids[:n]) for n in (self._count, count))
+        first = self._count if count == len(self._ids) else max(0, count - SHOWN)
+        self._pieces.append(text[len(shown) :])
         self._ids, self._count = self._ids[first:], count - first
-        self._shown = self._decoded(self._ids[: self._count])
         return self._pieces[-1]
 
     def _decoded(self, ids: Sequence[int]) -> str:
