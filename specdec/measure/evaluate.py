@@ -11,24 +11,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.progress import Progress
 
+from specdec.context import Needs
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import fitting_rule
+from specdec.decoding.decode import decode
 from specdec.decoding.length import Oracle, oracle
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing
+from specdec.forcing.teacher import TeacherForcing, divergence
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
 from specdec.measure.machine import machine_of
-from specdec.measure.results import AtTemperature, Results, Sample
+from specdec.measure.results import AtTemperature, Results, Sample, Shift
 from specdec.measure.setup import Setup
-from specdec.measure.shift import shift
 from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
@@ -63,12 +64,9 @@ def evaluate(
     words: Sequence[str] = (),
     log: Path | None = None,
 ) -> Results:
-    """Measure a drafter on the first `cfg.prompts` prompts. If a tree or a length must be chosen
-    first, it is chosen on the prompts after those.
-
-    `words` are what the user says in each prompt, for the samples (default: the decoded prompt).
-    The rounds are appended to the file `log`. Raises UserError if there is no prompt.
-    """
+    """Measure a drafter on the first `cfg.prompts` prompts; a tree or a length is chosen on those
+    after them. `words` are what the user says in each prompt, for the samples (default: the decoded
+    prompt). Rounds are appended to the file `log`. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:
@@ -201,8 +199,7 @@ def _figures(
 ) -> AtTemperature:
     """The figures of one temperature."""
     target, sampler, greedy, shape = setup.target, setup.sampler, setup.sampler.greedy, how.shape
-    rule = fitting_rule(setup.cfg.rule, shape, sampler, setup.cfg.greedy_draft)
-    gamma, depths, rounds = shape.depth, range(shape.depth), made.rounds
+    gamma, depths, rounds, rule = shape.depth, range(shape.depth), made.rounds, setup.rule(shape)
     drafter = drafting(setup.drafter, gamma)
     forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else sampler)
     every, visited = [], []
@@ -286,3 +283,25 @@ def _oracle(
         return None
     found = [(r.drafted, r.accepted) for r in rounds]
     return oracle(found, cost.c.value, pass_cost({shape.depth: cost.v.value}))
+
+
+@torch.inference_mode()
+def shift(
+    original: Target, adapted: Target, prompts: Sequence[Sequence[int]], tokens: int, batch: int
+) -> Shift:
+    """How far `adapted`, which was trained with its draft, has moved from `original`, over answers
+    of up to `tokens` tokens."""
+    kl, counts, same = [], [], []
+    for start in range(0, len(prompts), batch):
+        asked = prompts[start : start + batch]
+        told = (decode(t, asked, max_new_tokens=tokens) for t in (original, adapted))
+        for before, after in zip(*told, strict=True):
+            ids, first = torch.tensor([[*before.prompt, *before.ids]]), len(before.prompt) - 1
+            logits = (
+                t.logits(t.features(ids.to(t.device), Needs())[1][0, first:-1])
+                for t in (original, adapted)
+            )
+            kl.append(float(divergence(*logits).sum()))
+            counts.append(len(before.ids))
+            same.append(before.ids == after.ids)
+    return Shift(original.name, ratio_interval(kl, counts), ratio_interval(same, [1] * len(same)))

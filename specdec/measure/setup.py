@@ -8,6 +8,7 @@ from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, fitting_rule
 from specdec.decoding.policy import Length
+from specdec.decoding.rules import Rule
 from specdec.drafters.base import Drafter
 from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler
@@ -36,10 +37,13 @@ class Setup:
             given |= {"rule": cfg.rule, "greedy_draft": cfg.greedy_draft}
         return decode(self.target, prompts, sampler=self.sampler, **given | options)
 
+    def rule(self, shape: Shape) -> Rule:
+        """The rule that judges drafts of this shape."""
+        return fitting_rule(self.cfg.rule, shape, self.sampler, self.cfg.greedy_draft)
+
     def variant(self, shape: Shape) -> str:
         """The variant of α by which drafts of this shape are accepted."""
-        rule = fitting_rule(self.cfg.rule, shape, self.sampler, self.cfg.greedy_draft)
-        picked = self.cfg.greedy_draft or rule.siblings == "fixed"
+        picked = self.cfg.greedy_draft or self.rule(shape).siblings == "fixed"
         return variant_of(self.sampler.greedy, picked)
 
     def rounds(
