@@ -1,8 +1,5 @@
-"""How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early.
-
-`length(name, settings)` makes the policy of that name; see policy.py for what a policy is.
-Letters: B rows of the batch, S draft vocabulary, K depths.
-"""
+"""How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early (see
+policy.py for what a policy is). Letters: B rows of the batch, S draft vocabulary, K depths."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,13 +14,7 @@ from specdec.decoding.disco import Disco
 from specdec.decoding.policy import Length, Measured
 from specdec.errors import nearest, require, require_between
 from specdec.files import record
-from specdec.theory.leviathan import (
-    PassCost,
-    interpolate,
-    pass_cost,
-    tokens_by_gamma,
-    walltime_by_gamma,
-)
+from specdec.theory import leviathan
 
 
 @dataclass
@@ -95,11 +86,9 @@ class Adaptive(Length, ABC):
 @dataclass
 class Optimal(Adaptive):
     """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
-    with acceptance by depth and the measured cost of a pass, whatever the size of the batch.
-
-    `c` is the time of a draft step divided by that of a target step; `v` gives points of v(γ), the
-    time of a pass over γ + 1 tokens divided by that of a step (see `pass_cost`).
-    """
+    with acceptance by depth and measured costs, whatever the size of the batch. `c` is the time of
+    a draft step in steps of the target; `v` gives points of v(γ), the same for a pass over γ + 1
+    tokens (see `leviathan.pass_cost`)."""
 
     c: float | None = None
     v: dict[int, float] = field(default_factory=dict)
@@ -108,7 +97,7 @@ class Optimal(Adaptive):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pass_cost = pass_cost(self.v)
+        self.pass_cost = leviathan.pass_cost(self.v)
 
     def use(self, found: Any = None) -> None:
         require(
@@ -119,7 +108,7 @@ class Optimal(Adaptive):
 
     def rates(self, alpha: list[float], batch: int) -> list[float]:
         assert self.c is not None
-        return walltime_by_gamma(alpha, self.c, self.limit, self.pass_cost)
+        return leviathan.walltime_by_gamma(alpha, self.c, self.limit, self.pass_cost)
 
 
 @dataclass
@@ -150,15 +139,14 @@ class CostTable(Measured):
 
     def step(self, gamma: int, batch: int) -> float:
         """T_step(γ, batch) in seconds: bilinear; beyond the table, its last slope, at least 0."""
-        by_batch = [interpolate(self.gammas, row, gamma) for row in self.seconds]
-        return interpolate(self.batches, by_batch, batch)
+        by_batch = [leviathan.interpolate(self.gammas, row, gamma) for row in self.seconds]
+        return leviathan.interpolate(self.batches, by_batch, batch)
 
 
 @dataclass
 class Goodput(Adaptive):
-    """The γ with the largest E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al. 2024:
-    goodput). If the batch is so large that a wider pass costs more than its tokens gain, it drafts
-    nothing. `table` is the JSON file of a `CostTable`."""
+    """The γ with the largest goodput, E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al.
+    2024); 0 in batches too large for drafts. `table` is the JSON file of a `CostTable`."""
 
     table: str = ""
 
@@ -168,7 +156,7 @@ class Goodput(Adaptive):
         self.costs = found or CostTable.load(self.table)
 
     def rates(self, alpha: list[float], batch: int) -> list[float]:
-        tokens = tokens_by_gamma(alpha, self.limit)
+        tokens = leviathan.tokens_by_gamma(alpha, self.limit)
         return [t / self.costs.step(gamma, batch) for gamma, t in enumerate(tokens)]
 
 
@@ -219,16 +207,15 @@ class Oracle:
     drafted: int = 0  # the most tokens in a round
 
 
-def oracle(rounds: Iterable[tuple[int, int]], c: float, v: PassCost | None = None) -> Oracle:
+def oracle(
+    rounds: Iterable[tuple[int, int]], c: float, v: leviathan.PassCost | None = None
+) -> Oracle:
     """A bound for reports, not a policy: the cost if each round had drafted exactly as many tokens
     as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given rounds (drafted,
-    accepted) that were decoded with a long fixed γ.
-
-    A round of n accepted tokens emits n + 1. The oracle emits them at the lowest cost: in one round
-    that drafts n, or in several if a wide pass costs more than a second one. A censored round,
-    which was fully accepted, counts as if a rejection followed, which lowers the bound. c and v are
-    those of `specdec.theory.leviathan`. Raises UserError if there are no rounds.
-    """
+    accepted) that were decoded with a long fixed γ. The n + 1 tokens of a round are emitted at the
+    lowest cost: in one round that drafts n, or in several if a wide pass costs more than a second
+    one. A censored round, which was fully accepted, counts as if a rejection followed, which lowers
+    the bound. c and v are those of `leviathan`. Raises UserError if there are no rounds."""
     found = list(rounds)
     require(bool(found), "the oracle has no rounds: decode some first")
     longest = max(max(d, a) for d, a in found)

@@ -1,10 +1,8 @@
-"""`speculative_generate`: the decoder behind a transformers-style call.
+"""`speculative_generate`: the decoder behind a transformers-style call. Letters: B batch, T time.
 
-    result = speculative_generate(target, drafter, **tokenizer(texts, return_tensors="pt"),
-                                  generation_config=GenerationConfig(max_new_tokens=64))
-    result.sequences, result.tau
-
-Letters: B batch, T time.
+result = speculative_generate(target, drafter, **tokenizer(texts, return_tensors="pt"),
+                              generation_config=GenerationConfig(max_new_tokens=64))
+result.sequences, result.tau
 """
 
 import copy
@@ -18,11 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.decode import decode

@@ -4,18 +4,8 @@ from collections.abc import Callable
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report.tables import by_temperature, table
+from specdec.theory import leviathan as paper
 from specdec.theory.intervals import Interval
-from specdec.theory.leviathan import (
-    beam_passes,
-    best_gamma,
-    expected_tokens,
-    guaranteed_factor,
-    operations_factor,
-    oracle_factor,
-    pass_cost,
-    round_cost,
-    walltime_factor,
-)
 
 BEAMS = 4
 PASS = ("tokens", "ms", "MB of weights", "GFLOP", "FLOP a byte", "GB/s", "GFLOP/s")
@@ -35,7 +25,7 @@ def milliseconds(seconds: Interval) -> str:
 def foreseen_speedup(at: AtTemperature) -> Interval:
     """τ / (γc + v): the measured τ over what a round should cost."""
     share = at.drafted_per_round.value / at.gamma if at.chain else 1.0
-    cost = round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
+    cost = paper.round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
@@ -83,25 +73,29 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
     by_depth, gamma, c = at.alpha.all.of(at.temperature), at.gamma, at.costs.c.value
     alpha, known = by_depth[0], [a.value for a in by_depth]
-    best = best_gamma(alpha.value, c, FURTHEST, pass_cost({gamma: at.costs.v.value}))
+    best = paper.best_gamma(alpha.value, c, FURTHEST, paper.pass_cost({gamma: at.costs.v.value}))
 
     def of(formula: Callable[..., float], *others: float, digits: int = 2) -> str:
         return through(alpha, lambda a: formula(a, *others)).text(digits)
 
-    operations = "—" if c_hat is None else of(operations_factor, gamma, c_hat)
+    operations = "—" if c_hat is None else of(paper.operations_factor, gamma, c_hat)
     return {
         "α at depth 0, all positions": alpha.text(),
-        "tokens per pass, one α for all depths (Equation 1)": of(expected_tokens, gamma, digits=3),
+        "tokens per pass, one α for all depths (Equation 1)": of(
+            paper.expected_tokens, gamma, digits=3
+        ),
         "tokens per pass, α of each depth": (
-            f"{expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
+            f"{paper.expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
         ),
         "**tokens per pass, measured (τ)**": f"**{at.tau.text()}**",
-        "speedup (Theorem 3.8, v = 1)": of(walltime_factor, gamma, c),
+        "speedup (Theorem 3.8, v = 1)": of(paper.walltime_factor, gamma, c),
         "**speedup, measured**": f"**{at.speedup.text(2)}**",
-        "guaranteed speedup with the best γ (Corollary 3.9)": of(guaranteed_factor, c),
+        "guaranteed speedup with the best γ (Corollary 3.9)": of(paper.guaranteed_factor, c),
         "best γ, with the measured v": f"{best} (measured with {gamma})",
-        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(oracle_factor, c),
-        "reads of the target's weights shrink by (Section 3.4)": of(expected_tokens, gamma),
+        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(
+            paper.oracle_factor, c
+        ),
+        "reads of the target's weights shrink by (Section 3.4)": of(paper.expected_tokens, gamma),
         "arithmetic operations grow by (Theorem 3.11)": operations,
     }
 
@@ -134,6 +128,7 @@ def _measured_law(at: AtTemperature) -> list[str]:
 def _reads(results: Results) -> list[str]:
     """What a pass reads, and what beam search would add to it."""
     at, blocks = results.temperatures[0], []
+    judged = paper.beam_passes(BEAMS, BEAMS, at.gamma)
     if results.weight_bytes:
         rows = {
             "plain step": of_pass(results, 1, at.costs.step_seconds),
@@ -147,6 +142,5 @@ def _reads(results: Results) -> list[str]:
     return [
         *blocks,
         f"A beam search of width {BEAMS} behind a draft beam of the same width would have the "
-        f"target judge {beam_passes(BEAMS, BEAMS, at.gamma)} positions per pass at γ = {at.gamma} "
-        "(Appendix A.4).",
+        f"target judge {judged} positions per pass at γ = {at.gamma} (Appendix A.4).",
     ]
