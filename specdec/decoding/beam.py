@@ -9,10 +9,9 @@ All beams live in one row of the target's cache, as a tree, so that the text whi
 stored and attended to once. Each pass writes its nodes into scratch slots after the committed
 trunk, and the mask hides the slots of dead beams. When scratch has grown large, the text on which
 all live beams agree is committed and the rest is forgotten; the next pass reads the few live tokens
-beyond it again. Drafters only know rows, so they get a row for each beam (`Rows`).
-
-Letters: W live beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row
-that grow together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
+beyond it again. Drafters only know rows, so they get a row for each beam (`Rows`). Letters: W live
+beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row that grow
+together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
 """
 
 import itertools
@@ -165,8 +164,7 @@ class LiveTree:
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
         """One pass over the last tokens of the live beams and those drafted after them (parents
-        first), preceded by live tokens that were forgotten. It sets `features` and `log_p_NV` of
-        the anchors and the drafted nodes."""
+        first), preceded by forgotten live tokens. Sets the `features` and `log_p_NV` of both."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
@@ -186,8 +184,7 @@ class LiveTree:
         self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
-        """If scratch is full of dead beams, commit the tokens before the last one that the live
-        beams share, and forget the rest."""
+        """If scratch is full, commit the tokens that the live beams share, and forget the rest."""
         if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
             return
         paths = [[n for n in node.path()[:-1] if n.slot != COMMITTED] for node in live]
@@ -284,15 +281,12 @@ def beam_search(
     eos: tuple[int, ...] | None = None,
 ) -> BeamResult:
     """The `beams` best continuations of a prompt, as transformers' `generate(num_beams=beams,
-    do_sample=False)` finds them; speculatively if there is a drafter.
-
-    `draft_beams` U (None: twice `beams`) is the width of the draft's own search and `gamma` its
-    depth. A score is the log-probability over length ** `length_penalty`. `early_stopping` True
-    stops at `beams` finished hypotheses, False when the best live beam at its present length is
-    worse than all of them, "never" when it would be worse at any length. One beam is greedy
-    decoding. `eos` None takes the target's own; () has none. Raises UserError as `require_room`,
-    and for numbers out of range.
-    """
+    do_sample=False)` finds them; speculatively if there is a drafter. `draft_beams` U (None: twice
+    `beams`) is the width of the draft's own search and `gamma` its depth. A score is the
+    log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams` finished
+    hypotheses, False when the best live beam at its present length is worse than all of them,
+    "never" when it would be worse at any length. One beam is greedy decoding. `eos` None takes the
+    target's own; () has none. Raises UserError as `require_room`, and for numbers out of range."""
     width = 2 * beams if draft_beams is None else draft_beams
     require_room(target, [prompt], max_new_tokens, drafter)
     require_between("beams", beams, 1)

@@ -17,12 +17,9 @@ TREES = ("static", "dynamic", "best_first")
 
 @dataclass
 class DecodeConfig:
-    """How drafts are decoded and measured.
-
-    A tree is dynamic (EAGLE-2), best_first (for parallel heads) or static. A static tree without
-    `paths` gets those with the highest acceptance, which is measured; without `nodes` too, the
-    tree or chain is chosen that should commit most tokens per second.
-    """
+    """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
+    heads) or static. A static tree without `paths` gets those with the highest measured acceptance;
+    without `nodes` too, the tree or chain is chosen that should commit most tokens per second."""
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
     prompts: int = 40

@@ -68,8 +68,7 @@ class StopClassifier(Measured):
 
 def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClassifier:
     """The classifier that minimises Σ_N cross-entropy + ridge / 2 · ‖weight‖² over features scaled
-    to mean 0 and variance 1; the bias is not penalised. The problem is convex. Raises UserError if
-    all or none of the N tokens were accepted."""
+    to mean 0 and variance 1. Raises UserError if all or none of the N tokens were accepted."""
     kept, n = int(accepted_N.sum()), len(accepted_N)
     require(
         0 < kept < n,

@@ -1,8 +1,5 @@
-"""A decoder's rounds in a file, for training at the anchors that it visited.
-
-One line of JSON for each answer (`Logged`). Each round is [position of the anchor in the prompt and
-answer together, number of accepted tokens, [drafted tokens]].
-"""
+"""A decoder's rounds in a file, for training at the anchors that it visited: a line of JSON for
+each answer (`Logged`)."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +9,7 @@ from pathlib import Path
 from specdec.decoding.answers import Generation
 from specdec.errors import require
 
+# of each: position of the anchor in prompt and answer together, number of accepted tokens, drafted
 Rounds = list[tuple[int, int, tuple[int, ...]]]
 
 

@@ -149,11 +149,9 @@ def lenience(
 
 def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """SpecTr's k-SEQ (Sun et al. 2023, Algorithm 2), for k independent children: accept each x
-    with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q).
-
-    The residual is p minus the accepted mass, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not
-    negative for any ρ at or above the solution, such as the bisection's upper end.
-    """
+    with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q). The
+    residual is p minus the accepted mass, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not negative
+    for any ρ at or above the solution, such as the bisection's upper end."""
     if q_BV is None:
         return point_mass(tokens_BC, q_BV, p_BV)
     p, q = p_BV.double(), q_BV.double()
@@ -256,10 +254,8 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
 def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Law:
     """Typical acceptance (Cai et al. 2024, Medusa, Section 2.3.1): x is kept if p(x) >
     min(ε, δ e^{-H(p)}), whatever q was; the longest kept path wins (of equally long ones, the
-    likeliest), and the next token follows p. Lossy.
-
-    ε and δ are the reference implementation's `posterior_threshold` and `posterior_alpha`.
-    """
+    likeliest), and the next token follows p. Lossy. ε and δ are the reference implementation's
+    `posterior_threshold` and `posterior_alpha`."""
     threshold_BM = (delta * (-torch.special.entr(p_BMV).sum(-1)).exp()).clamp_max(epsilon)
     p_BN = _drafted(p_BMV, proposal)
     end_B = _longest(p_BN > proposal.above(threshold_BM), proposal, p_BN.log())

@@ -1,8 +1,5 @@
-"""The verdict on a round: where the committed path ends, and the token that follows it.
-
-Letters: B batch, N drafted nodes, M = N + 1 places (0 the anchor, i + 1 node i), C children of a
-node, V vocabulary.
-"""
+"""The verdict on a round: where the committed path ends, and the token that follows it. Letters:
+B batch, N drafted nodes, M = N + 1 places (see `Proposal`), C children of a node, V vocabulary."""
 
 from collections.abc import Callable
 

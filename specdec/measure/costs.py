@@ -1,9 +1,6 @@
 """What decoding costs on this machine, in seconds: plain steps, verification, drafting, rounds.
-
 Things that are compared take turns, so that a change in the machine's speed affects all of them.
-
-Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted).
-"""
+Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted)."""
 
 import math
 import statistics
@@ -35,9 +32,8 @@ OF_ROUNDS = 5  # timings of each shape whose rounds are compared
 
 @dataclass(frozen=True)
 class Costs:
-    """Medians in seconds of one plain step, one verification pass and one drafting; `c` is a
-    draft step in plain steps (drafting / (γ · step), Definition 3.7 of Leviathan et al.),
-    `v` a verification in plain steps."""
+    """Medians in seconds of one plain step, one verification pass and one drafting. In plain steps,
+    `c` is a draft step (Definition 3.7 of Leviathan et al.) and `v` a verification."""
 
     step_seconds: Interval
     verify_seconds: Interval
@@ -49,11 +45,9 @@ class Costs:
 @torch.inference_mode()
 def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
     """The costs of the parts of a round that drafts `shape`, after a prompt on `cfg.batch` rows.
-
     The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
-    so that each finds the processor's caches as decoding leaves them. Compiled passes depend on
-    the room for `cfg.max_new_tokens`. Of a prompt that leaves no positions, only the end is read.
-    """
+    so that each finds the processor's caches as decoding leaves them. Compiled passes depend on the
+    room for `cfg.max_new_tokens`. Of a prompt that leaves no positions, only the end is read."""
     target, batch, slots = setup.target, setup.cfg.batch, None
     if setup.cfg.compile:
         slots = capacity(len(prompt) + setup.cfg.max_new_tokens, setup.drafter, shape)
@@ -85,9 +79,8 @@ def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS)
 
 @torch.inference_mode()
 def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float | None, int]:
-    """ĉ, the arithmetic operations of one draft step over those of one step of the target
-    (Definition 3.10), counted in matrix products while drafting γ tokens once; and those of the
-    target's step. None and 0 if its operators cannot be counted."""
+    """ĉ, the arithmetic operations of a draft step over those of a target step (Definition 3.10),
+    in matrix products; and those of the target's step. None and 0 if they cannot be counted."""
     rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
     counted = {}  # torch cannot count a product with a packed weight

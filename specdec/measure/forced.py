@@ -1,7 +1,5 @@
 """A draft along known text: acceptance, and what the theory needs of p and q, at every anchor.
-
-Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D width.
-"""
+Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D width."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -74,8 +72,7 @@ def beyond_acceptance(piece: Piece, generator: torch.Generator) -> tuple[Tensor,
 def along(
     forcing: TeacherForcing, target: Target, prompt: Sequence[int], ids: Sequence[int]
 ) -> Along:
-    """Teacher forcing over an answer `ids` to a prompt, as far as target and draft have positions:
-    nothing is drafted beyond them either."""
+    """Teacher forcing over an answer `ids`, as far as target and draft have positions."""
     drafter, placed = forcing.drafter, target.placed(prompt)
     room = target.room(placed)
     room = room if drafter.positions is None else min(room, drafter.positions)

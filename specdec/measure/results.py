@@ -190,9 +190,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Shift:
-    """How far a target that was trained with its draft is from the original, over the original's
-    greedy answers: KL(original ‖ adapted) in nats a token at T = 1, and the share of answers that
-    the adapted target gives too."""
+    """How far a target that was trained with its draft is from the original, over its greedy
+    answers: KL(original ‖ adapted) in nats a token at T = 1, and the share that stays the same."""
 
     original: str
     kl: Interval

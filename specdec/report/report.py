@@ -7,11 +7,9 @@ from specdec.report import markdown, plots
 
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
-    """Write the whole report into `folder`; returns the pictures.
-
-    Measured stop classifiers and cost tables are saved beside it, for later decoding:
-    `--length disco --settings path=…`, `--length goodput --settings table=…`.
-    """
+    """Write the whole report into `folder`; returns the pictures. Measured stop classifiers and
+    cost tables are saved beside it, for `--length disco --settings path=…` and
+    `--length goodput --settings table=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     results.write(folder)
     pictures = {name: folder / f"{name}.png" for name in ("alpha", "accepted")}

@@ -211,9 +211,8 @@ class SlotCache(Cache):
 
 
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """A place in the form that transformers' decoder models take: position_ids and a 4-D mask, or
-    two where `config` has layers that see only a sliding window. The cache keeps their older keys
-    too, so dropping a rejected token loses nothing."""
+    """A place as transformers' decoder models take it: position_ids and a 4-D mask, or two where
+    `config` has layers that see only a sliding window, whose older keys the cache keeps too."""
     position_BT, mask_BTP, slot_position_BP = place
     if mask_BTP is None:  # the model's own masks are right, and cheaper
         return {"position_ids": position_BT, "attention_mask": None}

@@ -81,8 +81,7 @@ class Choice(NamedTuple):
 @cache
 def native_dtype(device: str) -> Choice:
     """bfloat16 where `device` multiplies it natively, else float32. A GPU reports it. A CPU is
-    timed: the instructions that it offers, those that oneDNN uses, and those that a cap on the
-    instruction set allows may all differ."""
+    timed: oneDNN, or a cap on the instruction set, may not use all that it offers."""
     kind = torch.device(device).type
     if kind == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):

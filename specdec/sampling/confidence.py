@@ -1,10 +1,7 @@
 """Confidence: the probability that the target accepts a drafted token, given that it accepted all
-tokens before it, as the draft sees it.
-
-By itself it is q of the token, or the family's own estimate of acceptance. A `Calibration`, fitted
-to held-out text (see specdec.measure.confidence) and kept with the draft, maps it to the share of
-such tokens that the target did accept.
-"""
+tokens before it, as the draft sees it: q of the token, or the family's own estimate of acceptance.
+A `Calibration`, fitted to held-out text (see specdec.measure.confidence) and kept with the draft,
+maps it to the share of such tokens that the target did accept."""
 
 from dataclasses import dataclass
 

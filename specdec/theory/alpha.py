@@ -29,11 +29,9 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
-    """log p and log q at some positions, over the draft vocabulary [..., S].
-
-    `target_argmax` [...] is argmax p and `label` [...] the text's own token, as indices into the
-    draft vocabulary, -1 for tokens outside it. p, q and β are computed once, on first use.
-    """
+    """log p and log q at some positions, over the draft vocabulary [..., S]. `target_argmax` [...]
+    is argmax p and `label` [...] the text's own token, as indices into the draft vocabulary, -1 for
+    tokens outside it. p, q and β are computed once, on first use."""
 
     log_p: Tensor
     log_q: Tensor
@@ -86,13 +84,11 @@ def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
 
 
 def visits(alpha_TK: Tensor) -> Tensor:
-    """The expected number of rounds [T] that a decoder starts at each anchor of a text.
-
-    `alpha_TK` is the acceptance at anchor t and depth k, given that all tokens before k were
-    accepted. The first round starts at anchor 0; a round at t that accepts n tokens is followed by
-    one at t + n + 1. With greedy acceptance (0 or 1) the visits are 0 or 1: exactly the decoder's
-    walk. Otherwise depths are assumed independent given the text.
-    """
+    """The expected number of rounds [T] that a decoder starts at each anchor of a text. `alpha_TK`
+    is the acceptance at anchor t and depth k, given that all tokens before k were accepted. The
+    first round starts at anchor 0; one at t that accepts n tokens is followed by one at t + n + 1.
+    With greedy acceptance (0 or 1) the visits are exactly the decoder's walk. Otherwise depths are
+    assumed independent given the text."""
     T, K = alpha_TK.shape
     reach_TK = alpha_TK.double().cumprod(-1)
     lengths = torch.cat([torch.ones(T, 1), reach_TK, torch.zeros(T, 1)], -1).diff(dim=-1).neg()

@@ -46,8 +46,7 @@ def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
 
 def expected_tokens(alpha: Alpha, gamma: int) -> float:
     """E[tokens per target pass], including the bonus token: the predicted τ (Equation 1), and the
-    factor by which reads of the target's weights and KV cache shrink, at one read per pass (Section
-    3.4). For many positions at once: `alpha.expected_tokens`."""
+    factor by which reads of the target's weights and KV cache shrink (Section 3.4)."""
     return tokens_by_gamma(alpha, gamma)[-1]
 
 
@@ -80,8 +79,7 @@ def operations_factor(alpha: Alpha, gamma: int, c_hat: float) -> float:
 
 
 def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> list[float]:
-    """`walltime_factor` for γ = 0 … limit, with v by γ (None: 1 for every γ). γ = 0 is the plain
-    step, with factor 1 whatever v(0) is."""
+    """`walltime_factor` for γ = 0 … limit, with v by γ (None: 1). γ = 0 is the plain step: 1."""
     tokens = tokens_by_gamma(alpha, limit)
     costs = [_cost(gamma, c, v(gamma) if v else 1.0) for gamma in range(1, limit + 1)]
     return [1.0, *(t / cost for t, cost in zip(tokens[1:], costs, strict=True))]
@@ -133,10 +131,8 @@ def lenient_alpha(p_NV: Tensor, q_NV: Tensor, lenience: float) -> Tensor:
 
 def non_iterative_alpha(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """α of non-iterative rejection sampling [N], 1 / M = min_x q(x) / p(x) over the tokens with
-    p(x) > 0 (Appendix A.2): x is accepted with p(x) / (M q(x)), and each x is drawn with q(x).
-
-    It is at most β, and 0 if p has mass outside the draft vocabulary (1e-4, for rounding, or more).
-    """
+    p(x) > 0 (Appendix A.2): x is accepted with p(x) / (M q(x)), and each x is drawn with q(x). At
+    most β, and 0 if p has mass outside the draft vocabulary (1e-4, for rounding, or more)."""
     ratio_NS = torch.where(p_NS > 0, q_NS / p_NS, torch.inf)
     whole_N = p_NS.sum(-1) > 1 - 1e-4
     return torch.where(whole_N, ratio_NS.amin(-1), 0.0).clamp_max(1)
