@@ -6,18 +6,16 @@ precision they were trained in. Letters: B batch, T time, N positions, S draft v
 """
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.errors import UserError, located, nearest, require
-from specdec.files import read_json, read_record, replaced
+from specdec.files import replaced
 from specdec.formats import dflash, eagle, eagle3, lm, medusa, mlp, mtp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import Layout, renamed
@@ -44,18 +42,6 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
     for family, module in FAMILIES.items()
     for name, layout in module.LAYOUTS.items()
 }
-
-
-@dataclass
-class Mark:
-    """The mark in each of our exports. `drafter` is the family, or "target"."""
-
-    drafter: str
-    layout: str
-    target: str
-
-    def write(self, folder: Path) -> None:
-        (folder / MARK).write_text(json.dumps(asdict(self), indent=1))
 
 
 def layout_names(family: str) -> list[str]:
@@ -92,12 +78,13 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
         theirs = renamed(tensors, chosen.prefixes)
         save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        Mark(family, layout, target.name).write(partial)
+        _mark(partial, family, layout, target)
         if chosen.overrides:
             (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
         if chosen.whole_model:
             target.tokenizer.save_pretrained(partial)
-        before, after = (logits(d, target) for d in (drafter, read(partial, drafter, target)))
+        again = read(partial, drafter, target, layout)
+        before, after = (logits(d, target) for d in (drafter, again))
         if chosen.objection and (said := chosen.objection(drafter, before)):
             raise UserError(f"{folder}: not written, {said}")
         if (gap := float((before - after).abs().max())) > 0:
@@ -110,7 +97,13 @@ def write_target(folder: Path, target: Target) -> None:
     require_free(folder)
     with replaced(folder) as partial:
         target.save(partial)
-        Mark("target", "hf", target.name).write(partial)
+        _mark(partial, "target", "hf", target)
+
+
+def _mark(folder: Path, drafter: str, layout: str, target: Target) -> None:
+    """Mark an export as ours. `drafter` is the family, or "target"."""
+    mark = {"drafter": drafter, "layout": layout, "target": target.name}
+    (folder / MARK).write_text(json.dumps(mark, indent=1))
 
 
 def require_free(folder: Path) -> None:
@@ -122,22 +115,15 @@ def require_free(folder: Path) -> None:
     )
 
 
-def read(folder: Path | str, like: Drafter, target: Target) -> Drafter:
+def read(folder: Path, like: Drafter, target: Target, layout: str = "hf") -> Drafter:
     """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
-    UserError, naming the tensor, for a checkpoint that is not complete."""
-    folder = Path(folder)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder} is not a complete export: {error}") from error
-    read_json(folder / CONFIG)
-    mark = read_record(Mark, folder / MARK)
-    with located(folder / WEIGHTS):
-        layout = layout_of(mark.drafter, mark.layout)
-        back = {theirs: ours for ours, theirs in layout.prefixes.items()}
-        tensors = layout.read(like, renamed(tensors, back))
+    UserError for a tensor that is missing, extra or misshapen, which it names."""
+    chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
+    back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
+    with located(path):
+        tensors = chosen.read(like, renamed(load_file(path), back))
     drafter = type(like)(like.config, like.sizes)
-    require_same(tensors, untied(drafter.state_dict()), folder / WEIGHTS)
+    require_same(tensors, untied(drafter.state_dict()), path)
     drafter.load_state_dict(tensors, strict=False)
     drafter.to(target.device, next(like.parameters()).dtype)
     drafter.attach(target)
