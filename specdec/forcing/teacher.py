@@ -178,19 +178,10 @@ class TeacherForcing(nn.Module):
         depth = self.depth
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen, reference = chosen.to(batch.mask_BT.device), self._reference[0]
-        at_BA, column_N = chosen.grid(len(batch.mask_BT))
-        counted_BAK = torch.zeros((*at_BA.shape, depth), dtype=torch.bool, device=at_BA.device)
-        counted_BAK[chosen.row_N, column_N] = chosen.valid_NK
-        moment = replace(moment, counted_BAK=counted_BAK)
-        hidden_NKD = _at(
-            chosen, batch, lambda at_BA: self._hidden(self.drafter, batch, at_BA, moment)
-        )
-        compared_NKD = None
+        hidden_NKD, compared_NKD = self._hidden(self.drafter, batch, chosen, moment), None
         if reference is not None:
             with torch.no_grad():
-                compared_NKD = _at(
-                    chosen, batch, lambda at_BA: self._hidden(reference, batch, at_BA)
-                )
+                compared_NKD = self._hidden(reference, batch, chosen)
         decay_K = hidden_NKD.new_tensor([self.objective.depth_decay**k for k in range(depth)])
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,7 +245,7 @@ class TeacherForcing(nn.Module):
 
     def _table(self, batch: Batch, more: Columns | None) -> Table:
         anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
-        hidden_NKD = _at(anchors, batch, lambda at_BA: self._hidden(self.drafter, batch, at_BA))
+        hidden_NKD = self._hidden(self.drafter, batch, anchors)
         found = []
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
@@ -266,16 +257,22 @@ class TeacherForcing(nn.Module):
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
 
     def _hidden(
-        self, drafter: Drafter, batch: Batch, at_BA: Tensor, moment: Moment | None = None
+        self, drafter: Drafter, batch: Batch, anchors: Anchors, moment: Moment | None = None
     ) -> Tensor:
-        """Hidden states [B, A, K, D] given the text's own tokens, by the pass of training if there
-        is a `moment`; or, at visited anchors, given the tokens that were drafted there."""
+        """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
+        a `moment`; or, at visited anchors, given the tokens that were drafted there."""
+        at_BA, column_N = anchors.grid(len(batch.mask_BT))
         if batch.visited is not None:
             drafted_BTK = batch.visited.drafted_BTK(batch.mask_BT)[..., :-1].clamp_min(0)
-            return drafter.hidden(batch.ctx, at_BA, entries(drafted_BTK, at_BA))
-        if moment is not None:
-            return drafter.training_hidden(batch.ctx, at_BA, moment)
-        return drafter.hidden(batch.ctx, at_BA, None)
+            hidden_BAKD = drafter.hidden(batch.ctx, at_BA, entries(drafted_BTK, at_BA))
+        elif moment is not None:
+            counted_BAK = anchors.valid_NK.new_zeros(*at_BA.shape, anchors.valid_NK.shape[1])
+            counted_BAK[anchors.row_N, column_N] = anchors.valid_NK
+            moment = replace(moment, counted_BAK=counted_BAK)
+            hidden_BAKD = drafter.training_hidden(batch.ctx, at_BA, moment)
+        else:
+            hidden_BAKD = drafter.hidden(batch.ctx, at_BA, None)
+        return hidden_BAKD[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
     def _pieces(
         self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
@@ -341,12 +338,6 @@ def divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     """KL(p ‖ q) [...] in nats, of logits [..., V]."""
     log_p, log_q = (z.float().log_softmax(-1) for z in (logits_p, logits_q))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _at(anchors: Anchors, batch: Batch, read: Callable[[Tensor], Tensor]) -> Tensor:
-    """Hidden states [N, K, D] at these anchors; `read` computes them for positions [B, A]."""
-    at_BA, column_N = anchors.grid(len(batch.mask_BT))
-    return read(at_BA)[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
 
 def answers(table: Table, batch: Batch) -> list[Acceptance]:

@@ -6,7 +6,6 @@ Letters: B batch, T time, N anchors, R rounds, K depths, D width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +35,6 @@ class Visited:
         return table.index_copy(0, self.place_R, self.drafted_RK).unflatten(0, like_BT.shape)
 
 
-class Read(NamedTuple):
-    """What the target computes as it reads a text and the drafts in it."""
-
-    ctx: Context  # of the text
-    final_1TD: Tensor
-    after_RKD: Tensor  # the target's final hidden state after the first k tokens of each draft
-
-
 @torch.no_grad()
 def read_drafts(
     target: Target,
@@ -52,10 +43,11 @@ def read_drafts(
     anchors: Sequence[int],
     accepted: Sequence[int],
     drafted_RK: Sequence[Sequence[int]],
-) -> Read:
+) -> tuple[Context, Tensor, Tensor]:
     """Run the target over one text and, as branches of it, over the rest of each draft: its tokens
-    from the first rejected one to the last but one. States at depths that were not drafted are
-    arbitrary."""
+    from the first rejected one to the last but one. Returns the text's context, its final hidden
+    states [1, T, D], and those after the first k tokens of each draft [R, K, D], which are
+    arbitrary at depths that were not drafted."""
     text_1T = torch.tensor([ids], device=target.device)
     cache = target.new_cache()
     ctx, final_1TD = target.features(text_1T, needs, cache=cache)
@@ -79,4 +71,4 @@ def read_drafts(
         branches = (torch.tensor([x], device=target.device) for x in (tokens, parents))
         _, more = target.features(next(branches), Needs(), cache=cache, parents_BT=next(branches))
         states_MD = torch.cat([states_MD, more[0]])
-    return Read(ctx, final_1TD, states_MD[torch.tensor(places, device=target.device)])
+    return ctx, final_1TD, states_MD[torch.tensor(places, device=target.device)]

@@ -56,11 +56,12 @@ class Online:
         (anchors,) = (rounds_TC[:, 0] >= 0).nonzero()
         accepted, drafted = rounds_TC[anchors, 0].tolist(), rounds_TC[anchors, 1:].tolist()
         ids = row.ids[x].tolist()
-        read = read_drafts(self.target, self.needs, ids, anchors.tolist(), accepted, drafted)
-        summary = summarise(self.target, read.final_1TD, self.sampler)
-        of_text = parts_of(read.final_1TD, summary, read.ctx.layers_BTF)
-        summary = summarise(self.target, read.after_RKD, self.sampler)
-        after = parts_of(read.after_RKD, summary, None)
+        ctx, final_1TD, after_RKD = read_drafts(
+            self.target, self.needs, ids, anchors.tolist(), accepted, drafted
+        )
+        summary = summarise(self.target, final_1TD, self.sampler)
+        of_text = parts_of(final_1TD, summary, ctx.layers_BTF)
+        after = parts_of(after_RKD, summarise(self.target, after_RKD, self.sampler), None)
         found = {name: part[0] for name, part in of_text.items()}
         return found | {AFTER + name: part for name, part in after.items()}
 
@@ -73,41 +74,36 @@ def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features
 
 
 def assembled(
-    rows: Sequence[Row],
-    device: torch.device,
-    needs: Needs,
-    read: Callable[[Row, slice], Features],
+    rows: Sequence[Row], device: torch.device, needs: Needs, read: Callable[[Row, slice], Features]
 ) -> Batch:
     """A batch from the features of single documents, which `read` gives."""
     ctx, mask_BT = texts(rows, device)
-    parts: Features = {}  # the documents in their places [B, T, …], 0 at padding
-    after: dict[str, list[Tensor]] = {}
-    for b, row in enumerate(rows):
-        for x in documents(row):
-            for name, part in read(row, x).items():
-                if name.startswith(AFTER):
-                    after.setdefault(name.removeprefix(AFTER), []).append(part)
-                    continue
-                if name not in parts:
-                    parts[name] = part.new_zeros(*ctx.ids_BT.shape, *part.shape[1:])
-                parts[name][b, x] = part
+    found = [[read(row, x) for x in documents(row)] for row in rows]
 
-    def summarised(parts: Features) -> tuple[Tensor, Summary]:
-        final, log_z, threshold, argmax = (parts[name].to(device) for name in PARTS[:-1])
+    def of_text(name: str) -> Tensor:
+        """A feature [B, T, …], 0 at padding."""
+        whole = [torch.cat([features[name] for features in of_row]) for of_row in found]
+        return pad_sequence(whole, batch_first=True).to(device)
+
+    def after_drafts(name: str) -> Tensor:
+        """A feature [R, K, …]."""
+        parts = [features[AFTER + name] for of_row in found for features in of_row]
+        return torch.cat(parts).to(device)
+
+    def states(feature: Callable[[str], Tensor]) -> tuple[Tensor, Summary]:
+        final, log_z, threshold, argmax = map(feature, PARTS[:-1])
         return final, Summary(log_z, threshold, argmax.long())
 
-    final, summary = summarised(parts)
-    ctx.layers_BTF = parts["layers"].to(device) if needs.layers else None
+    final, summary = states(of_text)
+    ctx.layers_BTF = of_text("layers") if needs.layers else None
     ctx.final_BTD = final if needs.final_hidden else None
-    if not after:
+    rounds = [torch.from_numpy(row.rounds).long() for row in rows if row.rounds is not None]
+    if not rounds:
         return Batch(ctx, final, summary, mask_BT)
-    known = [torch.from_numpy(row.rounds).long() for row in rows if row.rounds is not None]
-    rounds_BTC = pad_sequence(known, batch_first=True, padding_value=-1).to(device)
-    rounds_XC = rounds_BTC.flatten(0, 1)
+    rounds_XC = pad_sequence(rounds, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
     place_R = (rounds_XC[:, 0] >= 0).nonzero()[:, 0]
-    states = summarised({name: torch.cat(found) for name, found in after.items()})
-    visited = Visited(place_R, rounds_XC[place_R, 0], rounds_XC[place_R, 1:], *states)
-    return Batch(ctx, final, summary, mask_BT, visited)
+    drafted = rounds_XC[place_R, 0], rounds_XC[place_R, 1:]
+    return Batch(ctx, final, summary, mask_BT, Visited(place_R, *drafted, *states(after_drafts)))
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
