@@ -62,11 +62,7 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--compile", action="store_true", help="use torch.compile")
     option("--log-rounds", type=Path, help="append the decoder's rounds to a file for data.rounds=")
     option("--seed", type=int, default=0)
-
-
-def add_copying(parser: argparse.ArgumentParser) -> None:
-    """Add the option to combine the draft with another."""
-    parser.add_argument("--with", dest="copying", help="a family that copies repeated text")
+    option("--with", dest="copying", help="a family that copies repeated text")
 
 
 def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:

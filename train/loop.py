@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -88,8 +88,7 @@ class TrainRecord:
 def train(
     job: "Job", forcing: TeacherForcing, data: Callable[[int, Keep], Source], held_out: Source
 ) -> Training:
-    """Train a drafter; leaves the best draft in the folder's `best`, and checkpoints to resume
-    from.
+    """Train a drafter; leaves the best draft in the folder's `best`, and checkpoints.
 
     `data(epoch, keep)` is called at the start of an epoch and gives its rows. They may differ from
     the last epoch's and depend on the current draft, which `keep(folder)` writes. Continues from
@@ -131,8 +130,8 @@ def train(
         with torch.random.fork_rng([accelerator.device] if on_gpu else []):  # a resumed run may
             return data(epoch, keep)  # load and answer more or less than an uninterrupted one
 
-    for step, planned in enumerate(_plan(cfg, rows, cfg.rows * cfg.accumulate * world)):
-        source, chosen, steps = planned
+    planned = _plan(cfg, rows, cfg.rows * cfg.accumulate * world)
+    for step, (source, chosen, steps) in enumerate(planned):
         progress.update(task, total=steps)
         if stopped:
             break
@@ -198,28 +197,16 @@ def train(
             accelerator.wait_for_everyone()
     progress.remove_task(task)
     assert state.best is not None
-    return Training(
-        state.step,
-        steps,
-        state.tokens,
-        state.seconds,
-        state.best.value,
-        state.best.figures,
-        stopped,
-    )
+    size, best = (state.step, steps, state.tokens, state.seconds), state.best
+    return Training(*size, best.value, best.figures, stopped)
 
 
-class Step(NamedTuple):
-    """The rows of a source that one step reads, and the number of steps now planned for the run."""
-
-    source: Source
-    rows: list[int]
-    steps: int
-
-
-def _plan(cfg: LoopConfig, data: Callable[[int], Source], portion: int) -> Iterator[Step]:
-    """Every step of a run, of `portion` rows each: whole epochs, or as many steps as `max_tokens`
-    allows. Each epoch is a new permutation; rows that do not fill a step are left out."""
+def _plan(
+    cfg: LoopConfig, data: Callable[[int], Source], portion: int
+) -> Iterator[tuple[Source, list[int], int]]:
+    """Every step of a run: the `portion` rows of a source that it reads, and the number of steps
+    now planned: whole epochs, or as many steps as `max_tokens` allows. Each epoch is a new
+    permutation; rows that do not fill a step are left out."""
     step = 0
     for epoch in range(cfg.epochs):
         source = data(epoch)
@@ -237,7 +224,7 @@ def _plan(cfg: LoopConfig, data: Callable[[int], Source], portion: int) -> Itera
         generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
         order = torch.randperm(len(lengths), generator=generator).tolist()
         for n in range(min(per_epoch, steps - step)):
-            yield Step(source, order[n * portion : (n + 1) * portion], steps)
+            yield source, order[n * portion : (n + 1) * portion], steps
             step += 1
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,14 +77,11 @@ def build(
         decay = cfg.weight_decay if p.ndim >= 2 else 0.0
         scale = math.prod(x for pattern, x in rates if fnmatchcase(name, pattern))
         groups.setdefault((hidden, decay, scale), []).append(p)
-    of_adamw, of_muon = (
-        [
-            {"params": some, "weight_decay": decay, "scale": scale}
-            for (hidden, decay, scale), some in groups.items()
-            if hidden == muon
-        ]
-        for muon in (False, True)
-    )
+    of_adamw: list[dict[str, Any]] = []
+    of_muon: list[dict[str, Any]] = []
+    for (hidden, decay, scale), some in groups.items():
+        group = {"params": some, "weight_decay": decay, "scale": scale}
+        (of_muon if hidden else of_adamw).append(group)
     made: list[torch.optim.Optimizer] = []
     if of_adamw:
         made.append(torch.optim.AdamW(of_adamw, cfg.lr, (cfg.betas[0], cfg.betas[1]), fused=True))

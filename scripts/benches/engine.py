@@ -67,38 +67,31 @@ class Engine:
         gamma: int,
         dtype: str,
         compiled: bool = False,
-    ) -> "Engine":
+    ) -> None:
         """Serve these folders, in place of what was served before. `layout` is that of the draft;
         None decodes plainly."""
         if self.serving:
-            self._say("")
-            self._heard()
+            self._asked("")
         how: dict[str, Any] = {"draft": None, "method": None, "parallel": False}
         if layout is not None:
             how = {"draft": str(draft), "method": layout.method, "parallel": layout.parallel}
         how |= {"target": str(target), "gamma": gamma, "dtype": dtype, "compiled": compiled}
-        self._say(json.dumps(how))
-        self._heard()
+        self._asked(json.dumps(how))
         self.serving = True
-        return self
 
     def answer(self, prompt: list[int], limit: int) -> Answer:
         """Its greedy answer of at most `limit` tokens."""
-        self._say(json.dumps({"ids": prompt, "limit": limit}))
-        said = self._heard()
+        said = self._asked(json.dumps({"ids": prompt, "limit": limit}))
         drafts = sum(said.get("num_drafts", []))  # without a draft, this and the next are missing
         per_position = said.get("num_accepted_tokens_per_pos", [])
         return Answer(said["ids"], said["seconds"], drafts, per_position)
 
-    def _say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died: _heard says why
+    def _asked(self, line: str) -> dict[str, Any]:
+        """The answer of scripts/engine.py to a line."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):  # it died: its log says why
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-
-    def _heard(self) -> dict[str, Any]:
-        """The next answer that scripts/engine.py prints."""
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("@"):
                 return json.loads(line[1:])
@@ -153,15 +146,14 @@ def engine(draft: Path, timing: Serving) -> None:
         if dtype == "float32":  # the texts are the same
             return
         texts = [answer.ids for answer in made["ours, speculative"]]
-        both = [
-            pair
-            for prompt, text in zip(at_hand.prompts, texts, strict=True)
-            for pair in on_shared_text(engines[1], target, drafter, gamma, prompt, text)
-        ]
+        mine, theirs = list[Answer](), list[Answer]()
+        for prompt, text in zip(at_hand.prompts, texts, strict=True):
+            for pair in on_shared_text(engines[1], target, drafter, gamma, prompt, text):
+                mine.append(pair[0])
+                theirs.append(pair[1])
     console.print(
-        f"over the {sum(len(mine.ids) for mine, _ in both)} of {sum(map(len, texts))} tokens that "
-        f"both write after the same text: τ {tau([theirs for _, theirs in both])} in vLLM, "
-        f"{tau([mine for mine, _ in both])} here (eager)"
+        f"over the {sum(len(a.ids) for a in mine)} of {sum(map(len, texts))} tokens that both "
+        f"write after the same text: τ {tau(theirs)} in vLLM, {tau(mine)} here (eager)"
     )
 
 

@@ -216,7 +216,7 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]
     tiny.job(tmp_path / "whole", "medusa", *more)
     order = list(_plan(LoopConfig(), lambda _: rows_of(12), 2))
-    bad, step = order[4].rows[1], 5  # the second row of the fifth step
+    bad, step = order[4][1][1], 5  # the second row of the fifth step
     batch = pipeline.Disk.batch
 
     def spoiled(source: pipeline.Disk, indices: Sequence[int]) -> Batch:

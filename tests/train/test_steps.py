@@ -232,7 +232,7 @@ def test_the_gradient_is_clipped_to_its_bound(
 def plan(cfg: LoopConfig, *counts: int) -> list[tuple[list[int], int]]:
     """Rows and planned length of every step of 2 rows; epoch e has `counts[e]` rows."""
     steps = _plan(cfg, lambda epoch: rows_of(counts[min(epoch, len(counts) - 1)]), 2)
-    return [(step.rows, step.steps) for step in steps]
+    return [(rows, planned) for _, rows, planned in steps]
 
 
 def test_rows_of_a_run_by_hand() -> None:
