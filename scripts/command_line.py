@@ -66,10 +66,8 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
-    """The given options, checked; `more` are fields without an option of the same name.
-
-    Raises UserError for a value that does not fit.
-    """
+    """The given options, checked; `more` are fields without an option of the same name. Raises
+    UserError for a value that does not fit."""
     require(not (args.log_rounds and args.tree), "--log-rounds takes chains only: leave out --tree")
     named = {field.name for field in fields(DecodeConfig)}
     given = {name: value for name, value in vars(args).items() if name in named} | more

@@ -106,7 +106,7 @@ def _counts(answer: Callable[[], list[Generation]], plain: list[list[int]]) -> d
     }
 
 
-def two_samples(
+def samples(
     draft: Path,
     *,
     prompts: int = 20,

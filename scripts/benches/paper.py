@@ -5,6 +5,7 @@ the paper's."""
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -187,18 +188,14 @@ def beams_of(run: Path, base: Results) -> Beams:
     kept, gamma = run / "beams.json", base.temperatures[0].gamma
     if not kept.exists():
         target, drafter, _, prompts, _ = opened(run, base.prompts + 1)
-        made = Beams([], [], [], [], [])
+        search = partial(beam_search, target, beams=BEAMS, max_new_tokens=NEW, gamma=gamma)
+        rows = []
         for prompt in [prompts[0], *prompts[: base.prompts]]:  # the first warms up
-            plain, found = (
-                beam_search(target, prompt, beams=BEAMS, max_new_tokens=NEW, drafter=x, gamma=gamma)
-                for x in (None, drafter)
-            )
-            made.steps.append(found.steps - 1)
-            made.passes.append(len(found.rounds))
-            made.nodes.append(sum(r.nodes for r in found.rounds))
-            made.plain_seconds.append(plain.seconds)
-            made.seconds.append(found.seconds)
-        made = Beams(*(column[1:] for column in vars(made).values()))
+            plain, found = search(prompt), search(prompt, drafter=drafter)
+            nodes = sum(r.nodes for r in found.rounds)
+            counts = found.steps - 1, len(found.rounds), nodes
+            rows.append((*counts, plain.seconds, found.seconds))
+        made = Beams(*map(list, zip(*rows[1:], strict=True)))
         write_whole(kept, json.dumps(asdict(made)))
     return read_record(Beams, kept, "delete it, and give the command again")
 

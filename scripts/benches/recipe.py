@@ -173,10 +173,7 @@ def recipe(
     brought = []  # the gain from each part while the other stays, at the best rates
     for what, same, ours, theirs in pairs:
         a, b = best[ours], best[theirs]
-        more = (
-            difference_interval(a.sampled(), b.sampled()),
-            difference_interval(a.tau(), b.tau()),
-        )
+        more = difference_interval(a.sampled(), b.sampled()), difference_interval(a.tau(), b.tau())
         brought.append([what, same, *map(str, more)])
     show(["what changes", "with", "α sampled, depth 0", "τ, T = 0"], brought)
 

