@@ -1,11 +1,10 @@
 """A loss over many rows, computed chunk by chunk, so that a tensor over all tokens and the
 vocabulary never exists.
 
-Training uses it twice. A chunk of anchors' hidden states is multiplied by the two unembeddings,
-which is fast for many rows at once. The objective then reads the chunk's logits a few rows at a
-time: its intermediate tensors stay in a processor's cache, and only the gradient of the logits
-remains, so no product is computed twice. (Blocks of the vocabulary would need p and q again for the
-gradient, as β is not known before the last one.)
+Training uses it twice: a chunk of anchors' hidden states is multiplied by the two unembeddings, and
+the objective reads the chunk's logits a few rows at a time, so that its intermediate tensors stay
+in a processor's cache. No product is computed twice. (Blocks of the vocabulary would need p and q
+again for the gradient, as β is not known before the last one.)
 """
 
 from collections.abc import Callable, Sequence

@@ -63,11 +63,7 @@ def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
     divided by the number of all tokens.
     """
     reference = piece.reference_log_q
-    if reference is None:
-        raise UserError(
-            "objective.terms.adaspec compares with a draft trained before: give "
-            "objective.reference=runs/NAME/best"
-        )
+    assert reference is not None  # `ObjectiveConfig.require_complete`
     with torch.no_grad():
         more_NK = (piece.p * (_floor(reference) - _floor(piece.log_q))).sum(-1)
         valid_NK = more_NK.masked_fill(~piece.valid, torch.nan)
@@ -142,10 +138,7 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
 
 
 def expected_tree(
-    piece: Piece,
-    paths: Sequence[Sequence[int]],
-    smooth: float = 0.5,
-    until: float = 0.5,
+    piece: Piece, paths: Sequence[Sequence[int]], smooth: float = 0.5, until: float = 0.5
 ) -> Tensor:
     """1 - Σ_v Π_{j<=k} a_j at depth k, over the nodes v of depth k of a static tree of `paths`.
     Summed over the tree's D depths it is D - L, where 1 + L is E[τ]. Depths below the tree are 0.

@@ -1,7 +1,4 @@
-"""A piece of training data: everything that an objective may read, for a chunk of anchors.
-
-Letters: N anchors, K depths, S draft vocabulary, D width.
-"""
+"""What an objective may read. Letters: N anchors, K depths, S draft vocabulary, D width."""
 
 from dataclasses import dataclass
 
@@ -12,12 +9,10 @@ from specdec.theory.alpha import Pair
 
 @dataclass
 class Piece(Pair):
-    """A chunk of anchors at all depths together.
-
-    It is a `Pair` of log p and log q [N, K, S], with argmax p and the text's own token (`label`)
-    [N, K] as indices into the draft vocabulary, -1 for tokens outside it. p is normalised over the
-    target's whole vocabulary and not renormalised over the draft's, so P = Σ_S p <= 1.
-    """
+    """A chunk of anchors at all depths together. It is a `Pair` of log p and log q [N, K, S], with
+    argmax p and the text's own token (`label`) [N, K] as indices into the draft vocabulary, -1 for
+    tokens outside it. p is normalised over the target's whole vocabulary and not renormalised over
+    the draft's, so P = Σ_S p <= 1."""
 
     valid: Tensor  # [N, K] bool; depths after an answer's end are not valid
     logits: Tensor  # [N, K, S] the draft's, before the sampler
