@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from train.data.packing import pack
 from train.data.split import require_readable
 from train.data.template import Document
 from train.features.source import Online, Source
-from train.features.store import Disk, Kind, Store, megabytes
+from train.features.store import Disk, Store, megabytes
 from train.folder import alone, digest, require_same_run, require_same_texts, with_dtype
 from train.job import Job
 from train.loop import Keep, train
@@ -50,11 +51,9 @@ AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is l
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
-    """Run the whole job in `folder` (default runs/NAME); returns the held-out objective.
-
-    An interrupted run of the same configuration in that folder is continued; a finished one is
-    not trained again. Raises UserError for mistakes that the user can correct, and `Diverged` for
-    a loss that is not finite.
+    """Run the whole job in `folder` (default runs/NAME); returns the held-out objective. An
+    interrupted run of the same configuration is continued there; a finished one is not trained
+    again. Raises UserError for the user's mistakes, and `Diverged` for a loss that is not finite.
     """
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
@@ -170,7 +169,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
             (texts_read,) = _sources(job, drafter, [texts.train])
         _regress(job, drafter, texts_read)
     known = {} if on_policy else {0: data}
-    training = train(job, forcing, _by_round(job, drafter, texts, known), held_out)
+    training = train(job, forcing, partial(_of_round, job, drafter, texts, known), held_out)
     if job.target.parts.checksum() != before:
         raise RuntimeError("training changed the target's weights: a bug, please report it")
     console.print(
@@ -222,23 +221,17 @@ def _regress(job: Job, drafter: Drafter, data: Source) -> None:
     console.print(f"start: {said if first is not None else none}")
 
 
-def _by_round(
-    job: Job, drafter: Drafter, texts: Texts, latest: dict[int, Source]
-) -> Callable[[int, Keep], Source]:
-    """A function that gives each epoch the rows of its round; `latest` holds the rows of
-    the first round, if they are known."""
-    rounds = job.cfg.rounds
-
-    def source(epoch: int, keep: Keep) -> Source:
-        number = epoch // job.cfg.loop.epochs
-        if number not in latest:
-            documents = written(job, number, texts, keep)
-            console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
-            latest.clear()
-            (latest[number],) = _sources(job, drafter, [documents])
-        return latest[number]
-
-    return source
+def _of_round(
+    job: Job, drafter: Drafter, texts: Texts, latest: dict[int, Source], epoch: int, keep: Keep
+) -> Source:
+    """The rows of the round of an epoch; `latest` holds those of the latest round, if any."""
+    rounds, number = job.cfg.rounds, epoch // job.cfg.loop.epochs
+    if number not in latest:
+        documents = written(job, number, texts, keep)
+        console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
+        latest.clear()
+        (latest[number],) = _sources(job, drafter, [documents])
+    return latest[number]
 
 
 def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
@@ -249,11 +242,10 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     needs, sampler = drafter.needs, cfg.sampler
     if not cfg.stores_features:
         return [Online(target.whole(), needs, sampler, rows) for rows in sides]
-    kind = Kind.of(target.parts, needs, sampler)
-    store = Store(cfg.features, kind)
+    store = Store(cfg.features, target.parts, needs, sampler)
     missing = store.missing([row for rows in sides for row in rows])
     if missing:
-        size = megabytes(kind.bytes(sum(len(row.ids) for row in missing)))
+        size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
         console.print(f"feature cache {store.folder}: {size} to be added")
     accelerator.wait_for_everyone()  # all processes have seen the same rows missing
     if mine := missing[accelerator.process_index :: accelerator.num_processes]:

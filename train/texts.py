@@ -13,7 +13,7 @@ from train.data.answers import answered, logged
 from train.data.conversations import TEXTS
 from train.data.split import Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
-from train.features.store import Kind, Store
+from train.features.store import Store
 from train.job import Job
 from train.plan import planned
 
@@ -31,9 +31,7 @@ class Texts:
 
 
 def texts_of(job: Job) -> Texts:
-    """The data as documents, as many as fit the run's budget, with the data's answers or the
-    target's own. If features are kept on disk, they are stored while the target answers.
-    """
+    """The texts of a run. Features that are kept on disk are stored while the target answers."""
     cfg, parts = job.cfg, job.target.parts
     require(
         not (cfg.data.format in TEXTS and parts.model.config.is_encoder_decoder),
@@ -62,7 +60,7 @@ def texts_of(job: Job) -> Texts:
     if answering and cfg.stores_features:
         with torch.device("meta"):
             needs = cfg.family(cfg.drafter, cfg.family.plan(cfg.drafter, parts)).needs
-        keep = Store(cfg.features, Kind.of(parts, needs, cfg.sampler))
+        keep = Store(cfg.features, parts, needs, cfg.sampler)
         keep.prepare(0)
     if answering:
         asked = train

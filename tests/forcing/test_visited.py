@@ -32,7 +32,7 @@ from train.data.answers import logged, of_answer
 from train.data.packing import Row, pack
 from train.data.template import Prompt
 from train.features.source import Online
-from train.features.store import Disk, FeaturesConfig, Kind, Store
+from train.features.store import Disk, FeaturesConfig, Store
 
 FAMILIES = ["eagle3", "eagle", "medusa", "lm", "lm with adapters"]
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 8), (1, 6), (2, 10), (3, 8))]
@@ -218,8 +218,8 @@ def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
 
 def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> None:
     """And an answer's features are shared with the same text without rounds."""
-    kind = Kind.of(case.target, case.drafter.needs, Sampler(1.0))
-    store = Store(FeaturesConfig(root=str(tmp_path)), kind)
+    cfg, needs = FeaturesConfig(root=str(tmp_path)), case.drafter.needs
+    store = Store(cfg, case.target, needs, Sampler(1.0))
     rows = case.source.rows
     plain = [replace(row, rounds=None) for row in rows]
     with bars(Console(quiet=True), False) as progress:

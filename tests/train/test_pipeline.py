@@ -220,8 +220,8 @@ def filled(tiny: Tiny, target: Target, root: Path) -> tuple[features.Store, Onli
     rows = [Row(x, ones, twos, position) for x in ids]
     cfg = tiny.config("eagle3")
     needs = DRAFTERS["eagle3"].build(cfg.drafter, target).needs
-    kind = features.Kind.of(target, needs, cfg.sampler)
-    store = features.Store(features.FeaturesConfig(root=str(root)), kind)
+    stored = features.FeaturesConfig(root=str(root))
+    store = features.Store(stored, target, needs, cfg.sampler)
     return store, Online(target, needs, cfg.sampler, rows)
 
 

@@ -1,7 +1,6 @@
 """Where records come from: JSON files (even truncated ones), tables, plain text, folders, packages,
-hub datasets, and files of prompts. Nothing is trusted: records are bounded in size, and whatever
-cannot be read is counted or reported in one line.
-"""
+hub datasets, and files of prompts. Records are bounded in size, and whatever cannot be read is
+counted or reported in one line."""
 
 import io
 import json
@@ -35,21 +34,17 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
     if files is None:
         yield from _dataset(cfg.path, cfg.path, split=cfg.split)
     for file in files or ():
-        if file.suffix in (".parquet", ".arrow"):
-            yield from _dataset(file, file.suffix[1:], data_files=str(file), split="train")
-        else:
-            try:
-                yield from _in_file(file, cfg, tally)
-            except OSError as error:
-                raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-
-
-def _in_file(file: Path, cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
-    if file.suffix == ".tsv" and cfg.format == "pairs":
-        return _table(file, cfg.pair, tally)
-    if file.suffix not in SUFFIXES and cfg.format in TEXTS:
-        return _texts(file, cfg.format == "lines", tally)
-    return _json(file, tally)
+        try:
+            if file.suffix in (".parquet", ".arrow"):
+                yield from _dataset(file, file.suffix[1:], data_files=str(file), split="train")
+            elif file.suffix == ".tsv" and cfg.format == "pairs":
+                yield from _table(file, cfg.pair, tally)
+            elif file.suffix not in SUFFIXES and cfg.format in TEXTS:
+                yield from _texts(file, cfg.format == "lines", tally)
+            else:
+                yield from _json(file, tally)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def files_of(cfg: DataConfig) -> list[Path] | None:
@@ -89,7 +84,6 @@ def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """Records of a JSON array or of JSON lines. Broken JSON is counted and left out: a broken line
     by itself, but in an array everything that follows, since nothing shows where the next record
     begins."""
-
     with path.open("rb") as file:
         head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     yield from (_array if head.startswith(b"[") else _objects)(path, tally)

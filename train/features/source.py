@@ -1,7 +1,5 @@
-"""Where training gets the target's features: the interface of all sources, and one source.
-
-`Online` runs the target whenever rows are requested; `Disk` (store.py) reads stored features.
-"""
+"""Where training gets the target's features: `Online` runs the target whenever rows are requested;
+`Disk` (store.py) reads stored features."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,17 +1,13 @@
 """The target's features on disk, document by document: filled from any source, read as a source.
-
-A document is looked up by its tokens, so that other rows, other data and larger runs can use the
-features stored before.
-"""
+A document is looked up by its tokens, so other rows, other data and larger runs find it too."""
 
 import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Self
 from uuid import uuid4
 
 import numpy as np
@@ -71,11 +67,6 @@ class Kind:
     sampler: Sampler
     width: int
 
-    @classmethod
-    def of(cls, target: Parts, needs: Needs, sampler: Sampler) -> Self:
-        dtype = str(target.dtype)
-        return cls(target.fingerprint(), dtype, needs.layers, sampler, target.width)
-
     def bytes(self, tokens: int) -> int:
         """Size on disk of the features of `tokens` tokens."""
         itemsize = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
@@ -83,15 +74,13 @@ class Kind:
 
 
 class Store:
-    """Features of documents in a folder, in files of a few hundred documents each.
+    """Features of documents in a folder, in files of a few hundred documents each, of which broken
+    ones are ignored. Raises UserError if the folder holds features of another kind."""
 
-    A file appears whole or not at all, and truncated files are ignored. Raises UserError if the
-    folder holds features of another kind.
-    """
-
-    def __init__(self, cfg: FeaturesConfig, kind: Kind) -> None:
-        self.kind = kind
-        key = hashlib.blake2b(json.dumps(asdict(kind)).encode(), digest_size=8).hexdigest()
+    def __init__(self, cfg: FeaturesConfig, target: Parts, needs: Needs, sampler: Sampler) -> None:
+        of_target = target.fingerprint(), str(target.dtype)
+        self.kind = Kind(*of_target, needs.layers, sampler, target.width)
+        key = hashlib.blake2b(json.dumps(asdict(self.kind)).encode(), digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / key
         self._files: dict[str, Path] = {}  # by the name of a document
         self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
@@ -118,8 +107,7 @@ class Store:
             unknown = [np.r_[x] for x in documents(row) if not self._has(row, x)]
             if unknown:
                 at = np.concatenate(unknown)
-                parts = {f.name: getattr(row, f.name) for f in fields(row)}
-                left.append(Row(**{n: x[at] for n, x in parts.items() if x is not None}))
+                left.append(Row(**{n: x[at] for n, x in vars(row).items() if x is not None}))
         return left
 
     def _has(self, row: Row, x: slice) -> bool:
@@ -127,8 +115,7 @@ class Store:
         return after and name_of(row.ids[x]) in self._files
 
     def fill(self, source: Source, progress: Progress) -> None:
-        """Store all documents of a source's rows. Raises UserError if the disk cannot hold
-        them."""
+        """Store all documents of a source's rows. Raises UserError if the disk is too small."""
         tokens = sum(len(row.ids) for row in source.rows)
         rounds = (row.rounds for row in source.rows if row.rounds is not None)
         drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
