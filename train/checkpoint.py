@@ -83,10 +83,8 @@ def steps(folder: Path) -> list[Path]:
 
 
 def load(folder: Path, model: nn.Module, optimizers: Optimizers) -> State | None:
-    """Restore the newest checkpoint in `folder`; return its state, or None if there is none.
-
-    Raises UserError if it is damaged or belongs to another model.
-    """
+    """Restore the newest checkpoint in `folder`; return its state, or None if there is none. Raises
+    UserError if it is damaged or belongs to another model."""
     if not (found := steps(folder)):
         return None
     try:

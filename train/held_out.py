@@ -11,11 +11,9 @@ from train.features.source import Source
 
 
 def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Accelerator) -> HeldOut:
-    """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time.
-
-    Rows are spread over the processes; sums are reduced before they are divided. Raises UserError
-    if no answer is long enough to measure τ.
-    """
+    """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time. Rows are spread
+    over the processes; sums are reduced before they are divided. Raises UserError if no answer is
+    long enough to measure τ."""
     model.eval()
     world, rank = accelerator.num_processes, accelerator.process_index
     sums = torch.zeros((), dtype=torch.float64, device=accelerator.device)

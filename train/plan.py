@@ -1,8 +1,8 @@
 """How much of the data fits a budget of minutes on this machine.
 
-`timed` spends a few seconds timing the target's passes and the drafter's training steps. `fitted`
-sets a share of the budget aside for the final evaluation and takes as many training conversations
-as fit into the rest. The plan is kept in the run's folder, so that a resumed run keeps its size.
+`timed` times the target's passes and the drafter's training steps for a few seconds. `fitted` sets
+a share of the budget aside for the final evaluation and takes as many training conversations as fit
+into the rest. The plan is kept in the run's folder, so that a resumed run keeps its size.
 """
 
 import json
@@ -211,10 +211,8 @@ def fitted(
     held_out: Sequence[int],
 ) -> Plan:
     """The largest plan that takes at most `seconds`, but has at least `floor` conversations.
-
     `train` and `held_out` count the tokens of each conversation before the target answers it, in
-    the order in which conversations are taken. The held-out side is always taken whole.
-    """
+    the order in which they are taken. The held-out side is always taken whole."""
     answer = SAID * work.new
     fixed = work.learned * speeds.step + AFTER
     each = work.decoded * speeds.step

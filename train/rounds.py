@@ -57,11 +57,9 @@ class RoundsConfig:
 
 
 def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
-    """The texts of round `number`. `texts` are those of round 0, unless rounds are on-policy.
-
-    The round's folder holds the draft that helps to write them (saved by `keep`) and the answers
-    so far, so that an interrupted round continues where it stopped.
-    """
+    """The texts of round `number`. `texts` are those of round 0, unless rounds are on-policy. The
+    round's folder holds the draft that helps to write them (saved by `keep`) and the answers so
+    far, so that an interrupted round continues where it stopped."""
     cfg, answers, documents = job.cfg.rounds, job.cfg.answers, list(texts.train)
     if cfg.data == "target":
         if answers.temperature == 0 or not texts.asked:

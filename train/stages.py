@@ -1,7 +1,4 @@
-"""Where a stage of training starts: from fresh weights, or from a draft that was trained before.
-
-Letters: S draft vocabulary.
-"""
+"""Where a stage of training starts: from fresh weights, or from a draft that was trained before."""
 
 import json
 from collections.abc import Sequence

@@ -34,10 +34,8 @@ class TrackConfig:
 
 
 class Tracker:
-    """Appends each record to metrics.jsonl, and logs it to W&B under the same names.
-
-    It does nothing except on the main process.
-    """
+    """Appends each record to metrics.jsonl, and logs it to W&B under the same names; does nothing
+    except on the main process."""
 
     def __init__(self, cfg: "Config", folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
@@ -103,8 +101,7 @@ class Tracker:
 
 
 def curve(path: Path) -> Curve | None:
-    """The training curve in a metrics.jsonl, without damaged lines; None if nothing was
-    trained."""
+    """The training curve in a metrics.jsonl; None if nothing was trained."""
     if not path.exists():
         return None
     train, held_out = (read_lines(path, ("step", side)) for side in ("train", "held_out"))

@@ -18,10 +18,8 @@ from specdec.target.base import Target
 @dataclass
 class Visited:
     """The rounds that a decoder made along the rows of a batch, in the order of their anchors.
-
     Depth k is conditioned on the text up to the anchor and the first k tokens that were drafted
-    there; `final_RKD` is the target's final hidden state after them, from which p is computed.
-    """
+    there; `final_RKD` is the target's final hidden state after them, from which p is computed."""
 
     place_R: Tensor  # of the anchor at position t of row b: b · T + t
     accepted_R: Tensor

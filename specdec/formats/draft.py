@@ -128,11 +128,9 @@ def load_pair(
 
 def read(folder: Path | str, target: Parts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
-
     Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
     damaged calibration, and for a tensor, which it names, that is missing, extra, or of another
-    shape or type.
-    """
+    shape or type."""
     folder = Path(folder)
     card = read_card(folder)
     theirs, kind, path = card.target, family(card.family), folder / CARD

@@ -59,12 +59,10 @@ def layout_of(family: str, name: str) -> Layout:
 
 
 def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "hf") -> str:
-    """Export a draft; returns a line that says what was compared.
-
-    The folder appears only if the draft read back gives the same logits. Raises UserError for a
-    layout that this family does not have, for a weight that is missing or not finite, for a draft
-    that an engine would read differently, and for a folder that is not an earlier export.
-    """
+    """Export a draft; returns a line that says what was compared. The folder appears only if the
+    draft read back gives the same logits. Raises UserError for a layout that this family does not
+    have, for a weight that is missing or not finite, for a draft that an engine would read
+    differently, and for a folder that is not an earlier export."""
     folder, family = Path(folder), drafter.config.name
     chosen = layout_of(family, layout)
     require_free(folder)

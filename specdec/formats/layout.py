@@ -18,12 +18,10 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family's weights as an engine names, shapes and describes them.
-
-    `write` converts the drafter's tensors to the engine's before they are renamed; `read` converts
-    them back after they are renamed back. `objection` takes the drafter's logits on a short text
-    and says why an engine would draft differently, or returns None.
-    """
+    """A family's weights as an engine names, shapes and describes them. `write` converts the
+    drafter's tensors to the engine's before they are renamed; `read` converts them back after they
+    are renamed back. `objection` takes the drafter's logits on a short text and says why an engine
+    would draft differently, or returns None."""
 
     method: str  # vLLM's name for drafting with them
     config: Callable[[Any, Target], Description]

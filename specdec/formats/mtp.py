@@ -29,11 +29,9 @@ def overrides(drafter: MTP, target: Target) -> Description:
 
 
 def config(drafter: MTP, target: Target) -> Description:
-    """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader.
-
-    Raises UserError for what the loader would read differently: several modules, scaled rotary
-    positions, an MLP of another size than the target's, attention with biases.
-    """
+    """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader. Raises UserError
+    for what the loader would read differently: several modules, scaled rotary positions, an MLP of
+    another size than the target's, attention with biases."""
     rope, theirs = drafter.llama.rope_parameters or {}, target.config
     require(
         not drafter.several,

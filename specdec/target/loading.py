@@ -112,12 +112,10 @@ def load_target(cfg: TargetConfig) -> Target:
 
 
 def load_parts(cfg: TargetConfig) -> StoredParts | None:
-    """The parts of the target that `cfg` names, without its layers.
-
-    None if the parts cannot be loaded alone: for an encoder-decoder, a model that cannot be made
-    without layers, a checkpoint that is not in safetensors, or one whose fingerprint has not been
-    noted (see `TargetOnDemand`). Raises UserError if not even the whole target can be loaded.
-    """
+    """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
+    loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
+    that is not in safetensors, or one whose fingerprint has not been noted (see `TargetOnDemand`).
+    Raises UserError if not even the whole target can be loaded."""
     cfg, path, config, tokenizer, weights = _opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None

@@ -93,12 +93,10 @@ class Split(NamedTuple):
 
 
 class Seq2SeqModel:
-    """An encoder-decoder model that is run over texts; its weights need not be frozen.
-
-    While it runs, hooks tell the decoder the positions of its tokens, which T5 and BART derive from
-    the length of the cache: neither handles ragged rows, trees or uncommitted tokens. Raises
-    UserError for a model that gets positions in another way.
-    """
+    """An encoder-decoder model that is run over texts; its weights need not be frozen. While it
+    runs, hooks tell the decoder the positions of its tokens, which T5 and BART derive from the
+    length of the cache: neither handles ragged rows, trees or uncommitted tokens. Raises UserError
+    for a model that gets positions in another way."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

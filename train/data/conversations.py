@@ -1,8 +1,5 @@
-"""Conversations, pairs and plain texts in one normal form, and the count of what is left out.
-
-A `Tally` counts what happened to every record; `normal` turns a record into a `Conversation`, or
-raises `Unusable` with the reason why it cannot.
-"""
+"""Conversations, pairs and plain texts in one normal form (`normal`), and the count of what is left
+out, with the reasons (`Tally`)."""
 
 import re
 from collections import Counter, defaultdict
@@ -170,12 +167,9 @@ def _text(record: Any, name: str, cfg: DataConfig) -> Conversation:
 
 
 def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
-    """A record in the normal form; `name` is its id if it has none of its own. Raises Unusable.
-
-    The normal form has at most one system turn, then alternating user and assistant turns, none
-    blank, and no white space around any text: a space before an answer would become part of the
-    answer's first token.
-    """
+    """A record as at most one system turn, then alternating user and assistant turns, none blank,
+    and no white space around any text: a space before an answer would become part of the answer's
+    first token. `name` is its id if it has none of its own. Raises Unusable."""
     keys = SHAPES.values() if format == "auto" else (SHAPES[format],)
     record = record if isinstance(record, dict) else {}
     turns = next((record[k] for k in keys if isinstance(record.get(k), list)), None)

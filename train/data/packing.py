@@ -28,10 +28,8 @@ class Row:
 
 
 def pack(documents: Sequence[Document], length: int) -> list[Row]:
-    """Rows of up to `length` tokens, best fit, longest documents first; none is split.
-
-    Raises UserError if a document is longer than a row.
-    """
+    """Rows of up to `length` tokens, best fit, longest documents first. Raises UserError if a
+    document is longer than a row."""
     lengths = np.array([len(d.ids) for d in documents])
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     rows: list[list[int]] = []

@@ -48,12 +48,10 @@ class Prompt:
 
 
 class Chat:
-    """Renders conversations with a tokenizer's chat template.
-
-    Raises UserError if there is no template, or if the tokenizer cannot report the positions of
-    its tokens in a text; Unusable for a conversation that the template refuses, or whose text
-    contains one of the template's control tokens: that would forge a turn.
-    """
+    """Renders conversations with a tokenizer's chat template. Raises UserError if there is no
+    template, or if the tokenizer cannot report the positions of its tokens in a text; Unusable for
+    a conversation that the template refuses, or whose text contains one of the template's control
+    tokens: that would forge a turn."""
 
     def __init__(self, tokenizer: Any) -> None:
         try:
