@@ -2,23 +2,18 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from accelerate.utils import broadcast
-
-from specdec.context import Known
 from specdec.decoding.alone import require_alone
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, with_copying
 from specdec.errors import require
 from specdec.files import make_folder, write_whole
-from specdec.forcing.anchors import anchors_of
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -42,12 +37,9 @@ from train.loop import Keep, train
 from train.processes import accelerator_of
 from train.rounds import RoundsConfig, written
 from train.stages import starting
+from train.start import regress
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
-
-REMEMBERED = 2**30  # bytes of features that such a start may keep, so as not to compute them again
-REGRESSED = 80_000  # a start by regression reads this many tokens, or up to twice as many
-AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is longer
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -167,7 +159,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
         texts_read = data
         if not data.rows:  # training reads a decoder's rounds, whose rows are made later
             (texts_read,) = _sources(job, drafter, [texts.train])
-        _regress(job, drafter, texts_read)
+        regress(job, drafter, texts_read)
     known = {} if on_policy else {0: data}
     training = train(job, forcing, partial(_of_round, job, drafter, texts, known), held_out)
     if job.target.parts.checksum() != before:
@@ -178,47 +170,6 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
         f"{training.held_out.tau_greedy:.3f}"
     )
     return training
-
-
-def _regress(job: Job, drafter: Drafter, data: Source) -> None:
-    """Start the drafter in closed form, from some `REGRESSED` tokens in evenly spaced rows."""
-    tokens = sum(len(row.ids) for row in data.rows)
-    rows = range(0, len(data.rows), max(1, tokens // REGRESSED))
-    at_once = max(1, AT_ONCE // job.cfg.data.max_length)
-    task = job.progress.add_task("least squares", total=len(rows))
-    count = 0
-
-    def known() -> Iterator[Known]:
-        nonlocal count
-        job.progress.update(task, completed=0)
-        count = 0
-        for start in range(0, len(rows), at_once):
-            batch = data.batch(rows[start : start + at_once])
-            position_BT, document_BT = batch.ctx.documents()
-            found = anchors_of(batch.mask_BT, document_BT, position_BT, drafter.regressed)
-            followed = found.valid_NK.all(-1)
-            where = found.row_N[followed], found.position_N[followed]
-            count += len(where[0])
-            if len(where[0]):
-                yield Known(batch.ctx, batch.final_BTD, *where)
-            job.progress.advance(task, len(batch.mask_BT))
-
-    first = next(iter(known()), None)
-    with torch.no_grad():
-        if first is None:
-            pass
-        elif isinstance(data, Online) and first.nbytes * len(rows) <= REMEMBERED * at_once:
-            remembered = [*known()]  # so that the target reads these rows only once
-            drafter.regress(lambda: remembered)
-        else:
-            drafter.regress(known)
-    job.progress.remove_task(task)
-    if job.accelerator.num_processes > 1:
-        for weight in drafter.parameters():
-            broadcast(weight.data)  # processes may round differently
-    said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
-    none = f"no answer has {drafter.regressed} tokens, so there are no least squares to solve"
-    console.print(f"start: {said if first is not None else none}")
 
 
 def _of_round(

@@ -32,6 +32,7 @@ from train.data.packing import pack
 from train.data.template import Document, Prompt
 from train.features.source import Online
 from train.stages import StageConfig, starting
+from train.start import stride
 
 if TYPE_CHECKING:
     from train.config import Config
@@ -41,7 +42,7 @@ TOKENS, NEW = 48, 5  # tokens that are timed: the last ones of a prompt, and new
 SINGLE = 25  # new tokens timed on a single row, as the final evaluation decodes
 STEPS = 3  # training steps that are timed, after a warm-up step
 SAID = 0.9  # share of answers.max_new_tokens that answers used in quickstarts
-FORWARD = 1 / 3  # the forward pass's share of a training step's time
+FORWARD = 1 / 3  # a forward pass's share of a training step's time; solving takes as much
 POOR = 300  # with fewer training conversations, a head has hardly begun to learn
 AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
 PLANNED = 0.92  # share of the time left that is planned: stages overran their plan by up to 5 %
@@ -89,6 +90,7 @@ class Work:
     decoded: int  # tokens written for each of them, with and without drafts, in total
     learned: int  # tokens written for other prompts, however many are measured
     watched: float  # held-out evaluations per training token
+    regresses: bool = False  # whether the start is solved for
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def planned(
         decoded=(2 + (cfg.also is not None)) * drafted * cfg.decode.repeats,
         learned=(LEARNING + CALIBRATING // AT_ONCE) * drafted,  # for the oracle and the calibration
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
+        regresses=cfg.stage.draft is None and getattr(cfg.drafter, "start", None) == "regression",
     )
     used = cfg.budget.spent + time.monotonic() - job.started
     left = PLANNED * (60 * cfg.budget.minutes - used)
@@ -224,7 +227,9 @@ def fitted(
     def plan(n: int, tokens: int) -> Plan:
         texts, read = n + len(held_out), tokens + sum(held_out)
         answering = texts * work.new * speeds.answered + read * speeds.read if work.new else 0.0
-        trained = work.epochs * (tokens + n * answer)
+        length = tokens + n * answer
+        solved = length / stride(int(length)) if work.regresses else 0
+        trained = work.epochs * length
         evaluations = 1 + trained * work.watched if work.epochs else 0
         return Plan(
             conversations=n,
@@ -232,7 +237,7 @@ def fitted(
             prompts=prompts,
             answering=answering,
             reading=0.0 if work.kept else (read + texts * answer) * speeds.read,
-            training=trained * speeds.trained + evaluations * watching,
+            training=(trained + solved * FORWARD) * speeds.trained + evaluations * watching,
             measuring=fixed + prompts * each,
             speeds=speeds,
         )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+import train.start
 from specdec.context import Context, Known
 from specdec.drafters import DRAFTERS
 from specdec.drafters.recurrent.eagle import EagleConfig
@@ -27,7 +28,6 @@ from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft as drafts
 from specdec.target.base import Target
 from tests.tiny import Tiny, architectures, random_target
-from train import pipeline
 from train.data.template import Document
 from train.features.source import Online
 from train.stages import StageConfig, starting
@@ -237,7 +237,7 @@ def test_answers_too_short_for_least_squares_are_no_error(tiny: Tiny, tmp_path: 
     made: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Eagle3, "regress", lambda *_: made.append(1))
-        patch.setattr(pipeline, "anchors_of", lambda *args: anchors_of(*args[:3], 500))
+        patch.setattr(train.start, "anchors_of", lambda *args: anchors_of(*args[:3], 500))
         tiny.job(tmp_path / "run", "eagle3")
     assert not made
 
@@ -300,7 +300,7 @@ def test_without_a_cache_the_target_reads_the_texts_of_the_start_once(
     """Apart from the first rows, which are read once more to see if there are any."""
     read: list[int] = []
     batch, plain = Online.batch, Eagle3.regress
-    monkeypatch.setattr(pipeline, "REMEMBERED", bytes_kept)
+    monkeypatch.setattr(train.start, "REMEMBERED", bytes_kept)
     monkeypatch.setattr(Online, "batch", lambda self, x: (read.extend(x), batch(self, x))[1])
 
     def regressed(self: Eagle3, known: Callable[[], Iterable[Known]]) -> None:

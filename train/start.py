@@ -1,0 +1,65 @@
+"""A start in closed form (`Drafter.regress`), from a part of the training texts."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import broadcast
+
+from specdec.context import Known
+from specdec.drafters import Drafter
+from specdec.forcing.anchors import anchors_of
+from specdec.progress import console
+from train.features.source import Online, Source
+
+if TYPE_CHECKING:
+    from train.job import Job
+
+REMEMBERED = 2**30  # bytes of features that a start may keep, so as not to compute them again
+REGRESSED = 80_000  # it reads this many tokens, or up to twice as many
+AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is longer
+
+
+def stride(tokens: int) -> int:
+    """Which of the rows of a text of so many tokens are read: every n-th."""
+    return max(1, tokens // REGRESSED)
+
+
+def regress(job: "Job", drafter: Drafter, data: Source) -> None:
+    """Start the drafter in closed form, from some `REGRESSED` tokens in evenly spaced rows."""
+    rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
+    at_once = max(1, AT_ONCE // job.cfg.data.max_length)
+    task = job.progress.add_task("least squares", total=len(rows))
+    count = 0
+
+    def known() -> Iterator[Known]:
+        nonlocal count
+        job.progress.update(task, completed=0)
+        count = 0
+        for start in range(0, len(rows), at_once):
+            batch = data.batch(rows[start : start + at_once])
+            position_BT, document_BT = batch.ctx.documents()
+            found = anchors_of(batch.mask_BT, document_BT, position_BT, drafter.regressed)
+            followed = found.valid_NK.all(-1)
+            where = found.row_N[followed], found.position_N[followed]
+            count += len(where[0])
+            if len(where[0]):
+                yield Known(batch.ctx, batch.final_BTD, *where)
+            job.progress.advance(task, len(batch.mask_BT))
+
+    first = next(iter(known()), None)
+    with torch.no_grad():
+        if first is None:
+            pass
+        elif isinstance(data, Online) and first.nbytes * len(rows) <= REMEMBERED * at_once:
+            remembered = [*known()]  # so that the target reads these rows only once
+            drafter.regress(lambda: remembered)
+        else:
+            drafter.regress(known)
+    job.progress.remove_task(task)
+    if job.accelerator.num_processes > 1:
+        for weight in drafter.parameters():
+            broadcast(weight.data)  # processes may round differently
+    said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
+    none = f"no answer has {drafter.regressed} tokens, so there are no least squares to solve"
+    console.print(f"start: {said if first is not None else none}")
