@@ -6,6 +6,7 @@ transformers' RMSNorm, which rounds to float32.
 Run alone: python -m pytest tests/drafters/test_eagle_recipes.py (some seconds)
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,7 @@ def test_exports_of_the_options_have_the_names_that_vllm_reads(
         *(f"{first}{n}.weight" for n in norms),
         *(f"layers.1.{n}.weight" for n in norms if n != "hidden_norm"),
     }
-    described = export.read_json(tmp_path / "out" / export.CONFIG)
+    described = json.loads((tmp_path / "out" / export.CONFIG).read_text())
     options = ("norm_before_fc", "fc_norm", "norm_output")
     assert [described[n] for n in options] == [False, True, True]
     assert described.get("transformer_layer_config", described)["num_hidden_layers"] == 2
