@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from specdec.drafters import family
 from specdec.errors import UserError, require
 from specdec.files import read_json, record
 from specdec.runtime.probes import native_dtype
@@ -66,7 +67,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return _with_objective(dict(read_json(path)))
+        return _upgraded(dict(read_json(path)))
     except (UserError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
 
@@ -110,8 +111,11 @@ def digest(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _with_objective(written: dict[str, Any]) -> dict[str, Any]:
-    """A run's config.json, with the `loss` that older runs have turned into an `objective`."""
+def _upgraded(written: dict[str, Any]) -> dict[str, Any]:
+    """A run's config.json as today's version would have written it. Older ones have a `loss`
+    instead of an `objective`, and families that had only one start do not name it."""
+    if isinstance(drafter := written.get("drafter"), dict):
+        written = written | {"drafter": family(drafter.get("name", "")).upgraded(drafter)}
     if "objective" in written or not isinstance(loss := written.get("loss"), dict):
         return written
     name = loss.get("name", "nla")

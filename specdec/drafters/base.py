@@ -117,6 +117,13 @@ class Drafter(nn.Module, ABC):
         return 3e-4 if getattr(config, "start", None) == "regression" else 1e-3
 
     @classmethod
+    def upgraded(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config from a file of any version. Where `start` is missing there was no choice: what
+        those versions did is now the second of `starts`."""
+        chosen = {"start": cls.starts[1]} if hasattr(cls.Config, "start") else {}
+        return {**chosen, **config}
+
+    @classmethod
     def adapts_target(cls, config: Any) -> bool:
         """Whether a drafter with this config trains adapters on the target along with itself. The
         target with these adapters is then the one that it drafts for."""

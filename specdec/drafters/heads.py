@@ -54,9 +54,8 @@ class Heads(Drafter):
 
     def copy_head(self, target: Parts) -> None:
         """Start all LM heads as the target's."""
-        rows = slice(None) if self.vocab_S is None else self.vocab_S
         for head in self.lm_heads:
-            head.weight.copy_(target.head.weight[rows])
+            head.weight.copy_(target.own_head(self.vocab_S))
 
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""

@@ -10,7 +10,8 @@ RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares o
 
 
 class Squares:
-    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added, kept in float64."""
+    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added, kept in float64, on
+    the CPU if the rows are on a device without it (a Mac's GPU)."""
 
     def __init__(self) -> None:
         self.xx = self.xy = torch.zeros((), dtype=torch.float64)
@@ -18,10 +19,12 @@ class Squares:
 
     def add(self, x_NX: Tensor, y_NY: Tensor) -> None:
         if not self.rows:
-            self.xx = x_NX.new_zeros(x_NX.shape[1], x_NX.shape[1], dtype=torch.float64)
-            self.xy = x_NX.new_zeros(x_NX.shape[1], y_NY.shape[1], dtype=torch.float64)
-        self.xx += x_NX.T @ x_NX
-        self.xy += x_NX.T @ y_NY
+            X, Y = x_NX.shape[1], y_NY.shape[1]
+            device = "cpu" if x_NX.device.type == "mps" else x_NX.device
+            self.xx = torch.zeros(X, X, dtype=torch.float64, device=device)
+            self.xy = torch.zeros(X, Y, dtype=torch.float64, device=device)
+        self.xx += (x_NX.T @ x_NX).to(self.xx.device)
+        self.xy += (x_NX.T @ y_NY).to(self.xy.device)
         self.rows += len(x_NX)
 
 

@@ -187,7 +187,7 @@ def read_card(folder: Path | str) -> Card:
         known = f"format {card.format} is not the one this version reads ({FORMAT})"
         require(card.format == FORMAT, known)
         kind = family(card.family)
-        config: Any = record(kind.Config, card.config, "config")
+        config: Any = record(kind.Config, kind.upgraded(card.config), "config")
         sizes = record(kind.Sizes, card.shape, "shape")
         theirs = config.name
         require(theirs == card.family, f"config: the name {theirs!r} is not {card.family!r}")

@@ -57,8 +57,9 @@ class Parts:
 
     @property
     def norm(self) -> nn.Module | None:
-        """The norm after the last layer, if it has the usual name."""
-        return getattr(self.model.base_model, "norm", None)
+        """The norm after the last layer, if it has the usual name and stands beside the layers."""
+        around = self.model.get_submodule(self.prefix.rpartition(".")[0])
+        return getattr(around, "norm", None)
 
     @property
     def norm_weight(self) -> Tensor | None:
@@ -69,11 +70,13 @@ class Parts:
     @property
     def _stored_less(self) -> int:
         """By how much the weights that norms store are less than what they multiply by."""
-        norm = self.norm
-        if norm is None or getattr(norm, "bias", None) is not None:
+        if self.norm is None:
             return 0
-        ones_D = torch.ones_like(norm.weight)  # type: ignore[arg-type]
-        return round(float((norm(ones_D) - norm.weight).float().mean()))
+        weight_D: Any = self.norm.weight
+        unit_D = torch.ones_like(weight_D)
+        unit_D[1::2] = -1  # of mean 0 and size 1, so that a norm only multiplies it
+        factor_D = (self.norm(unit_D) - self.norm(torch.zeros_like(unit_D))) * unit_D
+        return int(abs(float((factor_D - weight_D).float().mean()) - 1) < 0.1)
 
     @property
     def positions(self) -> int:
@@ -107,6 +110,12 @@ class Parts:
     def logits(self, final: Tensor) -> Tensor:
         """Logits [..., V] of the final hidden state [..., D]."""
         return self._scale(self.head(final))
+
+    def own_head(self, vocab_S: Tensor | None = None) -> Tensor:
+        """The weights [S, D] for a linear head of a draft's own that gives the target's logits over
+        part of the vocabulary, as far as that is linear (a soft cap is not)."""
+        rows = self.head.weight if vocab_S is None else self.head.weight[vocab_S]
+        return rows * head_factor(self.config)
 
     def unembedding(self, vocab_S: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """`logits` over part of the vocabulary only: a function [..., D] -> [..., S]."""
@@ -182,6 +191,12 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
         return lambda z: z * factor
     divisor = getattr(config, "logits_scaling", None)
     return lambda z: z / divisor if divisor else z
+
+
+def head_factor(config: Any) -> float:
+    """The linear part of a model's `head_scaling`."""
+    factor = getattr(config, "logit_scale", None) or 1.0
+    return factor / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/drafters/test_regression.py
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from specdec.drafters.recurrent.hydra import Hydra, HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
+from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft as drafts
 from specdec.target.base import Target
@@ -291,6 +293,22 @@ def test_a_run_starts_by_regression_and_not_again(
     tiny.job(tmp_path / "other", "eagle3", "drafter.start=target")
     tiny.job(tmp_path / "onward", "eagle3", f"drafter.from={tmp_path}/run/best")
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(("family", "was"), [("hydra", "target"), ("mlp", "random")])
+def test_runs_and_drafts_from_before_there_was_a_choice(
+    tiny: Tiny, tmp_path: Path, family: str, was: str
+) -> None:
+    run = tmp_path / "run"
+    tiny.job(run, family, f"drafter.start={was}")
+    for path in (run / "config.json", run / "best" / drafts.CARD):
+        written = json.loads(path.read_text())
+        del (written["drafter"] if path.name == "config.json" else written["config"])["start"]
+        path.write_text(json.dumps(written))
+    assert drafts.read_card(run / "best").config.start == was
+    tiny.job(run, family, f"drafter.start={was}")  # finished
+    with pytest.raises(UserError, match=f"drafter.start='{was}', not 'regression'"):
+        tiny.job(run, family)
 
 
 @pytest.mark.parametrize(("bytes_kept", "reads"), [(2**30, 2), (0, 5)])

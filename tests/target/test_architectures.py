@@ -267,3 +267,34 @@ def test_drafts_for_norms_that_store_one_less_can_start_and_learn(name: str) -> 
     assert gates and all(p.isfinite().all() for p in drafter.parameters())
     name, gate = gates[0]
     assert gate.grad is not None and gate.grad.isfinite().all() and gate.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["cohere", "nemotron"])
+def test_norms_that_take_out_the_mean(kind: str) -> None:
+    """Cohere's LayerNorm has no bias; Nemotron's has one and stores 1 less."""
+    target = target_of(kind, **SMALL)
+    nn.init.normal_(target.norm.weight, 1.0)
+    x = torch.randn(3, 32)
+    expected = target.norm_weight * nn.functional.layer_norm(x, (32,), eps=1e-5)
+    torch.testing.assert_close(target.norm(x), expected)
+
+
+def test_the_norm_of_a_model_that_also_sees_is_found_beside_its_layers() -> None:
+    text = dict(**SMALL, head_dim=8, vocab_size=V, pad_token_id=0)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    target = CausalTarget(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
+    assert target.norm is target.model.base_model.language_model.norm
+    assert target.norm_weight is not None and bool((target.norm_weight == 1).all())
+
+
+@pytest.mark.parametrize(("kind", "option"), [("cohere", 0.0625), ("granite", 8.0)])
+def test_a_head_of_a_drafts_own_starts_with_the_targets_scale(kind: str, option: float) -> None:
+    scale = {"logit_scale" if kind == "cohere" else "logits_scaling": option}
+    target = target_of(kind, **SMALL, **scale)
+    final = torch.randn(3, 32)
+    vocab = torch.arange(3, 40)
+    torch.testing.assert_close(final @ target.own_head().T, target.logits(final))
+    torch.testing.assert_close(final @ target.own_head(vocab).T, target.logits(final)[:, vocab])
+    drafter = DRAFTERS["hydra"].build(DRAFTERS["hydra"].Config(draft_vocab=None), target)
+    assert torch.equal(drafter.lm_heads[0].weight, target.own_head())

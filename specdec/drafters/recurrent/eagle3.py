@@ -113,8 +113,7 @@ class Eagle3(Recurrent):
         """Also copy the head and the final norm. If the target's layers do not have the parts of
         a Llama layer, copy only those that fit."""
         D = self.llama.hidden_size
-        rows = slice(None) if self.vocab_S is None else self.vocab_S
-        self.lm_head.weight.copy_(target.head.weight[rows])
+        self.lm_head.weight.copy_(target.own_head(self.vocab_S))
         for i, layer in enumerate([self.layer, *self.upper]):
             theirs, ours = target.as_llama(i - 1 - len(self.upper)), dict(layer.named_parameters())
             if layer is self.layer:

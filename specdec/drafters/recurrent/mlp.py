@@ -28,6 +28,7 @@ from specdec.errors import require
 from specdec.target.parts import Parts
 
 EPS = 1e-6  # the eps of every norm
+AT_ONCE = 8192  # rows of an embedding table that are computed at a time
 SMALL, UPWARD = 0.5, 1.0  # weight and bias of norms where GELU is nearly linear
 
 
@@ -111,7 +112,6 @@ class Mlp(Heads):
         drawn = torch.randn(D, kept, generator=torch.Generator().manual_seed(0)).to(size_E)
         basis_ED = (axes_EE[:, -kept:] / size_E[:, None]) @ torch.linalg.qr(drawn)[0].T
         basis_ED = basis_ED.float()
-        every_VE = target.embedding(torch.arange(self.target_vocab, device=target.device))
         for norm in self.ln:
             norm.weight.fill_(SMALL)
             norm.bias.fill_(UPWARD)
@@ -124,21 +124,24 @@ class Mlp(Heads):
                 if tied:
                     guess.add(state_NE, wanted_ND - self.token_weight * emb(tokens_N))
                 else:
-                    guess.add(torch.cat([state_NE, every_VE[tokens_N].to(state_NE)], -1), wanted_ND)
+                    token_NE = target.embedding(tokens_N).to(state_NE)
+                    guess.add(torch.cat([state_NE, token_NE], -1), wanted_ND)
             solved, width = ridge(guess.xx, guess.xy), proj.weight.shape[1]
             proj.weight.copy_(solved[:width].T / self.state_weight)
             if not tied:
-                emb.weight.copy_(every_VE.double() @ solved[width:] / self.token_weight)
+                of_token_ED = (solved[width:] / self.token_weight).to(emb.weight)
+                for ids in torch.arange(self.target_vocab, device=target.device).split(AT_ONCE):
+                    emb.weight[ids] = target.embedding(ids).to(of_token_ED) @ of_token_ED
 
-        rows = slice(None) if self.vocab_S is None else self.vocab_S
+        own_head_SE = target.own_head(self.vocab_S)
         for i, head in enumerate(self.lm_heads):
             depths = range(self.depth) if len(self.lm_heads) == 1 else [i]
             back = Squares()
             for some in known():
                 for k in depths:
                     back.add(self.at(some, k + 1), some.wanted(k).float())
-            back_ED = ridge(back.xx, back.xy).T.to(every_VE)
-            head.weight.copy_(target.head.weight[rows] @ back_ED)
+            back_ED = ridge(back.xx, back.xy).T.to(own_head_SE)
+            head.weight.copy_(own_head_SE @ back_ED)
 
     def at(self, some: Known, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""

@@ -59,7 +59,8 @@ class MTPConfig(RecurrentConfig):
 
     If the target's checkpoint has modules of this kind, training starts from them, except with
     `start=random`. If it has none, `start=regression` starts from the best linear draft (see
-    `MTP.regress`) and `start=target` from the target's last layer.
+    `MTP.regress`) and `start=target` from the target's last layer. The default learning rate
+    depends on `start` alone.
     """
 
     name: str = "mtp"
