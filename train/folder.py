@@ -113,9 +113,10 @@ def digest(documents: Sequence[Document]) -> str:
 
 def _upgraded(written: dict[str, Any]) -> dict[str, Any]:
     """A run's config.json as today's version would have written it. Older ones have a `loss`
-    instead of an `objective`, and families that had only one start do not name it."""
-    if isinstance(drafter := written.get("drafter"), dict):
-        written = written | {"drafter": family(drafter.get("name", "")).upgraded(drafter)}
+    instead of an `objective`, and lack `start` for families that then had only one."""
+    drafter = written.get("drafter")
+    if isinstance(drafter, dict) and "name" in drafter:
+        written = written | {"drafter": family(drafter["name"]).upgraded(drafter)}
     if "objective" in written or not isinstance(loss := written.get("loss"), dict):
         return written
     name = loss.get("name", "nla")

@@ -204,8 +204,8 @@ def train(
 def _plan(
     cfg: LoopConfig, data: Callable[[int], Source], portion: int
 ) -> Iterator[tuple[Source, list[int], int]]:
-    """Every step of a run: the `portion` rows of a source that it reads, and the number of steps
-    now planned: whole epochs, or as many steps as `max_tokens` allows. Each epoch is a new
+    """Every step of a run: the `portion` rows of a source that it reads, and how many steps are now
+    planned. A run is whole epochs, or as many steps as `max_tokens` allows. Each epoch is a new
     permutation; rows that do not fill a step are left out."""
     step = 0
     for epoch in range(cfg.epochs):

@@ -21,12 +21,12 @@ AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is l
 
 
 def stride(tokens: int) -> int:
-    """Which of the rows of a text of so many tokens are read: every n-th."""
+    """n, if every n-th row of texts with this many tokens in all is read."""
     return max(1, tokens // REGRESSED)
 
 
 def regress(job: "Job", drafter: Drafter, data: Source) -> None:
-    """Start the drafter in closed form, from some `REGRESSED` tokens in evenly spaced rows."""
+    """Start the drafter in closed form, from about `REGRESSED` tokens, in evenly spaced rows."""
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
     at_once = max(1, AT_ONCE // job.cfg.data.max_length)
     task = job.progress.add_task("least squares", total=len(rows))
@@ -61,5 +61,5 @@ def regress(job: "Job", drafter: Drafter, data: Source) -> None:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
-    none = f"no answer has {drafter.regressed} tokens, so there are no least squares to solve"
+    none = f"no answer has as many as {drafter.regressed} tokens, so nothing can be solved for"
     console.print(f"start: {said if first is not None else none}")

@@ -286,7 +286,8 @@ def beam_search(
     log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams` finished
     hypotheses, False when the best live beam at its present length is worse than all of them,
     "never" when it would be worse at any length. One beam is greedy decoding. `eos` None takes the
-    target's own; () has none. Raises UserError as `require_room`, and for numbers out of range."""
+    target's own; () has none. Raises UserError as `require_room` does, and for a number out of
+    range."""
     width = 2 * beams if draft_beams is None else draft_beams
     require_room(target, [prompt], max_new_tokens, drafter)
     require_between("beams", beams, 1)

@@ -31,8 +31,8 @@ class Adaptive(Length, ABC):
     `alpha` is the initial acceptance by depth, and counts as much as `weight` tested tokens; a
     depth beyond the list starts from the estimate of the depth before it. Each round that tests a
     depth multiplies its earlier counts by `forget`. Every `explore_every`-th round (0: none) drafts
-    one token more than seems best, or a depth that was given up would never be tried again, unless
-    that would not pay even if all the extra tokens were accepted.
+    one token more than seems best, since a depth that was given up would otherwise never be tried
+    again. It does not if this would not pay even with all the extra tokens accepted.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -162,8 +162,8 @@ class Goodput(Adaptive):
 
 @dataclass
 class Confidence(Length):
-    """Stops after a token whose confidence (see specdec.sampling.confidence), or if `cumulative`
-    the product of confidences over the chain, is below `threshold`; it is still verified."""
+    """Stops after a token if its confidence (see specdec.sampling.confidence) is below `threshold`
+    or, if `cumulative`, the product over the chain is. That token is still verified."""
 
     threshold: float = 0.4
     cumulative: bool = False
@@ -212,10 +212,10 @@ def oracle(
 ) -> Oracle:
     """A bound for reports, not a policy: the cost if each round had drafted exactly as many tokens
     as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given rounds (drafted,
-    accepted) that were decoded with a long fixed γ. The n + 1 tokens of a round are emitted at the
-    lowest cost: in one round that drafts n, or in several if a wide pass costs more than a second
-    one. A censored round, which was fully accepted, counts as if a rejection followed, which lowers
-    the bound. c and v are those of `leviathan`. Raises UserError if there are no rounds."""
+    accepted) that were decoded with a long fixed γ. A round that accepted n tokens emits n + 1, at
+    the lowest cost: in one round that drafts n, or in several if a wide pass costs more than a
+    second one. A censored round, which was fully accepted, counts as if a rejection followed, which
+    lowers the bound. c and v are those of `leviathan`. Raises UserError if there are no rounds."""
     found = list(rounds)
     require(bool(found), "the oracle has no rounds: decode some first")
     longest = max(max(d, a) for d, a in found)

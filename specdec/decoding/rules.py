@@ -52,7 +52,8 @@ class Rule:
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), "fixed" chosen without chance, as they also
     are where q is None. `at_zero` judges at temperature 0; None is `greedy`, which is lossless
-    whatever the rule is above 0. `parameters` have the largest value of each; all are above 0.
+    whatever the rule is above 0. `parameters` maps each name to its largest value;
+    values must be above 0.
     """
 
     node: JudgeChildren | None = None

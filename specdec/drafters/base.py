@@ -117,11 +117,12 @@ class Drafter(nn.Module, ABC):
         return 3e-4 if getattr(config, "start", None) == "regression" else 1e-3
 
     @classmethod
-    def upgraded(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config from a file of any version. Where `start` is missing there was no choice: what
-        those versions did is now the second of `starts`."""
-        chosen = {"start": cls.starts[1]} if hasattr(cls.Config, "start") else {}
-        return {**chosen, **config}
+    def upgraded(cls, config: Any) -> Any:
+        """A config from a file of any version; what is not a dict is returned as it is. If `start`
+        is missing, its version had only one start, which is now the second of `starts`."""
+        if isinstance(config, dict) and hasattr(cls.Config, "start"):
+            return {"start": cls.starts[1]} | config
+        return config
 
     @classmethod
     def adapts_target(cls, config: Any) -> bool:

@@ -215,7 +215,8 @@ class Hybrid(Drafter):
     def _trials(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
     ) -> Iterator[tuple[int, int, bool]]:
-        """The cell and depth of each token copied in writing these texts; whether it is right."""
+        """The cell and depth of each token that is copied while these texts are written, and
+        whether it is right."""
         for ids, mask in zip(texts, masks, strict=True):
             memory, start = self.copier.memory(), 0
             for t in range(len(ids) - 1):

@@ -1,4 +1,4 @@
-"""Confidence beside acceptance: how far apart they are, and the calibration that changes that.
+"""Confidence beside acceptance: how far apart they are, and the calibration that mends it.
 
 Both are taken at the anchors where a decoder's rounds started and, at each depth, over the cases in
 which all tokens before were accepted. They are found by teacher forcing, since p then gives the

@@ -79,8 +79,8 @@ def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS)
 
 @torch.inference_mode()
 def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float | None, int]:
-    """ĉ, the arithmetic operations of a draft step over those of a target step (Definition 3.10),
-    in matrix products; and those of the target's step. None and 0 if they cannot be counted."""
+    """ĉ, the operations of a draft step over those of a target step (Definition 3.10), and the
+    latter, both counted in matrix products. None and 0 if they cannot be counted."""
     rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
     counted = {}  # torch cannot count a product with a packed weight

@@ -35,7 +35,8 @@ class Alpha:
 @dataclass(frozen=True)
 class Forced:
     """α by teacher forcing: `all` over every position of the target's own text, each depth given
-    the text before it; `visited` at the anchors of the decoder's rounds, for all depths so far."""
+    the text before it; `visited` at the anchors of the decoder's rounds, for each depth together
+    with all before it."""
 
     all: Alpha
     visited: Alpha
@@ -190,8 +191,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Shift:
-    """How far a target that was trained with its draft is from the original, over its greedy
-    answers: KL(original ‖ adapted) in nats a token at T = 1, and the share that stays the same."""
+    """How far a target that was trained with its draft is from the original, over the
+    original's greedy answers: KL(original ‖ adapted) in nats a token at T = 1, and the share of
+    answers that stay the same."""
 
     original: str
     kl: Interval

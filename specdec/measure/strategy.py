@@ -52,7 +52,7 @@ class Strategy:
 
 def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     """The shape and the length that `cfg` asks for, measured if needed on the first of `prompts`,
-    which should not be those of the evaluation. Raises UserError as `require_fitting`."""
+    which should not be those of the evaluation. Raises UserError as `require_fitting` does."""
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
@@ -145,7 +145,7 @@ def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> fl
 def fastest_static(
     acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
 ) -> Static:
-    """The static tree of at most `most` nodes that commits most tokens per second (as Sequoia
+    """The static tree of at most `most` nodes that commits the most tokens per second (as Sequoia
     chooses for the hardware, Chen et al. 2024), if a round takes `seconds(depth, nodes)`."""
     depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
     return max(

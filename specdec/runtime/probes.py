@@ -81,7 +81,7 @@ class Choice(NamedTuple):
 @cache
 def native_dtype(device: str) -> Choice:
     """bfloat16 where `device` multiplies it natively, else float32. A GPU reports it. A CPU is
-    timed: oneDNN, or a cap on the instruction set, may not use all that it offers."""
+    timed: oneDNN may not use every instruction that it offers, and a cap may forbid some."""
     kind = torch.device(device).type
     if kind == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):

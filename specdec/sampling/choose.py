@@ -54,7 +54,7 @@ class Choose:
         place_BW: Tensor,
         going_B: Tensor | None = None,
     ) -> Chosen:
-        """Choose `count` children at these places of a draft from the draft's logits there. Rows
+        """Choose `count` children at each of these places of a draft, by its logits there. Rows
         outside `going_B` get no children, and nothing is drawn from their generators."""
         logits, q = self.drafted(logits_BWS, draft, place_BW), None
         if self.siblings != "fixed":
@@ -80,8 +80,8 @@ class Choose:
     def processed(
         self, logits_BWV: Tensor, draft: Proposal, place_BW: Tensor | None = None
     ) -> Tensor:
-        """The logits at these places of a draft (None: at all) after the processors, each of which
-        sees the row's text and the path to the place."""
+        """The logits at these places of a draft (None: at every place) after the processors, each
+        of which sees the row's text and the path to the place."""
         if not self.processors:
             return logits_BWV
         out = logits_BWV.float().clone()

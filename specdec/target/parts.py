@@ -112,8 +112,8 @@ class Parts:
         return self._scale(self.head(final))
 
     def own_head(self, vocab_S: Tensor | None = None) -> Tensor:
-        """The weights [S, D] for a linear head of a draft's own that gives the target's logits over
-        part of the vocabulary, as far as that is linear (a soft cap is not)."""
+        """The weights [S, D] with which a draft's own linear head gives the target's logits over
+        part of the vocabulary, as far as these are linear (a soft cap is not)."""
         rows = self.head.weight if vocab_S is None else self.head.weight[vocab_S]
         return rows * head_factor(self.config)
 
@@ -135,8 +135,9 @@ class Parts:
         return self.layers[k].state_dict()
 
     def as_llama(self, k: int) -> dict[str, Tensor]:
-        """The weights of layer k by the names of a Llama layer, as far as it has such parts: norms'
-        weights are what they multiply by, and of Gemma's norms around the MLP it is the first."""
+        """The weights of layer k by the names of a Llama layer, as far as it has such parts. A
+        norm's weights are those it multiplies by. Of Gemma's two norms around the MLP, the first
+        is taken."""
         found = dict(self.layer(k))
         if (before_mlp := found.get("pre_feedforward_layernorm.weight")) is not None:
             found["post_attention_layernorm.weight"] = before_mlp

@@ -33,7 +33,7 @@ def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
 ) -> Interval:
     """The pooled ratio Σ numerators / Σ denominators, with one entry per prompt; `n` is Σ
-    denominators, rounded. Prompts whose denominator is 0 are left out; if none remain, all is 0."""
+    denominators, rounded. Prompts whose denominator is 0 are left out. All are 0 if none remain."""
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
     num, den = num[den > 0], den[den > 0]
     return _bootstrap(

@@ -79,7 +79,7 @@ def operations_factor(alpha: Alpha, gamma: int, c_hat: float) -> float:
 
 
 def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> list[float]:
-    """`walltime_factor` for γ = 0 … limit, with v by γ (None: 1). γ = 0 is the plain step: 1."""
+    """`walltime_factor` for γ = 0 … limit, with v by γ (None: 1). The factor of γ = 0 is 1."""
     tokens = tokens_by_gamma(alpha, limit)
     costs = [_cost(gamma, c, v(gamma) if v else 1.0) for gamma in range(1, limit + 1)]
     return [1.0, *(t / cost for t, cost in zip(tokens[1:], costs, strict=True))]
@@ -113,9 +113,9 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Speedup if each round drafts exactly the tokens that will be accepted: 1 / (1 - α + αc), as
-    E[tokens] = 1 / (1 - α) (Section 3.5) then take α / (1 - α) draft steps and one pass of the
-    target, which still verifies (footnote 4), at v = 1. Infinite if α = 1 and c = 0."""
+    """Speedup if each round drafts exactly the tokens that will be accepted: 1 / (1 - α + αc). A
+    round's 1 / (1 - α) expected tokens (Section 3.5) then cost α / (1 - α) draft steps and one pass
+    of the target, which still verifies (footnote 4), at v = 1. Infinite if α = 1 and c = 0."""
     walltime_factor(alpha, 1, c)  # raises for an impossible α or c
     cost = 1 - alpha + alpha * c
     return 1 / cost if cost else float("inf")

@@ -156,7 +156,7 @@ def test_a_head_starts_as_the_linear_draft_of_what_it_reads(options: dict[str, A
 
 
 def read_states(target: Target, seed: int) -> Known:
-    """States that turn and take in the next token, so that every depth can know its own whole."""
+    """States that turn and take in the next token, so that every depth can predict its own."""
     turn_DD = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))[0]
     map_DD = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
     ids_BT = read_tokens(seed).ids_BT
@@ -185,7 +185,7 @@ def read_states(target: Target, seed: int) -> Known:
     ids=str,
 )
 def test_a_draft_starts_as_the_linear_recurrence_of_the_states(config: Any, least: float) -> None:
-    """How often the likeliest token is the target's, at every depth, beside the other start."""
+    """The likeliest token is the target's, at every depth, more often than with the other start."""
     target, found = random_target(WIDE), {}
     family = DRAFTERS[config.name]
     for start in family.starts[:2]:
@@ -217,8 +217,8 @@ def test_hydras_start_is_read_where_all_its_depths_have_tokens(
         assert torch.equal(document_BT[some.row_N, some.position_N + 4], of_anchor_N)
 
 
-def test_a_norm_that_adds_one_to_its_weight_is_seen_in_the_states() -> None:
-    """Gemma's, whose weight is 0 at first: a divisor of 0 made no finite weight."""
+def test_a_norm_that_adds_one_to_its_weight_starts_with_finite_weights() -> None:
+    """Gemma's stores 0 at first, and dividing by that made no finite weight."""
     target = random_target(architectures(V, 4)["gemma2"])
     config = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, depth=2)
     drafter = Eagle3.build(config, target).float()
@@ -315,7 +315,7 @@ def test_runs_and_drafts_from_before_there_was_a_choice(
 def test_without_a_cache_the_target_reads_the_texts_of_the_start_once(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_kept: int, reads: int
 ) -> None:
-    """Apart from the first rows, which are read once more to see if there are any."""
+    """Apart from the first rows, which are read once more to see if they have any anchors."""
     read: list[int] = []
     batch, plain = Online.batch, Eagle3.regress
     monkeypatch.setattr(train.start, "REMEMBERED", bytes_kept)

@@ -74,8 +74,8 @@ class Kind:
 
 
 class Store:
-    """Features of documents in a folder, in files of a few hundred documents each, of which broken
-    ones are ignored. Raises UserError if the folder holds features of another kind."""
+    """Features of documents in a folder, in files of a few hundred documents each. Broken
+    files are ignored. Raises UserError if the folder holds features of another kind."""
 
     def __init__(self, cfg: FeaturesConfig, target: Parts, needs: Needs, sampler: Sampler) -> None:
         of_target = target.fingerprint(), str(target.dtype)

@@ -96,7 +96,7 @@ class Lookahead(Copying):
         return proposal
 
     def _scouts(self, pools: list[Pool], device: torch.device) -> Scouts:
-        """Level 0 is a chain after the anchor; later levels follow the same column of the last."""
+        """Level 0 is a chain after the anchor; later nodes follow their column's last one."""
         columns = self.config.window
         for pool in pools:
             if not pool.levels:  # any guess will do: take tokens from all over the text

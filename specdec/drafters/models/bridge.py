@@ -36,8 +36,8 @@ class Bridge:
         return [a for a, _ in pairs], [b for _, b in pairs]
 
     def to_draft(self, ids: list[int]) -> list[int]:
-        """A text in target tokens as draft tokens, at least one. Special tokens become those that
-        match; without a match, bos, eos and the like are left out, and others are read as text."""
+        """A text in target tokens as draft tokens, at least one. Special tokens become the draft's
+        matching ones; without one, bos, eos and the like are left out, and others read as text."""
         own = list(self.prefix)
         for special, run in groupby(ids, lambda i: i in self.specials or i in self._roles):
             if not special:

@@ -9,10 +9,10 @@ agrees more and saves less.
 With `lora.rank`, those layers are trained to agree: LoRA adapters (Hu et al. 2022) are added to
 them when they draft, and only then, so p stays what it is. (LayerSkip trains the target itself, by
 layer dropout and losses at several exits.) The adapted layers have other keys and values, so the
-draft keeps a cache of its own: E / L of the memory of the target's, E layers over the prompt, and
-in each round a pass of the E layers over all new tokens instead of the anchor alone. In return,
-depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for each
-depth at every anchor.
+draft keeps a cache of its own. This costs E / L of the memory of the target's, a pass of the E
+layers over the prompt, and in each round one over all new tokens instead of the anchor alone. In
+return, depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for
+each depth at every anchor.
 
 Letters: B batch, T tokens of a pass, A anchors, K depth, D width, S vocabulary.
 """

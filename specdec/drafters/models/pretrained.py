@@ -75,7 +75,7 @@ class LMSizes(Sizes):
 
 
 class Pretrained(Drafter):
-    """A drafter whose `model` is one of transformers'. A family says how it reads over a cache."""
+    """A drafter whose `model` is one of transformers'. A family says how it reads new tokens."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -88,8 +88,8 @@ class Pretrained(Drafter):
 
     @staticmethod
     def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
-        """The config of the draft's model: the target's with `overrides` if its weights start
-        random, else that on a hub or in a folder. `options` lists what the user can give."""
+        """The config of the draft's model: the target's with `overrides` if the draft starts
+        random, else that of a model on a hub or in a folder. `options` is what users can give."""
         if config.source == "random":
             if unknown := sorted(set(config.overrides) - set(theirs)):
                 raise UserError(

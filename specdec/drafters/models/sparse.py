@@ -41,7 +41,7 @@ ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of 
 @dataclass
 class SparseConfig:
     """The top of this file explains `budget`, `window` and `refresh`. `sink` is how many first
-    tokens of its budget streaming keeps; `pool`, an odd number of neighbours, smooths votes."""
+    tokens streaming keeps, out of its budget; votes are averaged over `pool` (odd) neighbours."""
 
     name: str = "sparse"
     depth: int = 4
@@ -127,8 +127,8 @@ class Sparse(View):
     def follow(
         self, full: SlotCache, small: SparseCache, choice: Callable[[int, int], list[Tensor]]
     ) -> None:
-        """Bring the small cache up to date with the target's. `choice` gives the positions that a
-        row keeps of its first ones (see `_choice`)."""
+        """Bring the small cache up to date with the target's. `choice(b, before)` gives the
+        positions below `before` that row b keeps (see `_choice`)."""
         small.drop()
         if not small.seen:
             small.seen, small.chosen, small.lengths = ([0] * len(full.lengths) for _ in range(3))

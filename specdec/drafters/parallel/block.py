@@ -70,7 +70,7 @@ class BlockConfig:
 
 @dataclass(kw_only=True)
 class BlockSizes(Sizes):
-    """`llama`: a LlamaConfig's keys for layers like the target's; `layers`: those that are read."""
+    """`llama`: LlamaConfig keys of the draft's layers; `layers`: the target's that are read."""
 
     llama: dict[str, Any]
     layers: list[int]
@@ -240,7 +240,7 @@ class Block(Drafter):
         return self.head(states), states
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """One pass, whatever is drafted from it. A cache keeps the keys of features alone."""
+        """One pass, whatever is drafted from it. A cache keeps the keys of features only."""
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1

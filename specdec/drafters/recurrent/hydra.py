@@ -1,9 +1,9 @@
 """Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read drafted tokens.
 
 Head k reads c = cat[h, e(x_a), …, e(x_{a+k})], where e is the target's frozen embedding and h its
-final hidden state at a - 1. The first layer is S c + SiLU(W c), with W starting at zero and S, in
-the reference, as torch starts linear layers; the others are x + SiLU(W x); the LM head starts as
-the target's. All have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and
+final hidden state at a - 1. The first layer is S c + SiLU(W c). W starts at zero and, in the
+reference, S as torch's linear layers do. The other layers are x + SiLU(W x), and the LM head starts
+as the target's. All have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and
 prefix_mlp_head.py).
 
 Hydra++ replaces h by the normed output of one decoder layer over the target's states, at committed
@@ -96,8 +96,8 @@ class Hydra(Heads):
             self.prefix.start(target)
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Start with the S of every head that best predict, by least squares, the target's final
-        states from c. As W is zero, heads are then linear, apart from biases, which start at 0."""
+        """Start every head with the S that best predicts the target's final states from c, by least
+        squares. As every W is zero and every bias is set to 0, the heads are then linear."""
         D, K, heads = self.sizes.width, self.depth, Squares()
         for some in known():
             every_BT = torch.arange(some.ctx.ids_BT.shape[1], device=some.row_N.device)

@@ -10,7 +10,7 @@ and the start, all weights from N(0, 1/D), are those of the reference (foundatio
 fms-extras, fms_extras/models/speculator.py; its norm is LayerNormParameterized of fms). vLLM leaves
 out w_s and divides w_e by it instead; after the norm, this is the same up to its eps.
 
-Letters: N anchors, E width of the target's state, D width of this state, V target vocabulary.
+Letters: N anchors, E width of the target's state, D width of the speculator's, V vocabulary.
 """
 
 import math
@@ -98,9 +98,9 @@ class Mlp(Heads):
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
         """Start with heads that predict the target's next state by least squares.
 
-        GELU is nearly linear where the norms put it at first. So a head can turn its state before
-        the norm into the best guess of the target's next state, rescaled and rotated so that all
-        numbers are alike (to `basis_ED`), and its LM head can read that guess with the target's.
+        GELU is nearly linear where the norms put it at first. So the input of a head's norm
+        can be the best guess of the target's next state, which `basis_ED` rescales and rotates so
+        that all numbers are alike. The LM head maps it back and applies the target's head.
         """
         target, D, moments = self._target[0], self.inner_dim, Squares()
         for some in known():
@@ -116,7 +116,7 @@ class Mlp(Heads):
             norm.weight.fill_(SMALL)
             norm.bias.fill_(UPWARD)
 
-        for k, proj in enumerate(self.proj):  # one of the tied serves all depths from 1 on
+        for k, proj in enumerate(self.proj):  # if tied, the second serves all depths from 1 on
             emb, guess, tied = self.part(self.emb, k), Squares(), k >= len(self.emb)
             for some in known():
                 state_NE, tokens_N = self.entered(self.at(some, k), k), some.tokens(k)

@@ -209,7 +209,8 @@ class Recurrent(Drafter):
 
     def scale_last_norm(self, known: Iterable[Known]) -> None:
         """Check that final states divided by the norm's weight have a mean square near 1. If not
-        (Gemma's norm adds 1 to its weight), set the weight to the states' own sizes."""
+        (the target's norm adds a bias, or has not been copied), set the weight to the states' own
+        sizes."""
         assert self.last_norm is not None
         weight_D, final_ND = self.last_norm.weight, next(iter(known)).wanted(0).to(self.dtype)
         if not 0.8 < float((final_ND / away_from_zero(weight_D)).square().mean()) < 1.25:
