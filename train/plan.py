@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from train.config import Config
     from train.job import Job
 
-TOKENS, NEW = 48, 5  # tokens that are timed: the last ones of a prompt, and new ones
+TOKENS, NEW = 48, 5  # tokens that are timed: those of a text that is only read, and new ones
 SINGLE = 25  # new tokens timed on a single row, as the final evaluation decodes
 STEPS = 3  # training steps that are timed, after a warm-up step
 SAID = 0.9  # share of answers.max_new_tokens that answers used in quickstarts
 FORWARD = 1 / 3  # a forward pass's share of a training step's time; solving takes as much
+KEEPING = 1.15  # answers take so much longer if features are kept (BENCHMARKS.md: 9.2 s for 8.1)
+BESIDE = 1.15  # steps take so much longer in a run, which also reads features and keeps a log
 POOR = 300  # with fewer training conversations, a head has hardly begun to learn
 AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
 PLANNED = 0.92  # share of the time left that is planned: stages overran their plan by up to 5 %
@@ -143,7 +145,11 @@ def planned(
     answering, target = cfg.data.answers == "target", job.target.whole()
     batch = cfg.answers.batch if answering else cfg.loop.rows
     rehearsed = rehearsal(cfg, target, train, job.accelerator)
-    speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed)
+    context = TOKENS  # while answering, it is half an answer longer than the prompt on average
+    if answering:
+        prompts = statistics.mean(len(t.ids) for t in train)
+        context = round(prompts + SAID * cfg.answers.max_new_tokens / 2)
+    speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed, context)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     step = cfg.loop.rows * cfg.data.max_length  # at most, in tokens
     work = Work(
@@ -227,6 +233,7 @@ def fitted(
     def plan(n: int, tokens: int) -> Plan:
         texts, read = n + len(held_out), tokens + sum(held_out)
         answering = texts * work.new * speeds.answered + read * speeds.read if work.new else 0.0
+        answering *= KEEPING if work.kept else 1.0
         length = tokens + n * answer
         solved = length / stride(int(length)) if work.regresses else 0
         trained = work.epochs * length
@@ -237,7 +244,8 @@ def fitted(
             prompts=prompts,
             answering=answering,
             reading=0.0 if work.kept else (read + texts * answer) * speeds.read,
-            training=(trained + solved * FORWARD) * speeds.trained + evaluations * watching,
+            training=(trained * BESIDE + solved * FORWARD) * speeds.trained
+            + evaluations * watching,
             measuring=fixed + prompts * each,
             speeds=speeds,
         )
@@ -249,11 +257,15 @@ def fitted(
 
 
 def timed(
-    target: Target, prompts: Sequence[Sequence[int]], batch: int, train_step: Callable[[], int]
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    train_step: Callable[[], int],
+    context: int = TOKENS,
 ) -> Speeds:
-    """Time the target on prompts like those it will answer, `batch` rows at a time, and
-    `train_step`, which runs one training step and returns how many tokens it read."""
-    rows = [list(p[-TOKENS:]) for p in prompts[:batch]]
+    """Time the target on prompts that are cut or repeated to `context` tokens, `batch` rows at a
+    time, and `train_step`, which runs one training step and returns how many tokens it read."""
+    rows = [np.resize(p, context).tolist() for p in prompts[:batch]]
     many = decode(target, rows, max_new_tokens=NEW, eos=())
     one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]
     last = max(many, key=lambda g: g.seconds)

@@ -15,8 +15,10 @@ from specdec.files import read_record
 from tests.tiny import Tiny, architectures, random_target
 from train.plan import (
     AFTER,
+    BESIDE,
     FEWEST,
     FORWARD,
+    KEEPING,
     MEASURED,
     SAID,
     BudgetConfig,
@@ -39,7 +41,7 @@ def by_hand(n: int, tokens: int = 40, held: int = 5) -> float:
     whole = tokens + 100 * SAID
     reading = texts * whole * 0.001
     evaluations = 1 + 0.001 * 3 * n * whole
-    training = 3 * n * whole * 0.002 + evaluations * held * whole * 0.002 * FORWARD
+    training = 3 * n * whole * 0.002 * BESIDE + evaluations * held * whole * 0.002 * FORWARD
     return answering + reading + training + FIXED
 
 
@@ -95,7 +97,8 @@ def test_data_that_has_answers_is_only_read() -> None:
 def test_features_that_are_kept_are_not_read_again() -> None:
     kept = plan(math.inf, work=dataclasses.replace(WORK, kept=True))
     assert kept.reading == 0
-    assert kept.seconds == pytest.approx(by_hand(500) - 505 * (40 + 100 * SAID) * 0.001)
+    more = (KEEPING - 1) * 505 * (100 * 0.01 + 40 * 0.001)
+    assert kept.seconds == pytest.approx(by_hand(500) + more - 505 * (40 + 100 * SAID) * 0.001)
 
 
 def test_a_start_that_is_solved_for_takes_time() -> None:
@@ -123,7 +126,13 @@ def test_speeds_are_measured_on_the_work_at_hand() -> None:
         steps.append(1)
         return 10
 
-    speeds = timed(target, [[3, 4, 5], [6, 7]], 2, step)
+    read: list[int] = []
+    body = target.model.base_model
+    body.register_forward_pre_hook(
+        lambda m, a, k: read.append(k["input_ids"].shape[1]), with_kwargs=True
+    )
+    speeds = timed(target, [[3, 4, 5], [6, 7]], 2, step, context=60)
+    assert max(read) >= 59, "texts as long as those that are answered"
     assert len(steps) > 2, "one step warms up, others are timed"
     assert all(seconds > 0 for seconds in dataclasses.astuple(speeds))
 
