@@ -44,7 +44,7 @@ STEPS = 3  # training steps that are timed, after a warm-up step
 SAID = 0.9  # share of answers.max_new_tokens that answers used in quickstarts
 FORWARD = 1 / 3  # a forward pass's share of a training step's time; solving takes as much
 KEEPING = 1.15  # answers take so much longer if features are kept (BENCHMARKS.md: 9.2 s for 8.1)
-BESIDE = 1.15  # steps take so much longer in a run, which also reads features and keeps a log
+BESIDE = 1.25  # steps take so much longer in a run, which also reads features and keeps a log
 POOR = 300  # with fewer training conversations, a head has hardly begun to learn
 AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
 PLANNED = 0.92  # share of the time left that is planned: stages overran their plan by up to 5 %
@@ -147,8 +147,8 @@ def planned(
     rehearsed = rehearsal(cfg, target, train, job.accelerator)
     context = TOKENS  # while answering, it is half an answer longer than the prompt on average
     if answering:
-        prompts = statistics.mean(len(t.ids) for t in train)
-        context = round(prompts + SAID * cfg.answers.max_new_tokens / 2)
+        asked = statistics.mean(len(t.ids) for t in train)
+        context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
     speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed, context)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     step = cfg.loop.rows * cfg.data.max_length  # at most, in tokens

@@ -127,10 +127,8 @@ def test_speeds_are_measured_on_the_work_at_hand() -> None:
         return 10
 
     read: list[int] = []
-    body = target.model.base_model
-    body.register_forward_pre_hook(
-        lambda m, a, k: read.append(k["input_ids"].shape[1]), with_kwargs=True
-    )
+    embedding = target.model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
     speeds = timed(target, [[3, 4, 5], [6, 7]], 2, step, context=60)
     assert max(read) >= 59, "texts as long as those that are answered"
     assert len(steps) > 2, "one step warms up, others are timed"
