@@ -66,10 +66,9 @@ class Known:
     row_N: Tensor
     position_N: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        layers_BTF = self.ctx.layers_BTF
-        return self.final_BTD.nbytes + (0 if layers_BTF is None else layers_BTF.nbytes)
+    def before(self, x_BTF: Tensor) -> Tensor:
+        """The entries [N, F] of the tokens before the anchors."""
+        return x_BTF[self.row_N, self.position_N - 1]
 
     def tokens(self, depth: int) -> Tensor:
         """The text's own tokens [N] that a depth is the first to read; depth 0 reads the anchor."""

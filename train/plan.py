@@ -144,7 +144,7 @@ def planned(
     console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for a few seconds")
     answering, target = cfg.data.answers == "target", job.target.whole()
     batch = cfg.answers.batch if answering else cfg.loop.rows
-    rehearsed = rehearsal(cfg, target, train, job.accelerator)
+    rehearsed, regresses = rehearsal(cfg, target, train, job.accelerator)
     context = TOKENS  # while answering, it is half an answer longer than the prompt on average
     if answering:
         asked = statistics.mean(len(t.ids) for t in train)
@@ -160,7 +160,7 @@ def planned(
         decoded=(2 + (cfg.also is not None)) * drafted * cfg.decode.repeats,
         learned=(LEARNING + CALIBRATING // AT_ONCE) * drafted,  # for the oracle and the calibration
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
-        regresses=cfg.stage.draft is None and getattr(cfg.drafter, "start", None) == "regression",
+        regresses=regresses and cfg.stage.draft is None,
     )
     used = cfg.budget.spent + time.monotonic() - job.started
     left = PLANNED * (60 * cfg.budget.minutes - used)
@@ -180,11 +180,12 @@ def planned(
 
 def rehearsal(
     cfg: "Config", target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
-) -> Callable[[], int]:
-    """A training step of a throwaway draft, on texts as long as the run's."""
+) -> tuple[Callable[[], int], bool]:
+    """A training step of a throwaway draft, on texts as long as the run's; and whether such a draft
+    `regresses`."""
     documents = []
     if not cfg.trains:
-        return lambda: 1
+        return lambda: 1, False
     for text in texts[: 8 * cfg.loop.rows]:
         if isinstance(text, Prompt):  # its answer is not written yet: repeat the prompt instead
             ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
@@ -208,7 +209,7 @@ def rehearsal(
             optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
 
-    return step
+    return step, drafter.regresses
 
 
 def fitted(

@@ -1,6 +1,7 @@
 """A start in closed form (`Drafter.regress`), from a part of the training texts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,19 +48,17 @@ def regress(job: "Job", drafter: Drafter, data: Source) -> None:
                 yield Known(batch.ctx, batch.final_BTD, *where)
             job.progress.advance(task, len(batch.mask_BT))
 
-    first = next(iter(known()), None)
-    with torch.no_grad():
-        if first is None:
-            pass
-        elif isinstance(data, Online) and first.nbytes * len(rows) <= REMEMBERED * at_once:
-            remembered = [*known()]  # so that the target reads these rows only once
-            drafter.regress(lambda: remembered)
-        else:
-            drafter.regress(known)
+    source: Callable[[], Iterator[Known]] = known
+    if isinstance(data, Online) and data.bytes(rows) <= REMEMBERED:
+        source = partial(iter, [*known()])  # so that the target reads these rows only once
+    solvable = any(True for _ in source())
+    if solvable:
+        with torch.no_grad():
+            drafter.regress(source)
     job.progress.remove_task(task)
     if job.accelerator.num_processes > 1:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
     none = f"no answer has as many as {drafter.regressed} tokens, so nothing can be solved for"
-    console.print(f"start: {said if first is not None else none}")
+    console.print(f"start: {said if solvable else none}")

@@ -112,7 +112,7 @@ def throughput(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         of_size = replace(cfg, loop=replace(cfg.loop, rows=size))
-        step = rehearsal(of_size, target, documents, accelerator)
+        step, _ = rehearsal(of_size, target, documents, accelerator)
         steps = [timed(step) for _ in range(max(4, 24 // size))][1:]
         speed = statistics.median(tokens / seconds for seconds, tokens in steps)
         peak = f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}" if on_gpu else "none used"

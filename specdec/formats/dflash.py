@@ -41,7 +41,7 @@ def config(drafter: Block, target: Target) -> Description:
 
 def write(drafter: Block, tensors: Tensors) -> Tensors:
     if drafter.vocab_S is not None:
-        tensors[HEAD] = drafter.head_rows()
+        tensors[HEAD] = drafter.target.own_head(drafter.vocab_S)
     return eagle3.write(drafter, tensors)
 
 
@@ -49,7 +49,9 @@ def read(drafter: Block, tensors: Tensors) -> Tensors:
     """Raises UserError for a head that is not the target's."""
     if drafter.vocab_S is not None:
         rows_SD = tensors.pop(HEAD, None)
-        fits = rows_SD is not None and torch.equal(rows_SD, drafter.head_rows().cpu())
+        fits = rows_SD is not None and torch.equal(
+            rows_SD, drafter.target.own_head(drafter.vocab_S).cpu()
+        )
         require(fits, f"tensor {HEAD!r} does not hold the target's rows of the draft vocabulary")
     return eagle3.read(drafter, tensors)
 

@@ -20,7 +20,8 @@ from specdec.drafters.parallel.peagle import PEagle, PEagleConfig
 from specdec.drafters.recurrent.attention import Attention
 from specdec.drafters.recurrent.eagle import Eagle, EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
-from specdec.drafters.recurrent.recurrence import Layer, Recurrent
+from specdec.drafters.recurrent.layer import Layer
+from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.errors import UserError
 from specdec.formats import export
 from specdec.target.base import Target

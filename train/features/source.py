@@ -47,6 +47,11 @@ class Online:
             return assembled(rows, self.target.device, self.needs, self.document)
         return batch_of(self.target, self.needs, self.sampler, *texts(rows, self.target.device))
 
+    def bytes(self, indices: Sequence[int]) -> int:
+        """The size of the features of the rows at these indices."""
+        states = self.target.width * (1 + len(self.needs.layers)) * self.target.dtype.itemsize
+        return sum(len(self.rows[i].ids) for i in indices) * states
+
     def document(self, row: Row, x: slice) -> Features:
         """The features of one document with rounds, and those after its drafted tokens."""
         assert row.rounds is not None

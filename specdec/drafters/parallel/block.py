@@ -36,7 +36,7 @@ from specdec.drafters.recurrent.attention import (
     fused,
     over_blocks,
 )
-from specdec.drafters.recurrent.recurrence import Layer, llama_of
+from specdec.drafters.recurrent.layer import Layer, llama_of
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -156,10 +156,6 @@ class Block(Drafter):
     def head(self, states: Tensor) -> Tensor:
         """The target's logits [..., S] of states [..., D]."""
         return self._head(states.to(self.target.dtype))
-
-    def head_rows(self) -> Tensor:
-        """The weights [S, D] of the target's head for the draft vocabulary."""
-        return self.target.head.weight[slice(None) if self.vocab_S is None else self.vocab_S]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The keys' input c [B, T, D] of the target's features [B, T, F]."""

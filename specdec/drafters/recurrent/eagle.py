@@ -18,15 +18,9 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Known, Moment, Needs
 from specdec.drafters.gather import text_after
-from specdec.drafters.recurrent.recurrence import (
-    REGRESSION,
-    Layer,
-    Recurrent,
-    RecurrentConfig,
-    RecurrentSizes,
-    away_from_zero,
-    copy_last,
-)
+from specdec.drafters.recurrent.layer import Layer, away_from_zero, copy_last
+from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
+from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require_within
 from specdec.target.parts import Parts
 
@@ -50,9 +44,8 @@ class EagleConfig(RecurrentConfig):
         require_within("drafter", self, unroll=(1, self.depth), noise=0)
 
 
-class Eagle(Recurrent):
+class Eagle(Solved):
     Config: ClassVar[type] = EagleConfig
-    starts = REGRESSION
     needs = Needs(final_hidden=True)
 
     def __init__(self, config: EagleConfig, sizes: RecurrentSizes) -> None:

@@ -10,7 +10,6 @@ Letters: D width, F features, S draft vocabulary.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
-from specdec.drafters.recurrent.recurrence import (
-    REGRESSION,
-    Layer,
-    Recurrent,
-    RecurrentConfig,
-    RecurrentSizes,
-    llama_of,
-)
+from specdec.drafters.recurrent.layer import Layer, llama_of
+from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
+from specdec.drafters.recurrent.solved import Solved
 from specdec.drafters.regression import Squares, low_rank, ridge
 from specdec.errors import require
 from specdec.target.parts import Parts
@@ -73,11 +67,10 @@ class Eagle3Sizes(RecurrentSizes):
     layers: list[int]
 
 
-class Eagle3(Recurrent):
+class Eagle3(Solved):
     Config = Eagle3Config
     Sizes = Eagle3Sizes
     bounds = {"num_layers": (1, MOST_LAYERS)}
-    starts: ClassVar[Sequence[str]] = REGRESSION
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)

@@ -24,8 +24,8 @@ from torch.nn.functional import pad, silu
 from specdec.context import Context, Known, Moment
 from specdec.drafters.gather import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
+from specdec.drafters.recurrent.layer import llama_of
 from specdec.drafters.recurrent.prefix import Prefix
-from specdec.drafters.recurrent.recurrence import llama_of
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache

@@ -145,8 +145,7 @@ class Mlp(Heads):
 
     def at(self, some: Known, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""
-        state = self.features_of(some.ctx)[some.row_N, some.position_N - 1]
-        state = state.to(self.proj[0].weight.dtype)
+        state = some.before(self.features_of(some.ctx)).to(self.proj[0].weight.dtype)
         for depth in range(k):
             state = self.step(state, some.tokens(depth), depth)
         return state

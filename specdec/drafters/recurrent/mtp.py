@@ -37,16 +37,9 @@ from specdec.context import Context, Known, Needs
 from specdec.drafters.gather import alone, entries, pieces, unread
 from specdec.drafters.growth import with_depth
 from specdec.drafters.recurrent.attention import Sight, fused
-from specdec.drafters.recurrent.recurrence import (
-    REGRESSION,
-    Layer,
-    Recurrent,
-    RecurrentConfig,
-    RecurrentSizes,
-    away_from_zero,
-    copy_last,
-    fits,
-)
+from specdec.drafters.recurrent.layer import Layer, away_from_zero, copy_last, fits
+from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
+from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -112,9 +105,8 @@ class Module(Layer):
         self.temper(stream_ND, self.input_layernorm(stream_ND))
 
 
-class MTP(Recurrent):
+class MTP(Solved):
     Config = MTPConfig
-    starts = REGRESSION
     needs = Needs(final_hidden=True)
 
     def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:

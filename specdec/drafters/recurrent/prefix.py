@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.drafters.recurrent.recurrence import Layer, Recurrent, RecurrentConfig, RecurrentSizes
+from specdec.drafters.recurrent.layer import Layer
+from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentConfig, RecurrentSizes
 
 
 class Prefix(Recurrent):

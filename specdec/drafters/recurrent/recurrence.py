@@ -12,27 +12,23 @@ K depth, D width, F features, E head width, S draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.context import Context, Known, Moment
+from specdec.context import Context, Moment
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
 from specdec.drafters.gather import entries, pieces, text_after, unread
-from specdec.drafters.recurrent.attention import Attention, KeyValue, Rope, Sight, attended, fused
-from specdec.drafters.regression import Squares, ridge
+from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, fused
+from specdec.drafters.recurrent.layer import Layer, llama_of
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.target.parts import Parts
-
-REGRESSION = ("regression", "target", "random")  # starts of families with a `regress`
-UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
 
 
 @dataclass
@@ -52,68 +48,6 @@ class RecurrentSizes(Sizes):
     """`llama`: the keys of a LlamaConfig for a layer shaped like the target's own."""
 
     llama: dict[str, Any]
-
-
-class Layer(nn.Module):
-    """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`; with
-    `head_norms`, a Qwen3 layer."""
-
-    input_layernorm: LlamaRMSNorm
-    hidden_norm: LlamaRMSNorm
-
-    def __init__(
-        self,
-        llama: LlamaConfig,
-        width: int,
-        norms: tuple[str, ...] = (),
-        head_norms: bool = False,
-    ) -> None:
-        super().__init__()
-        for name in norms:
-            self.add_module(name, LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps))
-        self.self_attn = Attention(llama, width, head_norms)
-        self.post_attention_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
-        self.mlp = LlamaMLP(llama)
-
-    def entered(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads of the stream [..., D] from below, and the residual."""
-        return self.input_layernorm(stream), stream
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        stream = residual + attended
-        return self.leave(stream + self.mlp(self.post_attention_layernorm(stream)))
-
-    def leave(self, stream: Tensor) -> Tensor:
-        """The layer's output, from the stream after its MLP."""
-        return stream
-
-    def at(
-        self,
-        pairs: tuple[Tensor, Tensor],
-        rope: tuple[Tensor, Tensor],
-        shared: KeyValue,
-        sight: Sight,
-        own: tuple[KeyValue, ...] = (),
-    ) -> Tensor:
-        """The output [B, A, D] at anchors, given what attention reads there and the residual."""
-        attention, (read, residual) = self.self_attn, pairs
-        heads = attended(attention.query(read, rope), shared, sight, own)
-        return self.finish(residual, attention.joined(heads))
-
-    def silence(self) -> None:
-        """Set the output weights to zero: the layer adds nothing to the residual."""
-        self.self_attn.o_proj.weight.zero_()
-        self.mlp.down_proj.weight.zero_()
-
-    def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
-        """Scale the output weights of attention and MLP so that, on states like `state_ND`, whose
-        attention reads `read_ND` at one position, both together add `UPDATE` times their size."""
-        attention = self.self_attn
-        mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
-        added_ND = torch.cat([attention.alone(read_ND), mlp_ND], 1)
-        size, added = (x.square().sum(1).mean().sqrt() for x in (state_ND, added_ND))
-        for writes in (attention.o_proj, self.mlp.down_proj):
-            writes.weight.mul_(UPDATE * size / added)
 
 
 class Recurrent(Drafter):
@@ -160,10 +94,6 @@ class Recurrent(Drafter):
         """The target's features [..., F] in the form of the layer's own output [..., D]."""
         return features.to(self.dtype)
 
-    def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
-        """What `fc` reads of a pair [..., 2D], in families where it reads both parts."""
-        return torch.cat([embedding, feature], -1)
-
     @abstractmethod
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
@@ -187,65 +117,6 @@ class Recurrent(Drafter):
                 fc.weight.zero_()
                 fc.weight[:, -D:] = torch.eye(D)
             self.copy_from(target)
-
-    @property
-    def last_norm(self) -> LlamaRMSNorm | None:
-        """The norm between the stream and the LM head, if the drafter has one."""
-        return None
-
-    def before(self, some: Known) -> Tensor:
-        """The features [N, F] that depth 0 reads at known anchors."""
-        return self.features_of(some.ctx)[some.row_N, some.position_N - 1].to(self.dtype)
-
-    def token(self, some: Known, depth: int) -> Tensor:
-        """The embedding [N, D] of the text's own token that a depth reads at known anchors."""
-        return self.embed(some.tokens(depth))
-
-    def wanted(self, some: Known, depth: int) -> Tensor:
-        """What the stream should be [N, D] after a depth at known anchors: the target's final
-        state, divided by the weight of the norm that follows."""
-        final_ND = some.wanted(depth).to(self.dtype)
-        return final_ND / away_from_zero(self.last_norm.weight) if self.last_norm else final_ND
-
-    def scale_last_norm(self, known: Iterable[Known]) -> None:
-        """Check that final states divided by the norm's weight have a mean square near 1. If not
-        (the target's norm adds a bias, or has not been copied), set the weight to the states' own
-        sizes."""
-        assert self.last_norm is not None
-        weight_D, final_ND = self.last_norm.weight, next(iter(known)).wanted(0).to(self.dtype)
-        if not 0.8 < float((final_ND / away_from_zero(weight_D)).square().mean()) < 1.25:
-            size_D = final_ND.square().mean(0).sqrt()
-            weight_D.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
-
-    def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[Known]]) -> None:
-        """Solve, by least squares, for the `fc` that best predicts the target's next final state
-        from what `joined` makes of a pair: of the state and token that depth 0 reads, and of the
-        output of depth 0 and the token that depth 1 reads."""
-        pairs = Squares()
-        for some in known():
-            read = self.joined(self.token(some, 0), self.before(some))
-            pairs.add(read, self.wanted(some, 0))
-        fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
-        for some in known():
-            state = self.layer.leave(fc(self.joined(self.token(some, 0), self.before(some))))
-            pairs.add(self.joined(self.token(some, 1), state), self.wanted(some, 1))
-        fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
-
-    def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Solve, by least squares, for the output weights of the first layer's MLP. It is to add
-        what the rest of the layer lacks at depths 0 and 1; its other weights stay as they are."""
-        layer, mlp, rest = self.layer, self.layer.mlp, Squares()
-        mlp.down_proj.weight.zero_()
-        for some in known():
-            feature = self.fuse(self.before(some))
-            for depth in (0, 1):
-                read, residual = self.enter(self.token(some, depth), feature)
-                stream = residual + layer.self_attn.alone(read)
-                normed = layer.post_attention_layernorm(stream)
-                inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
-                rest.add(inner, self.wanted(some, depth) - stream)
-                feature = self.onward(layer.leave(stream))
-        mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
 
     def attach(self, target: Parts) -> None:
         self._target = (target,)
@@ -428,50 +299,3 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
         return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
 
     return position_BP, sight
-
-
-def away_from_zero(weight_D: Tensor) -> Tensor:
-    """A norm's weights as divisors: those near 0 are replaced by a tenth of their mean size."""
-    size_D = weight_D.abs().clamp_min(0.1 * float(weight_D.abs().mean()))
-    return torch.where(weight_D < 0, -size_D, size_D)
-
-
-def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
-    """Whether `theirs` holds all tensors of `ours`, in the same shapes and not quantised."""
-    found = [theirs.get(name, torch.empty(0)) for name in ours]
-    same = [x.shape == y.shape for x, y in zip(found, ours.values(), strict=True)]
-    return all(same) and all(x.element_size() > 1 for x in found)
-
-
-def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
-    """Copy tensors of the target's last layer to those of the same names. Returns the weight of the
-    norm after that layer. If there is no such norm, or a tensor does not fit, copies nothing and
-    returns None."""
-    theirs, after = target.as_llama(-1), target.norm_weight
-    if after is None or not fits(theirs, ours):
-        return None
-    for name, x in ours.items():
-        x.copy_(theirs[name])
-    return after
-
-
-def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:
-    """The keys of a LlamaConfig for a layer shaped like the target's own."""
-    theirs = target.config
-    heads = theirs.num_attention_heads
-
-    def of_target(key: str, default: Any) -> Any:
-        return getattr(theirs, key, None) or default
-
-    return {
-        "hidden_size": target.width,
-        "intermediate_size": intermediate_size or of_target("intermediate_size", 4 * target.width),
-        "num_attention_heads": heads,
-        "num_key_value_heads": of_target("num_key_value_heads", heads),
-        "head_dim": of_target("head_dim", target.width // heads),
-        "rms_norm_eps": of_target("rms_norm_eps", 1e-5),
-        "max_position_embeddings": theirs.max_position_embeddings,
-        "rope_parameters": of_target("rope_parameters", None),
-        "hidden_act": "silu",
-        "vocab_size": target.vocab_size,
-    }
