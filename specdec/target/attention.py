@@ -5,7 +5,9 @@ Letters: B batch, H query heads, Hkv key heads, T tokens of a pass, P keys, E he
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -13,6 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from specdec.errors import UserError
 
 FEW = 256  # up to this many query rows of a KV head, one product over groups beats copied keys
+# what `stacked` made of each mask that is still in use, by groups and dtype
+_stacks: Any = WeakIdKeyDictionary()
 
 
 def grouped_attention(
@@ -39,8 +43,7 @@ def grouped_attention(
     if groups == 1 or not few or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
-        wide = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1)
-        attention_mask = wide.flatten(2, 3)
+        attention_mask = stacked(attention_mask, groups, query.dtype)
     out = nn.functional.scaled_dot_product_attention(
         query.reshape(B, -1, groups * T, E),
         key,
@@ -49,6 +52,24 @@ def grouped_attention(
         scale=kwargs.get("scaling"),
     )
     return out.reshape(B, H, T, -1).transpose(1, 2).contiguous(), None
+
+
+def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A mask [B, 1, T, P] as sdpa adds it to the scores of stacked groups [B, 1, groups · T, P].
+    All layers of a pass are given the same mask, so the result is kept as long as the mask is: it
+    takes longer to make than the attention of a few tokens."""
+    if torch.compiler.is_compiling():
+        return _stacked(mask, groups, dtype)
+    made = _stacks.setdefault(mask, {})
+    if (groups, dtype) not in made:
+        made[groups, dtype] = _stacked(mask, groups, dtype)
+    return made[groups, dtype]
+
+
+def _stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.repeat(1, 1, groups, 1)
 
 
 AttentionInterface.register("grouped", grouped_attention)

@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/target/test_target.py
 
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.context import Needs
 from specdec.drafters.models.lm import LM
 from specdec.errors import UserError
-from specdec.target.attention import grouped_attention
+from specdec.target.attention import grouped_attention, stacked
 from specdec.target.loading import TargetConfig, load_target
 from tests.tiny import architectures, make_tokenizer
 
@@ -83,6 +84,32 @@ def test_grouped_attention_refuses_what_sdpa_leaves_out(asked: dict[str, Any]) -
     query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 3, 8)
     with pytest.raises(UserError, match="attn_implementation=eager"):
         grouped_attention(nn.Module(), query, key, key, None, **asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_share_one_mask_for_their_groups(dtype: torch.dtype) -> None:
+    """Attention of two rows with masks of their own, as sdpa has it with repeated keys; the mask is
+    made ready once, and forgotten with the mask that it was made of."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, tokens, 8, generator=generator).to(dtype)
+        for heads, tokens in ((6, 3), (2, 7), (2, 7))
+    )
+    mask = torch.rand(2, 1, 3, 7, generator=generator) > 0.4
+    mask[..., 0] = True
+    layer = nn.Module()
+    layer.num_key_value_groups = 3  # type: ignore[assignment]
+    ours, _ = grouped_attention(layer, query, key, value, mask)
+    theirs = nn.functional.scaled_dot_product_attention(
+        query, *(x.repeat_interleave(3, 1) for x in (key, value)), attn_mask=mask
+    )
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(ours, theirs.transpose(1, 2), atol=tolerance, rtol=tolerance)
+    first = stacked(mask, 3, dtype)
+    assert stacked(mask, 3, dtype) is first
+    kept = ref(first)
+    del first, mask
+    assert kept() is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "qwen3"])
