@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 import train
 from specdec.context import Context, Needs
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.models.lm import LMConfig
 from specdec.forcing import teacher
 from specdec.forcing.teacher import Batch
 from specdec.sampling.sampler import Sampler
@@ -216,6 +217,11 @@ def random_drafter(
         for weight in drafter.parameters():
             weight += noise * torch.randn_like(weight)
     return drafter
+
+
+def lm(target: Target, noise: float = 0.1) -> Drafter:
+    """A draft LM of four of the target's own layers, with noise on its weights."""
+    return random_drafter(LMConfig(depth=3, layers=[0, 1, 2, 3]), target, noise)
 
 
 def batch_of(

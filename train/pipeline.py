@@ -55,6 +55,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
     # everything that can be checked before the target is loaded
     require_same_run(folder, cfg)
+    cfg.objective.require_complete(cfg.decode.paths)
     require(
         not cfg.rounds.answers_again or cfg.data.answers == "target",
         f"rounds.data={cfg.rounds.data} answers the prompts again: give data.answers=target",

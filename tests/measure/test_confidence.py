@@ -12,7 +12,6 @@ import torch
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import Drafter
 from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
@@ -27,23 +26,11 @@ from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.theory.alpha import Acceptance
-from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
+from tests.tiny import lm, random_drafter
 
-TOKENIZER = make_tokenizer()
 PROMPTS = [[5, 9, 7, 3], [8, 4], [6, 6, 9, 10, 11], [12, 5, 4], [7], [9, 9], [3, 8, 5]]
 CFG = DecodeConfig(prompts=3, max_new_tokens=16, gamma=3)
 TRUE = ((0.5, -1.0), (1.5, 0.7))  # scale and shift at two depths
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    target = random_target(architectures(len(TOKENIZER), 4)["llama"])
-    target.tokenizer = TOKENIZER
-    return target
-
-
-def lm(target: Target, noise: float = 0.1) -> Drafter:
-    return random_drafter(LMConfig(depth=3, layers=[0, 1, 2, 3]), target, noise)
 
 
 def synthetic(seed: int, answers: int = 40, each: int = 100) -> list[Believed]:

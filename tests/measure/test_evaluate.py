@@ -23,26 +23,15 @@ from specdec.measure.results import Results
 from specdec.report import markdown
 from specdec.target.base import Target
 from specdec.theory.intervals import Interval
-from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
+from tests.tiny import architectures, lm, make_tokenizer, random_drafter, random_target
 
 TOKENIZER = make_tokenizer()
 PROMPTS = [[5, 9, 7, 3], [8, 4], [6, 6, 9, 10, 11], [12, 5, 4], [7]]
 GREEDY = DecodeConfig(prompts=5, max_new_tokens=12, temperatures=[0.0])
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    target = random_target(architectures(len(TOKENIZER), 4)["llama"])
-    target.tokenizer = TOKENIZER
-    return target
-
-
 def medusa(target: Target, depth: int = 2) -> Drafter:
     return random_drafter(MedusaConfig(depth=depth, draft_vocab=None), target, 0.05)
-
-
-def lm(target: Target, noise: float = 0.1) -> Drafter:
-    return random_drafter(LMConfig(depth=3, layers=[0, 1, 2, 3]), target, noise)
 
 
 def measured(target: Target, drafter: Drafter, cfg: DecodeConfig, **options: Any) -> Results:

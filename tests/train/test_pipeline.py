@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from safetensors import SafetensorError
 
+import train
 from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
@@ -25,6 +26,7 @@ from specdec.files import read_lines
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.results import Results
+from specdec.objectives.objective import ObjectiveConfig
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
@@ -106,6 +108,14 @@ def test_values_out_of_range_are_named(tiny: Tiny, value: str) -> None:
 def test_values_that_only_a_target_can_refuse(tiny: Tiny, tmp_path: Path, value: str) -> None:
     with pytest.raises(UserError, match=value.split("=")[0]):
         tiny.job(tmp_path / "run", "medusa", value)
+
+
+def test_an_objective_that_was_completed_by_nobody_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """A config that is changed in Python has not passed the command line's checks."""
+    cfg = tiny.config("medusa")
+    cfg.objective = ObjectiveConfig(terms={"adaspec": 1.0})
+    with pytest.raises(UserError, match=r"objective\.reference=runs/NAME/best"):
+        train.run(cfg, tmp_path / "run")
 
 
 # --- a run's folder ------------------------------------------------------------------------------
