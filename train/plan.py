@@ -44,7 +44,8 @@ STEPS = 3  # training steps that are timed, after a warm-up step
 SAID = 0.9  # share of answers.max_new_tokens that answers used in quickstarts
 FORWARD = 1 / 3  # a forward pass's share of a training step's time; solving takes as much
 KEEPING = 1.15  # answers take so much longer if features are kept (BENCHMARKS.md: 9.2 s for 8.1)
-BESIDE = 1.4  # steps take so much longer in a run, which also reads features and keeps a log
+BESIDE = 1.5  # steps take so much longer in a run than when they are timed (1.4 to 1.55)
+IN_TURN = 1.15  # and those of the final evaluation, where plain and drafted passes take turns
 POOR = 300  # with fewer training conversations, a head has hardly begun to learn
 AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
 PLANNED = 0.92  # share of the time left that is planned: stages overran their plan by up to 5 %
@@ -224,8 +225,8 @@ def fitted(
     `train` and `held_out` count the tokens of each conversation before the target answers it, in
     the order in which they are taken. The held-out side is always taken whole."""
     answer = SAID * work.new
-    fixed = work.learned * speeds.step + AFTER
-    each = work.decoded * speeds.step
+    step = speeds.step * IN_TURN
+    fixed, each = work.learned * step + AFTER, work.decoded * step
     prompts = work.prompts
     while prompts > FEWEST and fixed + prompts * each > MEASURED * seconds:
         prompts -= 1

@@ -18,6 +18,7 @@ from train.plan import (
     BESIDE,
     FEWEST,
     FORWARD,
+    IN_TURN,
     KEEPING,
     MEASURED,
     SAID,
@@ -31,7 +32,8 @@ from train.plan import (
 
 SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
 WORK = Work(epochs=3, new=100, kept=False, prompts=FEWEST, decoded=15, learned=20, watched=0.001)
-FIXED = (FEWEST * 15 + 20) * 0.05 + AFTER  # of the final evaluation, whatever is trained on
+DECODED = 0.05 * IN_TURN  # seconds a token of the final evaluation takes
+FIXED = (FEWEST * 15 + 20) * DECODED + AFTER  # of the final evaluation, whatever is trained on
 
 
 def by_hand(n: int, tokens: int = 40, held: int = 5) -> float:
@@ -69,8 +71,8 @@ def test_the_floor_is_used_however_slow_the_machine() -> None:
 
 def test_a_slow_machine_measures_fewer_prompts() -> None:
     more = dataclasses.replace(WORK, prompts=30)
-    each = 15 * 0.05
-    room = (20 * each + 20 * 0.05 + AFTER) / MEASURED  # for the evaluation of 20 prompts
+    each = 15 * DECODED
+    room = (20 * each + 20 * DECODED + AFTER) / MEASURED  # for the evaluation of 20 prompts
     assert plan(math.inf, work=more).prompts == 30, "without a budget all are measured"
     assert plan(room + 1e-6, work=more).prompts == 20
     assert plan(room - 1e-6, work=more).prompts == 19
@@ -83,8 +85,8 @@ def test_a_slow_machine_measures_fewer_prompts() -> None:
 
 def test_longer_conversations_fill_a_budget_sooner() -> None:
     lengths = [10] * 100 + [400] * 100
-    short_first = fitted(60, 1, SPEEDS, WORK, lengths, [40] * 5)
-    long_first = fitted(60, 1, SPEEDS, WORK, lengths[::-1], [40] * 5)
+    short_first = fitted(70, 1, SPEEDS, WORK, lengths, [40] * 5)
+    long_first = fitted(70, 1, SPEEDS, WORK, lengths[::-1], [40] * 5)
     assert short_first.conversations > long_first.conversations > 1
 
 
