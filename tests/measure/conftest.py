@@ -1,4 +1,4 @@
-"""The target of the tests of measuring."""
+"""The target that the tests of measuring share."""
 
 import pytest
 

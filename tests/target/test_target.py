@@ -88,8 +88,8 @@ def test_grouped_attention_refuses_what_sdpa_leaves_out(asked: dict[str, Any]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_share_one_mask_for_their_groups(dtype: torch.dtype) -> None:
-    """Attention of two rows with masks of their own, as sdpa has it with repeated keys; the mask is
-    made ready once, and forgotten with the mask that it was made of."""
+    """Two rows with masks of their own give what sdpa gives with repeated keys. The stacked mask is
+    made once, and freed with the mask that it was made from."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, tokens, 8, generator=generator).to(dtype)

@@ -53,8 +53,8 @@ def test_every_option_composes(chosen: str) -> None:
         assert config.objective.terms == {option: 1.0}
 
 
-def test_the_quickstart_can_train_any_family() -> None:
-    """Its own head drafts fewer tokens, a setting that some families lack."""
+def test_the_quickstart_composes_with_any_family() -> None:
+    """Its own head has a smaller draft vocabulary, a setting that some families lack."""
     assert compose(["experiment=quickstart"]).drafter.draft_vocab == 4096
     for name in DRAFTERS:
         chosen = compose(["experiment=quickstart", f"drafter={name}", "also=null"]).drafter

@@ -110,7 +110,7 @@ def test_values_that_only_a_target_can_refuse(tiny: Tiny, tmp_path: Path, value:
         tiny.job(tmp_path / "run", "medusa", value)
 
 
-def test_an_objective_that_was_completed_by_nobody_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_incomplete_objective_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     """A config that is changed in Python has not passed the command line's checks."""
     cfg = tiny.config("medusa")
     cfg.objective = ObjectiveConfig(terms={"adaspec": 1.0})
