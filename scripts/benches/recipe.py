@@ -22,10 +22,7 @@ from specdec.progress import console
 from specdec.theory.intervals import Interval, difference_interval, ratio_interval
 
 STARTS, OBJECTIVES = ("regression", "target", "random"), ("nla", "kl")
-SIZE = (
-    *("experiment=quickstart", "drafter=eagle3"),
-    *("data.limit=760", "loop.epochs=2", "decode.prompts=30"),
-)
+SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
 FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null", "also=null")
 ROOT = Path(__file__).resolve().parents[2]
 DEPTHS = 3  # how many depths α is shown for
