@@ -119,9 +119,11 @@ def trained(
         runs.setdefault((arm, rate), []).append(made)
     found = [Arm(arm, rate, of) for (arm, rate), of in runs.items()]
     first = found[0].runs[0]
-    tokens = tokens_of_each([run for arm in found for run in arm.runs], folder)
+    # a seed orders the rows, whose lengths differ, so only runs of one seed read as many tokens
+    tokens = [tokens_of_each([arm.runs[seed] for arm in found], folder) for seed in range(seeds)]
+    counts = ", ".join(f"{n:,}" for n in dict.fromkeys(tokens))
     console.print(
-        f"{first.drafter}, {tokens:,} tokens a run, {seeds} seeds, {first.prompts} "
+        f"{first.drafter}, {counts} tokens a run, {seeds} seeds, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens, γ = "
         f"{first.temperatures[0].gamma}; {first.machine}. Intervals are 95 % bootstraps over "
         "prompts, whose counts are added over the seeds."
