@@ -20,6 +20,9 @@ LEAST = 1 << 16  # weights; a smaller layer gains nothing
 LAYOUT_ROWS = 8  # rows that the layout is chosen for: best from 1 to 16, and no worse beyond
 PROBED = 1 << 20  # the most weights that a probe multiplies by
 WORK = 1 << 24  # the most multiplications in one product of a probe
+COLD = 1 << 25  # bytes of weights between two uses of one: a pass finds none of them in a cache
+COPIES = 128  # the most of one weight
+TIMINGS = 5  # of each way
 # dtypes that oneDNN packs, and how far two orders of summation may differ, relative to the norm
 DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -80,18 +83,27 @@ def bucket(rows: int) -> int:
 
 @cache
 def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
-    """Whether products of `rows` rows by a packed weight [out, width] run here, agree with the
-    public operator's, and are faster. Takes about 10 ms: only part of a large weight is probed."""
+    """Whether products of `rows` rows by packed weights [out, width] run here, agree with the
+    public operator's, and are faster. So many copies of a weight take turns that none is in the
+    processor's caches, as in a pass: there, another way may be faster than on a cached weight.
+    Takes some 50 ms: only part of a large weight is probed."""
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
     with one_thread(), torch.inference_mode():
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(rows, width, generator=generator).to(dtype)
         weight = torch.randn(out, width, generator=generator).to(dtype)
+        count = min(COPIES, COLD // weight.nbytes, 8 * WORK // (rows * weight.numel()))
+        weights = [weight.clone() for _ in range(max(1, count))]
         try:
-            copy = packed(weight)
+            copies = [packed(weight) for weight in weights]
         except (AttributeError, RuntimeError) as error:
             return Answer(False, first_line(error))
-        return compare(lambda: product(x, copy, None), lambda: F.linear(x, weight), DTYPES[dtype])
+        return compare(
+            lambda: [product(x, copy, None) for copy in copies][-1],
+            lambda: [F.linear(x, weight) for weight in weights][-1],
+            DTYPES[dtype],
+            repeats=TIMINGS,
+        )
 
 
 @cache
