@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+ALIKE = 16  # sizes of products are rounded up to a multiple; see `rounded`
+
 
 @dataclass(frozen=True)
 class Anchors:
@@ -28,6 +30,15 @@ class Anchors:
         row_N, position_N = self.row_N.to(device), self.position_N.to(device)
         return Anchors(row_N, position_N, self.weight_NK.to(device), self.total)
 
+    def rounded(self) -> "Anchors":
+        """The same anchors, and the last one again without weight, up to a multiple of `ALIKE`: it
+        changes neither a loss nor a statistic."""
+        row_N, position_N = rounded(self.row_N), rounded(self.position_N)
+        more = len(row_N) - len(self.row_N)
+        return Anchors(
+            row_N, position_N, nn.functional.pad(self.weight_NK, (0, 0, 0, more)), self.total
+        )
+
     def grid(self, rows: int) -> tuple[Tensor, Tensor]:
         """The anchors as a padded table [B, A] of positions, and the column [N] of each in it."""
         counts_B = torch.bincount(self.row_N, minlength=rows)
@@ -36,6 +47,13 @@ class Anchors:
         where_BA = self.row_N.new_ones(rows, int(counts_B.max()))
         where_BA[self.row_N, column_N] = self.position_N
         return where_BA, column_N
+
+
+def rounded(x_N: Tensor) -> Tensor:
+    """The entries, and the last one again until their number is a multiple of `ALIKE`. oneDNN
+    prepares a product anew for every size that it has not met lately, and no two rows of text have
+    as many anchors: training steps took a fifth longer (LOG.md)."""
+    return torch.cat([x_N, x_N[-1:].expand(-len(x_N) % ALIKE if len(x_N) else 0)])
 
 
 def together(rows: Sequence[Anchors]) -> Anchors:

@@ -21,7 +21,7 @@ from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter
 from specdec.drafters.gather import entries
 from specdec.errors import require
-from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
 from specdec.forcing.visited import Visited
 from specdec.objectives.chunked import at_once, chunked, slices
 from specdec.objectives.objective import ObjectiveConfig
@@ -177,7 +177,8 @@ class TeacherForcing(nn.Module):
             return self._table(batch, more)
         depth = self.depth
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
-        chosen, reference = chosen.to(batch.mask_BT.device), self._reference[0]
+        chosen = chosen.rounded().to(batch.mask_BT.device)
+        reference = self._reference[0]
         hidden_NKD, compared_NKD = self._hidden(self.drafter, batch, chosen, moment), None
         if reference is not None:
             with torch.no_grad():
@@ -295,6 +296,7 @@ class TeacherForcing(nn.Module):
             where_NK = row_N1 * T + at_NK
         # depth k at one anchor and k - 1 at the next share one p, whose logits are computed once
         where_U, index_NK = where_NK.unique(return_inverse=True)
+        where_U = rounded(where_U)
         summary = Summary(*(x.flatten()[where_U] for x in states[1]))
         final_UD = states[0].flatten(0, 1)[where_U]
         with torch.no_grad():

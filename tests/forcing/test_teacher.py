@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import AnchorsConfig, Drafter
+from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, together
 from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.objectives import chunked
@@ -200,7 +201,8 @@ def test_a_piece_holds_what_an_objective_may_read(
     loss = cfg.loss
     monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
     forcing(batch, moment=Moment(0.5, [0]))
-    assert [len(piece.log_p) for piece in pieces] == [few] * (6 // few)
+    assert [len(piece.log_p) for piece in pieces] == [few] * (16 // few)  # 6 and 10 for padding
+    assert sum(int(piece.valid[:, 0].sum()) for piece in pieces) == 6
     assert pieces[0].progress == 0.5
     log_p_TV = Sampler(1.0).log_probs(target.logits(batch.final_BTD[0]))
     assert drafter.vocab_S is not None
@@ -223,6 +225,31 @@ def test_a_piece_holds_what_an_objective_may_read(
         assert (other - piece.log_q).abs().max() > 0.01
     named = dict(forcing.named_parameters())
     assert len(named) == len(list(drafter.parameters()))  # the reference is none of them
+
+
+@pytest.mark.parametrize("name", ["eagle3", "falcon", "dflash", "medusa"])
+def test_anchors_without_weight_change_nothing(
+    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products of a step have few different sizes: its 6 anchors are read as 16."""
+    drafter = make_drafter(name, target)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    batch, widths, found = batch_with(target, drafter, 6), [], []
+    read = drafter.training_hidden
+
+    def training_hidden(ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        widths.append(anchors_BA.shape[1])
+        return read(ctx, anchors_BA, moment)
+
+    monkeypatch.setattr(drafter, "training_hidden", training_hidden)
+    for multiple in (1, 16):
+        monkeypatch.setattr(anchoring, "ALIKE", multiple)
+        drafter.zero_grad()
+        loss, seen = forcing(batch, moment=Moment(0.5, [0]))
+        loss.backward()
+        found.append([loss.detach(), seen, *(p.grad for p in drafter.parameters())])
+    assert widths == [6, 16] and int(found[1][1][0, 0]) == 6
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_terms_add_up(target: Target) -> None:
