@@ -76,6 +76,16 @@ class Config:
         return self.data.rounds is not None or self.rounds.data == "on_policy"
 
     @property
+    def reads_plain_answers(self) -> bool:
+        """Whether the target's plain answers to the training prompts are read. On-policy rounds
+        write answers of their own, and a log has them; only a fresh draft's vocabulary and start,
+        tokens added to a vocabulary and drafters that are fitted to texts need the plain ones."""
+        continued = self.stage.draft is not None and self.stage.new_tokens == 0
+        fitted = self.also is not None or self.family.fit is not Drafter.fit
+        on_policy = self.rounds.data == "on_policy"
+        return self.data.rounds is None and not (on_policy and continued and not fitted)
+
+    @property
     def stores_features(self) -> bool:
         """Whether the target's features are kept on disk: only trained drafters read them."""
         return self.trains and self.features.cache == "disk"

@@ -81,9 +81,10 @@ def _continued(
         counts_V[vocab_S.numpy()] = 0
         missing = np.argsort(-counts_V, kind="stable")[:new_tokens]
         added = torch.from_numpy(missing[counts_V[missing] > 0])
+        which = f", which covers {covered:.1%} of this data," if any(map(len, said)) else ""
         note = (
-            f"its draft vocabulary of {len(vocab_S):,} tokens, which covers {covered:.1%} of this "
-            f"data, is kept, and {len(added)} tokens are added"
+            f"its draft vocabulary of {len(vocab_S):,} tokens{which} is kept, and {len(added)} "
+            "tokens are added"
         )
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec.errors import require
@@ -22,7 +23,7 @@ from train.plan import planned
 class Texts:
     """What training and evaluation read."""
 
-    train: list[Document]
+    train: list[Document]  # on-policy rounds may need only their prompts, which are then unanswered
     held_out: list[Document]
     prompts: list[Prompt]  # held out, for the decoder
     measured: int  # how many of these the final evaluation answers
@@ -66,8 +67,9 @@ def texts_of(job: Job) -> Texts:
         asked = train
         train, held_out = (
             answered(job.target, prompts, cfg.answers, job.accelerator, job.progress, keep)
-            for prompts in ([] if logs else train, held_out)
+            for prompts in (train if cfg.reads_plain_answers else [], held_out)
         )
+        train = train or [Document(p.id, p.ids, np.zeros(len(p.ids), np.bool_)) for p in asked]
     if logs:
         train = logged(logs, cfg.drafter.depth, parts, split.prompts)
     for name, documents in (("train", train), ("held out", held_out)):

@@ -175,6 +175,21 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
 
 
 @pytest.mark.usefixtures("training_alone")
+def test_on_policy_training_of_a_draft_needs_no_plain_answers(tiny: Tiny, tmp_path: Path) -> None:
+    """Plain answers change nothing, and are written only for what reads them: here, a copying
+    drafter that is fitted to them."""
+    tiny.job(tmp_path / "draft", "eagle3", "data.answers=target", "loop.epochs=1")
+    start = f"drafter.from={tmp_path / 'draft' / 'best'}"
+    for name, more, plain in (("alone", (), 0), ("fitted", ("also=suffix",), 24)):
+        root = tmp_path / f"answers of {name}"
+        tiny.job(tmp_path / name, "eagle3", *ON_POLICY, start, f"answers.root={root}", *more)
+        found = [r for path in root.rglob("*.jsonl") for r in read_lines(path, ("prompt",))]
+        held_out = len(split_prompts(tiny.config().data, make_tokenizer()).held_out)
+        assert len(found) == held_out + plain
+    assert losses(tmp_path / "alone") == losses(tmp_path / "fitted")
+
+
+@pytest.mark.usefixtures("training_alone")
 def test_a_log_trains_as_the_round_that_it_holds(tiny: Tiny, tmp_path: Path) -> None:
     """The first round of an on-policy run, from its own file of answers."""
     more = ["data.answers=target", "loop.epochs=1"]
