@@ -186,7 +186,8 @@ def test_on_policy_training_of_a_draft_needs_no_plain_answers(tiny: Tiny, tmp_pa
         found = [r for path in root.rglob("*.jsonl") for r in read_lines(path, ("prompt",))]
         held_out = len(split_prompts(tiny.config().data, make_tokenizer()).held_out)
         assert len(found) == held_out + plain
-    assert losses(tmp_path / "alone") == losses(tmp_path / "fitted")
+    for ours, theirs in zip(losses(tmp_path / "alone"), losses(tmp_path / "fitted"), strict=True):
+        assert ours[1]["loss"] == pytest.approx(theirs[1]["loss"], rel=1e-4)
 
 
 @pytest.mark.usefixtures("training_alone")
