@@ -72,7 +72,7 @@ class Config:
 
     @property
     def trains_at_visits(self) -> bool:
-        """Whether training is on a decoder's rounds, not at all positions of a text."""
+        """Whether training is at the anchors of a decoder's rounds, instead of all positions."""
         return self.data.rounds is not None or self.rounds.data == "on_policy"
 
     @property
@@ -170,7 +170,7 @@ def resolve(cfg: DictConfig) -> Config:
     outside = not where.parts or where.is_absolute() or ".." in where.parts
     require(
         not outside and bool(config.name.strip()) and "\0" not in config.name,
-        f"name={config.name!r} is not a folder name inside runs/: give one",
+        f"name={config.name!r} is not the name of a folder inside runs/: give such a name",
     )
     return config
 

@@ -45,7 +45,8 @@ from train.tracking import Tracker, curve
 def run(cfg: Config, folder: Path | str | None = None) -> float:
     """Run the whole job in `folder` (default runs/NAME); returns the held-out objective. An
     interrupted run of the same configuration is continued there; a finished one is not trained
-    again. Raises UserError for the user's mistakes, and `Diverged` for a loss that is not finite.
+    again. Raises UserError for the user's mistakes, and `Diverged` if the loss or the gradient is
+    not finite.
     """
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
@@ -101,7 +102,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.objective.reference is not None:
             of["reference draft"] = drafts.digest(cfg.objective.reference)
         require_same_texts(folder, of)
-        if main:  # from here on the folder is this run's; an earlier mistake leaves it free
+        if main:  # the folder now belongs to this run; after an earlier error it is free
             described = asdict(cfg) | {"of": of, "records": texts.records}
             write_whole(folder / "config.json", json.dumps(described, indent=1))
 

@@ -95,8 +95,8 @@ def gpu(
 ) -> None:
     """Everything that must be measured on a GPU, in pieces that resume.
 
-    Ends with exit code 3 while pieces are left. Raises UserError without a GPU and, after the other
-    pieces have run, for a piece that failed; the next call tries that piece again.
+    Ends with exit code 3 while pieces are left. Raises UserError without a GPU and, at the end of a
+    call, if a piece has failed; the next call tries that piece again, after the others.
     """
     there = dry or torch.cuda.is_available()
     require(there, "torch finds no GPU here: add --dry to try every piece on the CPU")
@@ -151,7 +151,7 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # a shell has its background jobs ignore Ctrl-C, and their children with them
+            # a shell's background jobs ignore Ctrl-C, and their children inherit that
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:

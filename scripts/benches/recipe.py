@@ -73,8 +73,8 @@ class Refused(UserError):
 
 
 def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str) -> Results:
-    """The report of runs/NAME, a run of size `SIZE` with the `overrides` of all runs and its `own`.
-    If it is not finished, `said` is printed and it is trained. Raises UserError if it fails."""
+    """The report of runs/NAME. If that run is not finished, print `said` and train it, at size
+    `SIZE`, with the `overrides` of all runs and its `own`. Raises UserError if it fails."""
     report = ROOT / "runs" / name / "report"
     if not (report / FILE).exists():
         console.print(f"{said}: {name}")

@@ -42,8 +42,8 @@ class DataConfig:
     prefix: str = ""  # put before every source, such as "translate English to German: "
     beginning: int = 128  # characters of a plain text that are its prompt
     split: str = "train"  # of a hub dataset
-    max_length: int = 1024  # tokens of one document
-    max_prompt: int = 512  # tokens of a prompt that the target answers
+    max_length: int = 1024  # the most tokens of one document
+    max_prompt: int = 512  # the most tokens of a prompt
     min_answer: int = 4  # the fewest assistant tokens that a document may have
     too_long: str = "drop"  # drop | truncate, at max_length
     limit: int | None = None  # usable conversations, counted from the first; null: all

@@ -233,7 +233,8 @@ def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     require("\0" not in text, f"{path}: cannot be read as UTF-8 text (it holds null bytes)")
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if path.suffix == ".json" and text.lstrip().startswith("{"):  # one record over several lines
+    # this may be a single record that spans several lines
+    if path.suffix == ".json" and text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
             yield str(path), json.loads(text)
             return

@@ -132,6 +132,6 @@ def name_of(ids: NDArray[np.int32]) -> str:
 
 
 def name_of_rounds(row: Row, x: slice) -> str:
-    """The name that the states after the drafts in a document are stored under."""
+    """The name under which the target's features after a document's drafted tokens are stored."""
     assert row.rounds is not None
     return name_of(np.column_stack([row.ids[x], row.rounds[x]]))

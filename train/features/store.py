@@ -1,5 +1,6 @@
-"""The target's features on disk, document by document: filled from any source, read as a source.
-A document is looked up by its tokens, so other rows, other data and larger runs find it too."""
+"""The target's features on disk, by document: a `Store` is filled from any source, and `Disk` is
+a source that reads it. A document is looked up by its tokens, so runs that pack it into other rows,
+have other data or are larger find it too."""
 
 import hashlib
 import json
@@ -176,7 +177,7 @@ class Store:
         write_whole(self.folder / "meta.json", json.dumps(asdict(self.kind), indent=1))
 
     def _add(self, found: Mapping[str, Features]) -> None:
-        """Write documents, by their names, as one file."""
+        """Write the features of documents, which are given by name, as one file."""
         tensors = {f"{n}.{part}": x for n, f in found.items() for part, x in f.items()}
         name = hashlib.blake2b("".join(sorted(found)).encode(), digest_size=12).hexdigest()
         path = self.folder / f"{name}.safetensors"
