@@ -111,8 +111,9 @@ class Proposal:
     A token of -1 means that nothing was drafted there: rows may draft less than their neighbours.
     Nodes are numbered from 0, a parent before its children, siblings in the order in which they
     were drawn; the parent -1 is the anchor. `q_BNV` is the distribution over the target's
-    vocabulary that each node was drawn from, the same for siblings (before any was taken out); None
-    means that the tokens were chosen deterministically, each a point mass.
+    vocabulary that each node was drawn from. Siblings have the same one, even if they were drawn
+    without replacement. None means that the tokens were chosen deterministically, each a point
+    mass.
 
     The target reads the anchor and the nodes as one block of M = N + 1 *places*: the anchor at
     place 0 and node i at place i + 1; scouts, if any, follow. The outputs of that pass (logits,

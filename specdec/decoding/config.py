@@ -68,7 +68,7 @@ class DecodeConfig:
         for temperature in self.temperatures:
             require(
                 0 <= temperature < math.inf,
-                f"decode.temperatures holds {temperature}: give 0 or more",
+                f"decode.temperatures holds {temperature}: give finite numbers >= 0",
             )
             sampler = Sampler(temperature, self.top_k, self.top_p)
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")

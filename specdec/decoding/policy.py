@@ -27,7 +27,7 @@ class Length:
 
     limit: int = 8
 
-    reads_q: ClassVar[bool] = False  # then `stop` is called, with q at T = 1 if drafts are greedy
+    reads_q: ClassVar[bool] = False  # whether `stop` is called (q is at T = 1 if drafts are greedy)
     measured: ClassVar[str] = ""  # a setting that can be measured if it is not given
 
     def __post_init__(self) -> None:

@@ -243,7 +243,7 @@ def _processors(
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
-    """The tokens that fields of the config name, except eos and padding."""
+    """The config's fields that make processors act on given tokens, and those tokens."""
     forced = ("forced_bos_token_id", "forced_eos_token_id")
     for name in ("suppress_tokens", "begin_suppress_tokens", *forced):
         yield name, _ids(getattr(config, name))

@@ -5,7 +5,7 @@ from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes part of a character to this
 BYTES = 4  # the most bytes in a character; each may be a token
-SHOWN = 8  # tokens already shown that are decoded again, if none of them completes a character
+SHOWN = 8  # the most shown tokens that are decoded again, after bytes that form no character
 
 
 class Stream:

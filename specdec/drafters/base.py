@@ -118,8 +118,9 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def upgraded(cls, config: Any) -> Any:
-        """A config from a file of any version; what is not a dict is returned as it is. If `start`
-        is missing, its version had only one start, which is now the second of `starts`."""
+        """A config from a file of any version, brought up to date. If `start` is missing, that
+        version had only one start, which is now the second of `starts`. Anything that is not a dict
+        is returned unchanged."""
         if isinstance(config, dict) and hasattr(cls.Config, "start"):
             return {"start": cls.starts[1]} | config
         return config

@@ -98,7 +98,7 @@ class Hybrid(Drafter):
     Sizes = HybridSizes
     trainable = False
     copies = chooses = True
-    reads_body = True  # if its head does
+    reads_body = True  # its head may
     families: ClassVar[Mapping[str, type[Drafter]]] = {}  # set by `specdec.drafters`
     sizes: HybridSizes
     copier: Copying
@@ -299,7 +299,7 @@ class Hybrid(Drafter):
         return torch.cat([ids_BAK1, own], -1)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """Over the target's vocabulary: the head's logits where it drafts; elsewhere 0 at the
+        """Logits over the target's vocabulary: the head's where it drafts; elsewhere 0 for the
         copied token and -inf for all others."""
         logits, own = one_hot(hidden[..., :1], self.target_vocab), hidden[..., 0] == HEAD
         if own.any():

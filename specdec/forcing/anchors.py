@@ -19,7 +19,7 @@ class Anchors:
     row_N: Tensor
     position_N: Tensor
     weight_NK: Tensor  # float32: the weight of each depth in a loss; 0 where it does not count
-    total: float  # the weight of depth 0 at all valid positions, whether drawn as anchors or not
+    total: float  # depth 0's weight summed over all valid positions, drawn as anchors or not
 
     @property
     def valid_NK(self) -> Tensor:

@@ -71,7 +71,7 @@ def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 1
 def batch_of(
     target: Target, needs: Needs, sampler: Sampler, text: Context, mask_BT: Tensor
 ) -> Batch:
-    """A batch of the texts in a context without features, which the target reads now."""
+    """A batch of the texts in `text`, a context without features: the target reads them here."""
     position_BT, document_BT = text.documents()
     ctx, final = target.features(
         text.ids_BT, needs, position_BT=position_BT, document_BT=document_BT

@@ -23,7 +23,7 @@ class Layout:
     are renamed back. `objection` takes the drafter's logits on a short text and says why an engine
     would draft differently, or returns None."""
 
-    method: str  # vLLM's name for drafting with them
+    method: str  # vLLM's name for drafting with such weights
     config: Callable[[Any, Target], Description]
     write: Callable[[Any, Tensors], Tensors] = unchanged
     read: Callable[[Any, Tensors], Tensors] = unchanged

@@ -39,7 +39,8 @@ def config(drafter: MTP, target: Target) -> Description:
     )
     require(
         rope.get("rope_type", "default") == "default",
-        f"vLLM's loader has plain rotary positions, and this target's are {rope.get('rope_type')}",
+        "vLLM's loader supports only plain rotary positions, but this target's are of type "
+        f"{rope.get('rope_type')}",
     )
     require(
         getattr(theirs, "intermediate_size", None) == drafter.llama.intermediate_size,

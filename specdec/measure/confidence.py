@@ -1,7 +1,7 @@
-"""Confidence beside acceptance: how far apart they are, and the calibration that mends it.
+"""How far confidence is from acceptance, and the calibration that brings the two together.
 
-Both are taken at the anchors where a decoder's rounds started and, at each depth, over the cases in
-which all tokens before were accepted. They are found by teacher forcing, since p then gives the
+Both are measured at the anchors where a decoder's rounds started and, at each depth, over the cases
+in which all earlier tokens were accepted. Teacher forcing measures them, since p then gives the
 probability of every outcome. Letters: T anchors of one answer, K depths, N tokens.
 """
 
@@ -31,7 +31,7 @@ CALIBRATING = 24  # prompts for a calibration
 AT_ONCE = 8  # of them answered together
 BINS = 10  # of equal width, for the calibration error
 LEAST = 1e-12  # the smallest confidence, and the smallest divisor
-PRIOR = 1.0  # precision of log scale and shift around those of the depth before
+PRIOR = 1.0  # how strongly each depth is drawn towards the one before; see `fit`
 
 
 class Believed(NamedTuple):

@@ -40,7 +40,7 @@ from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import pass_cost
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
-SHOWN = 6  # samples that are kept
+SHOWN = 6  # sample answers that are kept in the results
 
 
 @dataclass

@@ -32,8 +32,8 @@ class Along(NamedTuple):
     alpha: Acceptance
     lenient: list[Tensor]  # α_l, for each of `LENIENCES`
     ratio: Tensor  # q(x) / p(x) at the text's own token x
-    divergence: Tensor  # D_LK
-    non_iterative: Tensor  # α by that rule
+    divergence: Tensor  # D_LK (Leviathan et al. 2023, Definition 3.2)
+    non_iterative: Tensor  # α of non-iterative rejection sampling (Appendix A.2)
     picked: Tensor  # the confidence in argmax q
     written: Tensor  # 1 where argmax q is the text's own token
     drawn: Tensor  # the confidence in a token drawn from q

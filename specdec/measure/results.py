@@ -111,7 +111,7 @@ class AtTemperature:
     lossless: bool
     gamma: int  # the depth of what a round drafts
     nodes: int
-    chain: bool  # rather than a tree
+    chain: bool  # whether a round drafts a chain rather than a tree
     tau: Interval
     speedup: Interval
     tokens_per_second: Interval
@@ -124,7 +124,7 @@ class AtTemperature:
     repetition: Interval  # share of 4-grams that occurred earlier in the same answer
     alpha: Forced
     costs: Costs
-    reached: list[Interval] = field(default_factory=list)  # accepted / rounds
+    reached: list[Interval] = field(default_factory=list)  # by depth: accepted / rounds
     conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
     identical: int | None = None  # answers equal to plain decoding's, at T = 0
     learned: Learned = field(default_factory=Learned)

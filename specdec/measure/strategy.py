@@ -51,8 +51,9 @@ class Strategy:
 
 
 def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
-    """The shape and the length that `cfg` asks for, measured if needed on the first of `prompts`,
-    which should not be those of the evaluation. Raises UserError as `require_fitting` does."""
+    """The shape and the length policy that `setup.cfg` asks for. Where a choice needs measurements,
+    they are taken on the first of `prompts`, which should not be those of the evaluation. Raises
+    UserError as `require_fitting` does."""
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
@@ -109,9 +110,9 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
 def acceptance_by_rank(
     setup: Setup, prompts: Sequence[Sequence[int]], depth: int, width: int = 6, **options: Any
 ) -> Tensor:
-    """Acceptance by depth and rank [D, R]: the share of rounds that reached a node of the
-    first-ranked chain and went on to its child of that rank, if each node of that chain has `width`
-    children. Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or
+    """Acceptance by depth and rank [D, R]: of the rounds that reached a node of the first-ranked
+    chain, the share that went on to its child of that rank, where each node of that chain has
+    `width` children. Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or
     `greedy_draft`), else the r-th token drawn. `options` are those of `decode`."""
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)

@@ -63,7 +63,7 @@ def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
     divided by the number of all tokens.
     """
     reference = piece.reference_log_q
-    assert reference is not None  # `ObjectiveConfig.require_complete`
+    assert reference is not None  # checked by `ObjectiveConfig.require_complete`
     with torch.no_grad():
         more_NK = (piece.p * (_floor(reference) - _floor(piece.log_q))).sum(-1)
         valid_NK = more_NK.masked_fill(~piece.valid, torch.nan)
@@ -107,7 +107,7 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
 
     The weights are those of Lucas-TY/D-PACE (specforge/core), which divides the sum over a batch's
     blocks by the number of rows, not of anchors; that changes the loss by a factor only.
-    `objective=d_pace` sets an objective's own weights over depth to 1.
+    The setting `objective=d_pace` also sets `objective.depth_decay` to 1.
     """
     loss_NK = ce(piece)
     known_NK = (-loss_NK.detach()).exp() * (piece.label >= 0)
@@ -124,8 +124,8 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
     factors, so a draft that is poor at depth 0 would learn nothing at deeper ones and little at 0.
     So early in a run w_i is computed from β̃ = s + (1 - s) β, as in D-PACE (arXiv 2605.18810,
     s = ½): s falls from `smooth` at the start to 0 when the share `until` of the run is done
-    (`until=0`: s stays). Depths after an answer's end do not count. `objective=expected_length`
-    sets an objective's own weights over depth to 1.
+    (`until=0`: s stays). Depths after an answer's end do not count. The setting
+    `objective=expected_length` also sets `objective.depth_decay` to 1.
     """
     smooth *= _left(piece, until)
     loss_NK = nla(piece)

@@ -6,7 +6,7 @@ from specdec.measure.results import AtTemperature
 
 
 def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """A table; rows that are shorter than `columns` end in dashes."""
+    """A table; dashes fill the cells that a row lacks at its end."""
     filled = [[name, *cells, *["—"] * (len(columns) - len(cells))] for name, cells in rows.items()]
     lines = [[corner, *columns], ["---"] * (1 + len(columns)), *filled]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -126,7 +126,7 @@ def _measured_law(at: AtTemperature) -> list[str]:
 
 
 def _reads(results: Results) -> list[str]:
-    """What a pass reads, and what beam search would add to it."""
+    """What a pass of the target reads, and how many positions a beam search would have it judge."""
     at, blocks = results.temperatures[0], []
     judged = paper.beam_passes(BEAMS, BEAMS, at.gamma)
     if results.weight_bytes:

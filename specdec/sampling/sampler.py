@@ -34,7 +34,7 @@ class Sampler:
     def __post_init__(self) -> None:
         temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
         finite = 0 <= temperature < float("inf")
-        require(finite, f"sampler.temperature={temperature}: give a number >= 0")
+        require(finite, f"sampler.temperature={temperature}: give a finite number >= 0")
         require(top_k >= 0, f"sampler.top_k={top_k}: give a number >= 0 (0 keeps all)")
         require(0 < top_p <= 1, f"sampler.top_p={top_p}: give a number in (0, 1]")
 

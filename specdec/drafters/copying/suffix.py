@@ -101,7 +101,7 @@ class CorpusPlaces:
         return CorpusPlaces(self.index, low, high, self.length + 1)
 
     def children(self, width: int) -> "list[tuple[int, Places]]":
-        """As for the text itself; where places are many, a sample picks the tokens to examine."""
+        """As `TextPlaces.children`. Of many places, only a sample is searched for candidates."""
         text_N, order_N = self.index
         step = -(-self.count // SAMPLED)
         at_R = order_N[self.low : self.high : step] + self.length

@@ -63,7 +63,7 @@ class Adapters(nn.Module):
 
 
 def adapted_layers(target: Parts, layers: int, lora: LoraOptions) -> list[Adapted]:
-    """The linear layers that get adapters, in the target's first layers."""
+    """The linear layers that get adapters, all within the target's first `layers` layers."""
     assert isinstance(target, Target)
     return _widths(_empty_adapters(shallow(target, layers), lora))
 

@@ -10,8 +10,9 @@ to the first token that differs. There are two ways back to the target's tokens:
   gets there.
 - `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft writes
   greedily, and its text, turned into target tokens, is proposed with q None. It can draft any
-  token, but only chains. Teacher forcing shows what is drafted from each anchor, however the text
-  continues: at T > 0, later depths belong to a proposal from which the text may have departed.
+  token, but only chains. In teacher forcing, the draft writes on from each anchor without
+  seeing how the text continues: at T > 0, the text may depart from the proposal before a later
+  depth.
 
 Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """

@@ -28,11 +28,12 @@ from specdec.sampling.trees import Growth
 
 @dataclass
 class PEagleConfig(Eagle3Config):
-    """`mask_token` is the id whose embedding stands for tokens not yet known, null for the last id.
+    """`mask_token` is the id whose embedding stands for tokens not yet known; null: the last id.
 
     `keep` and `keep_least` thin out the depths that are trained on (COD sampling), which saves time
-    and memory: of n anchors in a row, depth k counts at (n - k) · max(keep^k, keep_least), drawn
-    anew at every step from those where depth k - 1 counts. The reference has 0.7 and 0.2.
+    and memory: if a row of text has n anchors, depth k counts at (n - k) · max(keep^k, keep_least)
+    of them, drawn anew at every step from those where depth k - 1 counts. The reference
+    implementation uses 0.7 and 0.2.
     """
 
     name: str = "peagle"

@@ -126,7 +126,8 @@ class Attention(nn.Module):
 
     def see_oneself(self, inner_XR: Tensor, outer_RD: Tensor) -> None:
         """Set the weights so that every input x [X] sees little but itself and the output is
-        x `inner_XR` `outer_RD`. Queries and keys are the same random map of x's first D numbers."""
+        `x @ inner_XR @ outer_RD`. Queries and keys are the same random map of x's first D
+        numbers."""
         (R, D), groups = outer_RD.shape, self.heads // self.kv_heads
         self.v_proj.weight[:R] = inner_XR.T.to(self.v_proj.weight)
         outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)

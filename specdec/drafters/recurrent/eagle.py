@@ -60,8 +60,8 @@ class Eagle(Solved):
         The copy works on states after the final norm; the original reads and writes the residual
         stream. So weights that read the state are divided by the final norm's (q, k and v also take
         in the weight of the norm before attention), and weights that write are multiplied by it.
-        The state does not show how large the stream was, so the layer's addition is scaled to
-        `UPDATE` of a random state.
+        The state does not show how large the stream was, so what the layer adds is scaled
+        to `UPDATE` times the size of a random state.
         """
         layer, norm = self.layer, self.layer.post_attention_layernorm
         before_D = torch.empty_like(norm.weight)

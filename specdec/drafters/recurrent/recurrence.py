@@ -33,8 +33,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class RecurrentConfig:
-    """`start=target` starts from parts of the target, around a pass-through of the feature;
-    `random` is the papers' start."""
+    """`start=target` copies what fits of the target's last layer and at first passes the feature
+    through to it; `start=random` draws the weights at random, as the papers do."""
 
     name: str
     depth: int = 3
