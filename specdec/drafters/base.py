@@ -307,8 +307,8 @@ class Drafter(nn.Module, ABC):
         return torch.stack([self.unembed(hidden_NKD[:, k], k) for k in depths], 1)
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor | None:
-        """The family's own estimate of α [N, K] at each depth, if it makes one. Whatever a draft is
-        trained on, this estimate is trained too (see `Objective.loss`)."""
+        """The family's own estimate of α [N, K] at each depth, if it makes one. It is trained along
+        with the draft, whatever the draft's own loss (see `Objective.loss`)."""
         return None
 
     def weigh(
@@ -318,11 +318,11 @@ class Drafter(nn.Module, ABC):
         masks: Sequence[Sequence[bool]],
         variant: str,
     ) -> None:
-        """Learn, before decoding at some temperature, what the choice of a draft depends on, for
-        families with `chooses`. `cost(member, γ)` measures the time of one draft step of a member
-        that drafts γ tokens, and of a pass over γ + 1 tokens, both in plain steps.
-        In `texts`, the target answers at that temperature wherever `masks` is true. `variant` names
-        the α by which drafts are accepted."""
+        """Learn what the choice of a draft depends on. Families with `chooses` do so before they
+        decode at some temperature. `cost(member, γ)` measures the time of one draft step of a
+        member that drafts γ tokens, and of a pass over γ + 1 tokens, both in plain steps. Where
+        `masks` is true, the tokens of `texts` are the target's own answers at that temperature.
+        `variant` names the α by which drafts are accepted."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
@@ -341,7 +341,7 @@ class Drafter(nn.Module, ABC):
         growth.calibration = self.calibrations.of(variant)
         proposal = shape.draft(growth, choose)
         if ctx.cache is not None:
-            ctx.cache.drop()  # drafts in the target's own slots, which it is about to write
+            ctx.cache.drop()  # the drafts in the target's own slots, which its pass will overwrite
         q_BNS = proposal.q_BNV
         if q_BNS is not None and q_BNS.shape[-1] < self.target_vocab:
             assert self.vocab_S is not None

@@ -73,7 +73,7 @@ def entries(x_BT: Tensor, index_BA: Tensor) -> Tensor:
 
 
 def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
-    """`count` entries of each row [B, count, …] from that row's start (padded by the last one)."""
+    """`count` entries of each row [B, count, …] from that row's start (clamped at the end)."""
     if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
         return x_BT[:, starts[0] : starts[0] + count]
     return windows(x_BT, torch.tensor(starts, device=x_BT.device)[:, None], count)[:, 0]

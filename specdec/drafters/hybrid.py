@@ -324,7 +324,7 @@ class Hybrid(Drafter):
         if shape.depth == 0 or (all(copies) and not beside):
             return copied_chains(copies, ctx)
         choose = replace(choose, vocab_S=self.head.vocab_S)
-        if choose.siblings != "fixed" and not beside:  # a row that copies draws nothing of its own
+        if choose.siblings != "fixed" and not beside:  # a row that copies keeps its generator as is
             unused = torch.Generator(ctx.ids_BT.device).manual_seed(0)
             of_rows = zip(choose.generators, copies, strict=True)
             choose.generators = [unused if ids else own for own, ids in of_rows]

@@ -2,9 +2,9 @@
 
 Read from vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py): the target may be any model that
 gives the states of its layers. The target's embedding and LM head are shared, unless the file has
-an `lm_head.weight`: a pruned draft vocabulary is written as those rows of the target's head. A
-block there is the anchor and as many mask tokens as are drafted, so a bidirectional block drafts
-as it does here only with num_speculative_tokens = `depth`.
+an `lm_head.weight`: for a pruned draft vocabulary, that tensor holds the rows of the target's head
+for its tokens. In vLLM a block is the anchor and as many mask tokens as are drafted, so a
+bidirectional block drafts as it does here only with num_speculative_tokens = `depth`.
 """
 
 import torch

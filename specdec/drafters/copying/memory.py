@@ -100,7 +100,8 @@ class Copying(Drafter):
     def walked(
         self, ctx: Context, anchors_BA: Tensor, depth: int, found: Callable[[Any], list[int]]
     ) -> Tensor:
-        """The first K numbers that `found` gives at each anchor [B, A, K, 1], -1 after them."""
+        """The numbers [B, A, K, 1] that `found` gives for the memory at each anchor: at most the
+        first K = `depth`, then -1."""
         copied = []
         rows = (x.tolist() for x in (ctx.ids_BT, ctx.documents()[0], anchors_BA))
         for ids, position, anchors in zip(*rows, strict=True):

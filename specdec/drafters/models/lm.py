@@ -82,7 +82,7 @@ class LM(Pretrained):
             ) from error
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """Drafted tokens are branches of the text: one pass reads all of them after it."""
+        """One pass reads the text and then, as its branches, the tokens drafted at all anchors."""
         if drafted_BAk is None:
             return super().hidden(ctx, anchors_BA, None)
         ids_BM, place = with_branches(ctx, anchors_BA, drafted_BAk)

@@ -152,7 +152,8 @@ class Pretrained(Drafter):
     def over_cache(
         self, cache: Any, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
     ) -> Tensor:
-        """Logits [B, T, V] of tokens that continue what the cache holds, or [B, 1, V] at `last`."""
+        """Logits [B, T, V] of tokens that continue what the cache holds; given `last_B1`, only
+        those [B, 1, V] at that token of each row."""
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)

@@ -40,8 +40,9 @@ ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of 
 
 @dataclass
 class SparseConfig:
-    """The top of this file explains `budget`, `window` and `refresh`. `sink` is how many first
-    tokens streaming keeps, out of its budget; votes are averaged over `pool` (odd) neighbours."""
+    """The top of this file explains `budget`, `window` and `refresh`. `sink` is how many of the
+    first tokens streaming keeps, as part of its budget; snapkv averages votes over `pool`
+    neighbouring positions, an odd number."""
 
     name: str = "sparse"
     depth: int = 4
@@ -193,9 +194,9 @@ class Sparse(View):
 
 
 def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:
-    """The positions [H, C] below `before` that get most attention from the last w tokens, ascending
-    (SnapKV, Listing 1): attention is summed over those tokens and averaged over a KV head's query
-    heads and over `pool` neighbouring positions."""
+    """The positions [H, C] below `before`, ascending, that get the most attention from the last w
+    tokens (SnapKV, Listing 1): attention is summed over those tokens and averaged over a KV head's
+    query heads and over `pool` neighbouring positions."""
     votes_HP = attention_QwP[..., :before].float().sum(1).unflatten(0, (heads, -1)).mean(1)
     smooth_HP = nn.functional.avg_pool1d(
         votes_HP, pool, stride=1, padding=pool // 2, count_include_pad=False

@@ -189,7 +189,8 @@ class Translated(Drafter):
             hidden_KD = torch.cat([hidden_KD, self.continued(own_k[None], cache)[0]])
         out = hidden_KD.new_zeros(depth, hidden_KD.shape[1] + 1)
         out[: len(hidden_KD), :-1] = hidden_KD
-        out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf  # even past the text's end
+        # nothing can be drafted after a token outside the intersection, or past the text's end
+        out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf
         return out
 
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:

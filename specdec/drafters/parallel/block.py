@@ -158,7 +158,7 @@ class Block(Drafter):
         return self._head(states.to(self.target.dtype))
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The keys' input c [B, T, D] of the target's features [B, T, F]."""
+        """c [B, T, D], of which keys and values are made, from the target's features [B, T, F]."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def enter(self, anchor_BA: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Block(Drafter):
         return self.head(hidden)
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        """The growth after these anchors, from the logits of all depths and the states there."""
+        """The growth after these anchors, from the logits and states of all depths."""
         return reading_no_draft(lambda k: logits_BKS[:, k])
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:

@@ -55,7 +55,8 @@ class Convolution(nn.Module):
         return self(read, corrections, 0, slots), corrections
 
     def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
-        """x [B, N, D], convolved within each block of `slots`; `corrections` [B, N, 2, taps, G]."""
+        """x [B, N, D], convolved within each block of `slots` slots; `corrections`
+        [B, N, 2, taps, G] hold what is added to the kernel of each side."""
         x_BAMGg = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
         kernel = self.base_kernel[side].unflatten(-1, (-1, self.group))
         kernel = kernel + corrections[..., side, :, :, None].unflatten(1, (-1, slots))

@@ -62,8 +62,9 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """COD sampling: the kept depths of an anchor are its first ones. Their weight is 1
-        over the product of the shares drawn, so that the expected loss is that of all depths."""
+        """COD sampling: each depth is kept at a share of the anchors where the depth before it is
+        kept. Its weight is divided by the product of these shares, so that the expected loss is
+        that of all depths."""
         weight_TK = super().anchors(valid_TK, generator)
         n = int((weight_TK[:, 0] > 0).sum())
         for k in range(1, valid_TK.shape[1]):

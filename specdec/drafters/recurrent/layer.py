@@ -1,4 +1,4 @@
-"""A Llama layer of a draft's own, and how it is shaped like the target's and copied from it.
+"""A Llama layer of a draft's own, which takes its shape, and may copy its weights, from the target.
 
 Letters: B batch, N states, A anchors, D width.
 """
@@ -58,7 +58,8 @@ class Layer(nn.Module):
         sight: Sight,
         own: tuple[KeyValue, ...] = (),
     ) -> Tensor:
-        """The output [B, A, D] at anchors, given what attention reads there and the residual."""
+        """The output [B, A, D] at anchors. `pairs` holds what attention reads there, and the
+        residual."""
         attention, (read, residual) = self.self_attn, pairs
         heads = attended(attention.query(read, rope), shared, sight, own)
         return self.finish(residual, attention.joined(heads))

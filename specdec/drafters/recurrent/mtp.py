@@ -112,7 +112,7 @@ class MTP(Solved):
     def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
         self.layers = nn.ModuleList(Module(self.llama) for _ in range(config.modules))
-        self.of_target = False  # whether training starts from modules of the target
+        self.of_target = False  # whether training starts from the target's own MTP modules
         self.several = config.modules > 1
         if self.several:
             self.max_depth = config.modules

@@ -58,8 +58,8 @@ class Solved(Recurrent):
 
     def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[Known]]) -> None:
         """Solve, by least squares, for the `fc` that best predicts the target's next final state
-        from what `joined` makes of a pair: of the state and token that depth 0 reads, and of the
-        output of depth 0 and the token that depth 1 reads."""
+        from the `joined` pairs of two depths: depth 0 reads a token and the target's state before
+        it, depth 1 the next token and the output of depth 0."""
         pairs = Squares()
         for some in known():
             read = self.joined(self.token(some, 0), self.before(some))
@@ -71,8 +71,9 @@ class Solved(Recurrent):
         fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
 
     def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Solve, by least squares, for the output weights of the first layer's MLP. It is to add
-        what the rest of the layer lacks at depths 0 and 1; its other weights stay as they are."""
+        """Solve, by least squares, for the output weights of the first layer's MLP, so that the MLP
+        adds what the rest of the layer lacks at depths 0 and 1. Its other weights stay as they
+        are."""
         layer, mlp, rest = self.layer, self.layer.mlp, Squares()
         mlp.down_proj.weight.zero_()
         for some in known():
