@@ -52,7 +52,7 @@ def read(drafter: Block, tensors: Tensors) -> Tensors:
         fits = rows_SD is not None and torch.equal(
             rows_SD, drafter.target.own_head(drafter.vocab_S).cpu()
         )
-        require(fits, f"tensor {HEAD!r} does not hold the target's rows of the draft vocabulary")
+        require(fits, f"tensor {HEAD!r} is not the target's head at the draft vocabulary")
     return eagle3.read(drafter, tensors)
 
 

@@ -278,8 +278,8 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
     layers = target.config.num_hidden_layers if read else 0
     require(
         all(0 < k <= layers for k in read),
-        f"{folder}: this draft reads layers {list(read)}, and {target.name} has {layers}: train it "
-        "again",
+        f"{folder}: this draft reads layers {list(read)}, but {target.name} has {layers}: "
+        "train a draft for this target",
     )
     ids_BT = torch.arange(6, device=target.device)[None] % target.vocab_size
     if isinstance(target, Seq2SeqTarget):  # its texts hold a start token, or (BART) two in a row
