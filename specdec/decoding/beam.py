@@ -239,9 +239,9 @@ class DraftBeams:
         logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
         ends_S, ids = torch.isin(ids_S, self.eos_E), ids_S.tolist()
-        # for each row: nodes, the numbers of their parents in the growth, and scores
+        # for each row: (node, its parent's number in the growth, score) for each node of its front
         front = [[(node, -1, s)] for node, s in zip(self.live, score_W.tolist(), strict=True)]
-        first, count = -1, 0  # the number of the front's first nodes; how many nodes are numbered
+        first, count = -1, 0  # the number of a front's first node; nodes numbered so far
         for d in range(depth):
             if d > 0:
                 tokens = [[node.token for node, _, _ in nodes] for nodes in front]

@@ -20,9 +20,9 @@ FEATURES = ("log_q", "entropy", "margin", "depth", "cumulative_log_q")
 
 
 class TokenFeatures:
-    """The stop classifier's features of each drafted token [B, F], in the order of `FEATURES`: from
-    q at this depth, log q(token) (at least log 1e-9), the entropy in nats, and the largest
-    probability minus the second; then the depth, and Σ log q of the chain so far."""
+    """The stop classifier's features of each row's drafted token [B, F], in order of `FEATURES`:
+    log q(token) (at least log 1e-9); q's entropy in nats; its largest probability minus the second;
+    the depth; and Σ log q over the chain up to this token."""
 
     total_B: Tensor
 

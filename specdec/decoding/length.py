@@ -86,9 +86,9 @@ class Adaptive(Length, ABC):
 @dataclass
 class Optimal(Adaptive):
     """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
-    with acceptance by depth and measured costs, whatever the size of the batch. `c` is the time of
-    a draft step in steps of the target; `v` gives points of v(γ), the same for a pass over γ + 1
-    tokens (see `leviathan.pass_cost`)."""
+    with acceptance by depth and measured costs. It ignores the size of the batch. `c` is the time
+    of a draft step divided by that of a plain target step; `v` gives points of v(γ), the time of a
+    target pass over γ + 1 tokens in the same unit (see `leviathan.pass_cost`)."""
 
     c: float | None = None
     v: dict[int, float] = field(default_factory=dict)

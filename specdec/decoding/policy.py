@@ -28,7 +28,7 @@ class Length:
     limit: int = 8
 
     reads_q: ClassVar[bool] = False  # whether `stop` is called (q is at T = 1 if drafts are greedy)
-    measured: ClassVar[str] = ""  # a setting that can be measured if it is not given
+    measured: ClassVar[str] = ""  # the setting that is measured if it is not given; "": none
 
     def __post_init__(self) -> None:
         require_between("length.limit", self.limit, 0, DEEPEST)

@@ -150,9 +150,10 @@ def lenience(
 
 def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """SpecTr's k-SEQ (Sun et al. 2023, Algorithm 2), for k independent children: accept each x
-    with min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ, β = Σ min(p / ρ, q). The
-    residual is p minus the accepted mass, min(p / ρ, q) · (1 - (1 - β)^k) / β. It is not negative
-    for any ρ at or above the solution, such as the bisection's upper end."""
+    with probability min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ and
+    β = Σ min(p / ρ, q). The residual is p minus the accepted mass,
+    min(p / ρ, q) · (1 - (1 - β)^k) / β; it is not negative for any ρ at or above the solution, such
+    as the bisection's upper end."""
     if q_BV is None:
         return point_mass(tokens_BC, q_BV, p_BV)
     p, q = p_BV.double(), q_BV.double()
@@ -329,7 +330,7 @@ def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
 
 
 def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
-    """The drafted tokens' values [B, N], picked from values [B, M, V] by place and token."""
+    """Each drafted token's value [B, N], from the values [B, M, V] at the place above it."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
     return x_BMV[row_B1, proposal.above_BN, proposal.tokens_BN.clamp_min(0)]
 
@@ -366,8 +367,8 @@ def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
-    """Rows [..., V] scaled to sum to 1. A row without mass is reached with probability 0 up to
-    rounding; `without_mass` replaces it."""
+    """Rows [..., V] scaled to sum to 1. A row without mass, which only rounding can make decoding
+    reach, is replaced by `without_mass`."""
     mass = rows.sum(-1, keepdim=True)
     return torch.where(mass > _tiny(mass), rows / mass, without_mass)
 

@@ -60,7 +60,7 @@ class Stream:
 
 
 class Stops:
-    """Finds stop strings that end in the token added last, and may begin in the prompt."""
+    """Finds stop strings that end in the token added last; they may begin in the prompt."""
 
     def __init__(self, stop: Sequence[str], tokenizer: Any) -> None:
         self.stop = list(stop)

@@ -46,7 +46,8 @@ class Batch:
     visited: Visited | None = None  # a decoder's rounds, whose anchors and drafts are then read
 
     def anchors(self, depth: int, per: str) -> Anchors:
-        """All valid positions, or all visited ones; see `anchors_of`."""
+        """All valid positions; if rounds were `visited`, only those where one started. See
+        `anchors_of`."""
         position_BT, document_BT = self.ctx.documents()
         drafted = None if self.visited is None else self.visited.drafted_BTK(self.mask_BT)
         text = self.mask_BT, document_BT, position_BT
@@ -114,7 +115,7 @@ class TeacherForcing(nn.Module):
             "the reference draft has fewer depths than the draft: give one as deep",
         )
         ours_S, theirs_S = drafter.vocab_S, (reference or drafter).vocab_S
-        same = ours_S is theirs_S  # both None
+        same = ours_S is theirs_S  # true if neither vocabulary is pruned
         if ours_S is not None and theirs_S is not None:
             same = torch.equal(ours_S, theirs_S)
         require(
@@ -164,12 +165,14 @@ class TeacherForcing(nn.Module):
         measure: bool = False,
         more: Columns | None = None,
     ) -> tuple[Tensor, Tensor] | Table:
-        """The summed loss and the statistics [K, 5] in `STATISTICS`; with `measure`, a `Table` with
-        the columns that `more` computes. Both go through `forward`, so that DDP and FSDP see every
-        use of the weights.
+        """The summed loss and the sums [K, 5] that `STATISTICS` names; with `measure`, a `Table`
+        with the columns that `more` computes. Both are computed by `forward`, so that DDP and FSDP
+        see every use of the weights.
 
-        `anchors` has those of each row; None (and `measure`) takes all valid positions. The loss is
-        Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total.
+        `anchors` has those of each row; None takes those of `Batch.anchors`, as `measure` always
+        does. The loss is Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors'
+        total. If the target's adapters are trained too, it is scaled by the draft's share, and the
+        divergence of the adapted target from the original is added.
         """
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))
         original, (batch, share) = batch, self._adapted(batch, moment.progress)
@@ -205,7 +208,7 @@ class TeacherForcing(nn.Module):
                 counted_CNK = torch.stack(columns) * of.valid
                 return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
 
-            # a term that compares with a reference ranks the tokens of a whole chunk
+            # a loss that compares with a reference ranks a chunk's tokens, so it needs them all
             size = len(some_NKD) if reference is not None else at_once(tensors[0])
             whole = size >= len(some_NKD)
             return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)

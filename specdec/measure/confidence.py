@@ -1,8 +1,9 @@
-"""How far confidence is from acceptance, and the calibration that brings the two together.
+"""How far a draft's confidence is from acceptance, and the calibration that narrows the gap.
 
-Both are measured at the anchors where a decoder's rounds started and, at each depth, over the cases
-in which all earlier tokens were accepted. Teacher forcing measures them, since p then gives the
-probability of every outcome. Letters: T anchors of one answer, K depths, N tokens.
+Confidence and acceptance are compared at the anchors where a decoder's rounds started and, at each
+depth, over the cases in which all earlier tokens were accepted. This is done by teacher forcing,
+where p gives the probability of acceptance, so no outcome has to be drawn. Letters: T anchors of
+one answer, K depths, N tokens.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from specdec.theory.intervals import ratio_interval
 from specdec.theory.logistic import minimise
 
 CALIBRATING = 24  # prompts for a calibration
-AT_ONCE = 8  # of them answered together
+AT_ONCE = 8  # prompts answered together
 BINS = 10  # of equal width, for the calibration error
 LEAST = 1e-12  # the smallest confidence, and the smallest divisor
 PRIOR = 1.0  # how strongly each depth is drawn towards the one before; see `fit`
@@ -39,7 +40,7 @@ class Believed(NamedTuple):
 
     confidence: Tensor
     accepted: Tensor  # the probability that the target accepts it
-    weight: Tensor  # the probability that all tokens before it were accepted; 0 beyond the text
+    weight: Tensor  # P(all tokens before it were accepted); 0 where confidence is 0
 
 
 def believed(text: Text, variant: str, gamma: int) -> Believed:
@@ -59,9 +60,10 @@ def believed(text: Text, variant: str, gamma: int) -> Believed:
 def calibrate(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], cfg: DecodeConfig
 ) -> Calibrations:
-    """Calibrations for the temperatures in `cfg`, all those above 0 taken together, fitted to what
-    the drafter's chains do in answers to some prompts, on which nothing else should be measured.
-    Those of other temperatures stay as they are. Raises UserError for a drafter that copies."""
+    """The drafter's calibrations, fitted at the temperatures in `cfg` to its chains in answers to
+    `prompts`, on which nothing else should be measured. All temperatures above 0 share one fit.
+    Where `cfg` lacks 0, or any temperature above it, the calibrations for that stay as they were.
+    Raises UserError for a drafter that copies."""
     name = drafter.config.name
     require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
     found: dict[str, list[Believed]] = {}

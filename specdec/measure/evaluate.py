@@ -185,7 +185,8 @@ def _answered(
 
 
 def _after_the_first(batch: Sequence[Generation]) -> int:
-    """Tokens after the first of each answer, which prefill emits; at least one."""
+    """How many tokens of these answers the rounds made, since prefill emits the first of each; at
+    least 1, as this is a divisor."""
     return max(1, sum(len(g.ids) - 1 for g in batch))
 
 

@@ -220,7 +220,7 @@ class Results:
     calibrated_on: int = 0  # other prompts, to which the draft's calibration was fitted
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
-    weight_bytes: int = 0  # of the target, which a pass reads
+    weight_bytes: int = 0  # the size of the target's weights, which a pass reads
     training: Training | None = None
     also: "Results | None" = None  # another draft, which took turns with this one
     shift: Shift | None = None  # of the target, if it was trained too

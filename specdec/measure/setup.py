@@ -28,8 +28,8 @@ class Setup:
     def answers(
         self, prompts: Sequence[Sequence[int]], shape: Shape | None, **options: Any
     ) -> list[Generation]:
-        """Continue prompts together, in rounds that draft `shape` (None: plainly). `options` are
-        those of `decode` and override `cfg`."""
+        """Continue prompts together, in rounds that draft `shape` (None: by plain decoding).
+        `options` are those of `decode` and override `cfg`."""
         cfg = self.cfg
         given: dict[str, Any] = {"max_new_tokens": cfg.max_new_tokens, "compiled": cfg.compile}
         if shape is not None:

@@ -1,4 +1,5 @@
-"""A report's folder: results.json, report.md and .html, plots, and what was learned on the way."""
+"""A report's folder: results.json, report.md and .html, plots, and any stop classifiers and
+cost tables that were measured."""
 
 from pathlib import Path
 

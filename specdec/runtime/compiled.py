@@ -45,7 +45,7 @@ class Compiled:
     def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
         self.run, self.longest = run, longest
         self.graph: Pass | None = None
-        self.ways: dict[Hashable, Pass] = {}  # a graph or `run`, by the shapes of its inputs
+        self.ways: dict[Hashable, Pass] = {}  # the graph or `run`, by capacity, modes and shapes
 
     def __call__(self, cache: SlotCache, **inputs: Any) -> tuple[Any, ...]:
         slots = cache.slots

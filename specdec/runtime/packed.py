@@ -22,7 +22,7 @@ PROBED = 1 << 20  # the most weights that a probe multiplies by
 WORK = 1 << 24  # the most multiplications in one product of a probe
 COLD = 1 << 25  # bytes of weights between two uses of one: a pass finds none of them in a cache
 COPIES = 128  # the most of one weight
-TIMINGS = 5  # of each way
+TIMINGS = 5  # of the packed product and of the plain one
 # dtypes that oneDNN packs, and how far two orders of summation may differ, relative to the norm
 DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from specdec.errors import first_line
 
 REPEATS = 15  # timings of each way, in turn; the best of each counts
-GAIN = 1.1  # how many times as fast as the public way an alternative must be
+GAIN = 1.1  # an alternative must be at least this many times as fast as the public way
 NATIVE = 0.75  # native bfloat16 takes at most this share of float32's time; AMX takes .3
 
 

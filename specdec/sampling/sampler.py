@@ -44,7 +44,7 @@ class Sampler:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn at all."""
+        """Whether top-k or top-p is on, so that at T > 0 only the likelier tokens can be drawn."""
         return self.top_k > 0 or self.top_p < 1
 
     def log_probs(self, logits: Tensor) -> Tensor:

@@ -45,9 +45,10 @@ class Growth:
     calibration: Calibration | None = None
 
     def log_confidence(self, depth: int, log_q_BWC: Tensor) -> Tensor:
-        """The logarithm of the confidence in children of the nodes that grew last, from log q of
-        them. If there are several, the first is the likeliest one: the family's own estimate is
-        about that one, and the others are as much less likely as q says."""
+        """The logarithm of the confidence in children of the nodes that grew last, from their
+        log q. Of several children, the likeliest comes first. The family's own estimate, if there
+        is one, is taken for the first child, and scaled for the others by q's ratio to the first.
+        """
         if self.own_BW is not None:
             log_q_BWC = log_q_BWC - log_q_BWC[..., :1] + self.own_BW.log()[..., None]
         return log_q_BWC if (c := self.calibration) is None else c.log(log_q_BWC, depth)
@@ -199,7 +200,8 @@ class Dynamic(Shape):
             width = min(self.top_k, logits.shape[-1])
             best_BWC, index_BWC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
             best_BWC = growth.log_confidence(d, best_BWC)
-            total_BC = (score_BW[..., None] + best_BWC - 1e-5).flatten(1)  # a parent comes first
+            # less 1e-5, so that a parent outranks even a child of confidence 1
+            total_BC = (score_BW[..., None] + best_BWC - 1e-5).flatten(1)
             first = tokens_BN.shape[1]
             tokens_BN = torch.cat([tokens_BN, choose.ids(index_BWC).flatten(1)], 1)
             parents_BN = torch.cat([parents_BN, front_BW.repeat_interleave(width, 1)], 1)

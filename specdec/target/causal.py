@@ -77,7 +77,8 @@ class CausalTarget(Target):
         return Context(ids_BT, layers, final if needs.final_hidden else None), logits
 
     def _through_graph(self, needs: Needs) -> Pass:
-        """A pass through `torch.compile`: the final hidden state, the layers and the logits."""
+        """A pass through `torch.compile` that returns the final hidden state, the hidden states of
+        the layers in `needs` (None if there are none) and the logits."""
         if needs in self._compiled:
             return self._compiled[needs]
         seen: dict[int, Tensor] = {}

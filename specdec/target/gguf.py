@@ -20,11 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def dense(gguf: Path, cache: Path) -> Path:
-    """The folder under `cache`, named by the hash of the GGUF file, with this model's bfloat16
-    weights, tokenizer and chat template. It is built next to its place and moved there when
-    complete; a copy that is damaged when it is used again is made anew. Raises UserError if the
-    file is missing, is not a GGUF file, is cut off, or holds a model that transformers cannot read.
-    """
+    """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template; its
+    name ends in a hash of the GGUF file. It is built in a temporary folder and moved here when
+    complete; an existing folder that is damaged is built again. Raises UserError if the file is
+    missing, is not a GGUF file, is cut off, or holds a model that transformers cannot read."""
     require(gguf.is_file(), f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
         begins = file.read(4)

@@ -39,7 +39,7 @@ class TargetConfig:
     dtype: str = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
     device: str = "auto"  # auto: a GPU where there is one, else the CPU
     revision: str | None = None
-    attn_implementation: str = "grouped"  # sdpa without copies of K and V, where sdpa can
+    attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
     packed: bool = True  # on a CPU: a second copy of weights where that is faster (packed.py)

@@ -135,9 +135,9 @@ class Parts:
         return self.layers[k].state_dict()
 
     def as_llama(self, k: int) -> dict[str, Tensor]:
-        """The weights of layer k by the names of a Llama layer, as far as it has such parts. A
-        norm's weights are those it multiplies by. Of Gemma's two norms around the MLP, the first
-        is taken."""
+        """The weights of layer k, named as in a Llama layer where it has the same parts. A norm's
+        weight is given as the factor that it multiplies by, even if it is stored as 1 less. Of
+        Gemma's two norms around the MLP, the first is taken."""
         found = dict(self.layer(k))
         if (before_mlp := found.get("pre_feedforward_layernorm.weight")) is not None:
             found["post_attention_layernorm.weight"] = before_mlp
@@ -145,8 +145,8 @@ class Parts:
         return found | {name: found[name] + self._stored_less for name in norms}
 
     def beyond(self, k: int) -> dict[str, Tensor]:
-        """The tensors of layer L + k of the checkpoint, after the L that the model has: a module
-        for multi-token prediction, which transformers does not load. Empty if absent."""
+        """The tensors that the checkpoint stores as layer L + k, beyond the model's own L layers: a
+        module for multi-token prediction, which transformers does not load. Empty if absent."""
         L = self.config.num_hidden_layers
         found = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
         return {name: x.to(self.device) for name, x in found.items()}

@@ -24,7 +24,8 @@ from specdec.target.parts import Parts
 @dataclass(frozen=True)
 class Weights:
     """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
-    it, and `note` is where the fingerprint of the unchanged files is noted."""
+    it, and `note` is the file for the target's fingerprint, whose name changes when the
+    checkpoint does."""
 
     files: dict[str, Path]
     note: Path

@@ -19,7 +19,7 @@ class Interval:
     n: int
 
     def text(self, digits: int = 3) -> str:
-        """`0.403 [0.338, 0.467]`; only the figure if there was nothing to resample."""
+        """`0.403 [0.338, 0.467]`; only the figure if the interval has no width."""
         value = f"{self.value:.{digits}f}"
         if self.low == self.high:
             return value
