@@ -135,7 +135,7 @@ class Hybrid(Drafter):
 
     @classmethod
     def family(cls, name: str) -> type[Drafter]:
-        require(bool(name), "a hybrid needs both members: give drafter.head and drafter.copying")
+        require(bool(name), "a hybrid combines drafter.head and drafter.copying: give both")
         require(name in cls.families, f"drafter {name!r} is unknown{nearest(name, cls.families)}")
         return cls.families[name]
 
