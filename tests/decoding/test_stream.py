@@ -94,7 +94,11 @@ def test_bytes_that_are_no_characters_come_as_they_are_decoded(
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(
-        st.one_of(st.integers(0, 9), st.characters(codec="utf-8"), st.sampled_from([266, 267]))
+        st.one_of(
+            st.integers(0, 9),
+            st.characters(codec="utf-8", exclude_characters=BROKEN),  # a known limit of `Stream`
+            st.sampled_from([266, 267]),
+        )
     ),
     CUTS,
 )
