@@ -13,8 +13,8 @@ class Stream:
     several tokens comes with the last of them. Each token is decoded together with the tokens of
     the piece shown last, on which its text may depend, as a space does. The pieces join to the text
     of the whole answer, unless a tokenizer changes text that was complete (as SentencePiece does
-    for bytes that form no character) or the text has a replacement character of its own, which looks
-    like part of a character: then what follows it may be shown wrongly."""
+    for bytes that form no character) or the text has a replacement character of its own, which
+    looks like part of a character: then what follows it may be shown wrongly."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
