@@ -228,7 +228,7 @@ def _processors(
     for name in COUNTED:
         require(
             len(set(seen)) == 1 or not _asks(config, name),
-            f"generation_config.{name} needs prompts of equal length: give them one at a time",
+            f"generation_config.{name} needs prompts of equal length: give one prompt at a time",
         )
     require(
         bool(eos) or not _asks(config, "exponential_decay_length_penalty"),

@@ -13,8 +13,7 @@ class Stream:
     several tokens comes with the last of them. Each token is decoded together with the tokens of
     the piece shown last, on which its text may depend, as a space does. The pieces join to the text
     of the whole answer, unless a tokenizer changes text that was complete (as SentencePiece does
-    for bytes that form no character) or the text has a replacement character of its own, which
-    looks like part of a character: then what follows it may be shown wrongly."""
+    for bytes that form no character)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -40,11 +39,18 @@ class Stream:
             return ""
         self._ids.append(token)
         count = len(self._ids)
-        if self._decoded(self._ids).endswith(BROKEN):
+        if self._ends_within_a_character():
             if count - self._count < BYTES:
                 return ""
             count = self._count + 1  # a character would be complete by now, so its start is broken
         return self._show(count)
+
+    def _ends_within_a_character(self) -> bool:
+        """Whether the last token leaves a character incomplete. A text that ends in a replacement
+        character is complete if that is a character of its own: then SentencePiece, which had one
+        for each of its bytes, has fewer now."""
+        text = self._decoded(self._ids)
+        return text.endswith(BROKEN) and len(text) >= len(self._decoded(self._ids[:-1]))
 
     def _show(self, count: int) -> str:
         """Return what the first `count` tokens add to the text that was shown."""

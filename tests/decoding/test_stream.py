@@ -4,7 +4,7 @@ Run alone: python -m pytest tests/decoding/test_stream.py
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
@@ -94,14 +94,12 @@ def test_bytes_that_are_no_characters_come_as_they_are_decoded(
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(
-        st.one_of(
-            st.integers(0, 9),
-            st.characters(codec="utf-8", exclude_characters=BROKEN),  # a known limit of `Stream`
-            st.sampled_from([266, 267]),
-        )
+        st.one_of(st.integers(0, 9), st.characters(codec="utf-8"), st.sampled_from([266, 267]))
     ),
     CUTS,
 )
+@example([BROKEN, "\u0800"], [1])
+@example(["é", BROKEN, 3, BROKEN], [2, 5])
 def test_words_and_byte_tokens_mix(parts: list[int | str], cuts: list[int]) -> None:
     """Numbers are words and special tokens; characters become the tokens of their bytes."""
     ids: list[int] = []
