@@ -58,8 +58,8 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
             raise RuntimeError
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"target.device={device!r} is not available: torch finds "
-            f"{torch.cuda.device_count()} GPUs here; give auto, cpu or cuda"
+            f"target.device={device!r} is not available here, where torch finds "
+            f"{torch.cuda.device_count()} GPUs: give auto, cpu or cuda"
         ) from error
     dtype = native_dtype(device).dtype if cfg.dtype == "auto" else cfg.dtype
     require_known("target", cfg, dtype=[*DTYPES, "auto"])
