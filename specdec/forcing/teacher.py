@@ -186,7 +186,7 @@ class TeacherForcing(nn.Module):
         if reference is not None:
             with torch.no_grad():
                 compared_NKD = self._hidden(reference, batch, chosen)
-        decay_K = hidden_NKD.new_tensor([self.objective.depth_decay**k for k in range(depth)])
+        decay_K = hidden_NKD.new_tensor([self.objective.weight(k) for k in range(depth)])
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
             piece, tensors = self._pieces(batch, chosen, some_NKD, rows)

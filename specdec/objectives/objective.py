@@ -22,7 +22,7 @@ SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
 @dataclass
 class ObjectiveConfig:
     """A weighted sum of terms (see losses.py), summed over the depths of each anchor with weights
-    `depth_decay`^k, and averaged over anchors.
+    `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
 
     `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
     that changes linearly from the run's start until that share of its steps is done, as in
@@ -41,11 +41,12 @@ class ObjectiveConfig:
     reference: str | None = None
     paths: list[list[int]] | None = None
     depth_decay: float = 0.8
+    least_weight: float = 0.0
     per: str = "token"
     chunk: int = 256
 
     def __post_init__(self) -> None:
-        require_within("objective", self, chunk=1, depth_decay=0)
+        require_within("objective", self, chunk=1, depth_decay=0, least_weight=0)
         require_known("objective", self, per=("token", "sequence"))
         for kind in ("terms", "constants"):
             for name in getattr(self, kind):
@@ -114,7 +115,13 @@ class ObjectiveConfig:
         for name, (first, last, until) in self._used().items():
             ramp = f"({first:g} to {last:g} over {until:.0%} of the run)"
             terms.append(f"{f'{first:g}' if first == last else ramp} {name}")
-        return f"{' + '.join(terms)}, depth k weighs {self.depth_decay:g}^k, per {self.per}"
+        least = f", at least {self.least_weight:g}" if self.least_weight else ""
+        weights = f"depth k weighs {self.depth_decay:g}^k{least}"
+        return f"{' + '.join(terms)}, {weights}, per {self.per}"
+
+    def weight(self, depth: int) -> float:
+        """The weight of this depth, counted from 0."""
+        return max(self.depth_decay**depth, self.least_weight)
 
     def _used(self) -> dict[str, tuple[float, float, float]]:
         """FROM, TO and UNTIL of the terms whose weight is not 0 throughout."""

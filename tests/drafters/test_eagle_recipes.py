@@ -278,7 +278,9 @@ def test_the_papers_recipes_are_composed() -> None:
     config = compose(["experiment=peagle_paper"])
     wanted = {"depth": 8, "num_layers": 4, "keep": 0.7, "keep_least": 0.2, "start": "random"}
     assert config.drafter == PEagleConfig(**wanted)  # type: ignore[arg-type]
-    assert (config.objective.terms, config.objective.depth_decay) == ({"kl": 1.0}, 0.7)
+    assert config.objective.terms == {"kl": 1.0}
+    weights = [config.objective.weight(k) for k in range(8)]  # .7^5 is .168
+    assert weights == pytest.approx([1, 0.7, 0.49, 0.343, 0.2401, 0.2, 0.2, 0.2])
     config = compose(["experiment=hass_paper"])
     assert config.drafter == EagleConfig(depth=3, start="random", detach=True, noise=0.2)
     assert config.objective.terms == {"smooth_l1": 1.0, "soft_ce": 0.1, "top_k": 1.0}

@@ -283,7 +283,8 @@ def at_once(forcing: TeacherForcing, target: Target, batch: Batch) -> tuple[Tens
     greedy_NK = (ids_S[best_NK] == p_NKV.argmax(-1)).float()
     columns = torch.stack([-beta_NK.log(), beta_NK, drafted_NK, greedy_NK], -1)
     by_depth = (columns * anchors.valid_NK[..., None]).sum(0)
-    decay_K = torch.tensor([forcing.objective.depth_decay**k for k in range(K)])
+    decay, least = forcing.objective.depth_decay, forcing.objective.least_weight
+    decay_K = torch.tensor([max(decay**k, least) for k in range(K)])
     return (by_depth[:, 0] * decay_K).sum(), by_depth.detach()
 
 
@@ -294,7 +295,7 @@ def test_chunks_within_chunks_equal_everything_at_once(
 ) -> None:
     """10 anchors, unembedded by 4 and read by 3: loss, all α and every gradient, in float32."""
     drafter = make_drafter(name, target)
-    forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=4))
+    forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=4, least_weight=0.7))
     ids = text(0, 20)[0].tolist()
     batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 10 + [True] * 10])
     size = drafter.train_depth * (target.vocab_size if drafter.vocab_S is None else 40)
