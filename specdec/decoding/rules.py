@@ -192,14 +192,16 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     for ratio_B in _ratio(before_BNV, q_BNV, tokens_BN[..., None])[..., 0].unbind(-1):
         weights.append((weights[-1] * ratio_B).clamp_max(1))
     weight_BM = torch.stack(weights, -1)
-    drawn_BNV = q_BNV.masked_fill((tokens_BN < 0)[..., None], 0.0)
-    residual_BNV = (weight_BM[:, :-1, None] * before_BNV - drawn_BNV).clamp_min(0)
+    if (missing_BN := tokens_BN < 0).any():
+        q_BNV = q_BNV.masked_fill(missing_BN[..., None], 0.0)
+    next_BMV = pad(weight_BM[:, :-1], (0, 1), value=1.0)[..., None] * p_BMV
+    residual_BNV = next_BMV[:, :-1].sub_(q_BNV).clamp_min_(0)
     coin_BN = _survival(residual_BNV.sum(-1), weight_BM[:, :-1])
     coin_BM = torch.cat([coin_BN, weight_BM[:, -1:]], -1)
     none_later = (1 - coin_BM).flip(-1).cumprod(-1).flip(-1)
     none_after_BM = pad(none_later[:, 1:], (0, 1), value=1.0)
     stop_BM = torch.cat([none_after_BM[:, :1], (coin_BM * none_after_BM)[:, 1:]], -1)
-    return Law(stop_BM, torch.cat([_normal(residual_BNV, before_BNV), p_BMV[:, -1:]], 1))
+    return Law(stop_BM, _normal(next_BMV, p_BMV))
 
 
 def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
@@ -370,7 +372,10 @@ def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
     """Rows [..., V] scaled to sum to 1. A row without mass, which only rounding can make decoding
     reach, is replaced by `without_mass`."""
     mass = rows.sum(-1, keepdim=True)
-    return torch.where(mass > _tiny(mass), rows / mass, without_mass)
+    if not (some := mass > _tiny(mass)).all():
+        rows = torch.where(some, rows, without_mass)
+        mass = rows.sum(-1, keepdim=True)
+    return rows / mass
 
 
 def _without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
