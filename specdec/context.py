@@ -24,13 +24,13 @@ class Needs:
 @dataclass
 class Context:
     """Tokens and the target's features of them. A reader at anchor a uses only features before a.
-    While decoding, a row's `lengths[b]` tokens end with its anchor, its features one position
-    earlier, and padding follows. In training (`lengths` is None) both cover all of a packed row."""
+    While decoding, row b's `lengths[b]` tokens end with its anchor, its features one position
+    before; padding follows. In training (`lengths` is None) both cover all of a packed row."""
 
     ids_BT: Tensor
     layers_BTF: Tensor | None = None  # the layers of `Needs`, concatenated in their order
     final_BTD: Tensor | None = None
-    document_BT: Tensor | None = None  # each token's document, -1 = padding; None: by positions
+    document_BT: Tensor | None = None  # each token's document, -1 = padding; None: see `documents`
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …
     lengths: list[int] | None = None
     texts: list[list[int]] | None = None  # the tokens of each row, where a caller has them
@@ -58,8 +58,8 @@ class Context:
 @dataclass(frozen=True)
 class Known:
     """Anchors of texts that the target has read: the tokens and features of the texts, and the
-    target's final states, which say what it predicts next. As many more tokens follow every anchor
-    as the drafter asks for (`Drafter.regressed`)."""
+    target's final states, which say what it predicts next. After every anchor, the text has at
+    least as many more tokens as the drafter asks for (`Drafter.regressed`)."""
 
     ctx: Context
     final_BTD: Tensor
@@ -71,7 +71,7 @@ class Known:
         return x_BTF[self.row_N, self.position_N - 1]
 
     def tokens(self, depth: int) -> Tensor:
-        """The text's own tokens [N] that a depth is the first to read; depth 0 reads the anchor."""
+        """The text's own tokens [N] that a depth is the first to read: at depth 0, the anchors."""
         return self.ctx.ids_BT[self.row_N, self.position_N + depth]
 
     def wanted(self, depth: int) -> Tensor:

@@ -74,7 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:
-    """The message for a full disk or a place that cannot be written; other errors are raised."""
+    """The UserError for a full disk or a place that cannot be written; raises any other error."""
     code = getattr(error, "errno", None)
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
         code = int(found[1])

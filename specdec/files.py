@@ -90,7 +90,7 @@ def read_json(path: Path) -> Any:
     try:
         require(path.is_file(), f"{path} does not exist, or is not a file")
         size = path.stat().st_size
-        require(size <= LARGEST, f"{path} is {size / 1e6:,.0f} MB: none of ours is that large")
+        require(size <= LARGEST, f"{path} is too large ({size / 1e6:,.0f} MB): name another file")
         value = json.loads(path.read_bytes())
     except RecursionError:
         raise UserError(f"{path} is damaged: it nests thousands of brackets") from None
@@ -105,9 +105,9 @@ def read_json(path: Path) -> Any:
 
 
 def record(kind: type[T], value: Any, where: str) -> T:
-    """Build a dataclass from JSON or user input, with every field checked against its type. Only
-    lists become tuples, and whole numbers floats, if the type asks for it. Raises UserError,
-    beginning with `where`, for a missing or unknown key and for a value of another type."""
+    """Build a dataclass from JSON or user input, with every field checked against its type. Where
+    the type asks for it, a list becomes a tuple, a whole number a float, and a dict's key a number.
+    Raises UserError, beginning with `where`, for a missing or unknown key or a mistyped value."""
     require(isinstance(value, dict), f"{where}: expected an object, found {_shown(value)}")
     hints = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]

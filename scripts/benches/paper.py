@@ -18,9 +18,8 @@ from specdec.errors import UserError, require
 from specdec.files import make_folder, read_record, write_whole
 from specdec.measure.results import AtTemperature, Results
 from specdec.progress import console
-from specdec.report.markdown import write
+from specdec.report.markdown import table, write
 from specdec.report.plots import PALETTE, Line, Panel, curves
-from specdec.report.tables import table
 from specdec.report.theory import FURTHEST, PASS, of_pass
 from specdec.theory import leviathan as theory
 from specdec.theory.intervals import ratio_interval

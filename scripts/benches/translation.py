@@ -27,7 +27,7 @@ from specdec.errors import UserError
 from specdec.files import make_folder, write_whole
 from specdec.measure.results import Results
 from specdec.progress import console
-from specdec.report.tables import table
+from specdec.report.markdown import table
 from specdec.target.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
 from train.data.split import load

@@ -12,15 +12,15 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 
-AT_ONCE = 8  # tokens drafted before each search for an end, as their q over the vocabulary is kept
+AT_ONCE = 8  # tokens per draft call: few, because the q of each over the whole vocabulary is kept
 
 
 def require_alone(drafter: Drafter) -> None:
     """Raise UserError unless a draft can write any number of tokens without the target."""
     require(
         drafter.needs == Needs() and drafter.max_depth is None and not drafter.reads_body,
-        f"rounds.data: {drafter.config.name} reads the target's features, so it cannot write by "
-        "itself: give drafter=lm, or rounds.data=draft, mixed or on_policy",
+        f"rounds.data: {drafter.config.name} cannot write text without the target: give "
+        "drafter=lm, or rounds.data=draft, mixed or on_policy",
     )
 
 

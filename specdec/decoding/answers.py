@@ -26,7 +26,7 @@ class Round:
 
     @property
     def bonus(self) -> bool:
-        """Whether the target's own token of the round came after the draft, correcting nothing."""
+        """Whether the target's own token extended the draft, instead of correcting a rejection."""
         return self.tested == self.accepted
 
 
@@ -129,8 +129,8 @@ class Answers:
                 self.record.keep(rows.texts[b], rows.known(b))
 
     def remaining(self, patient: bool) -> list[int] | None:
-        """The rows of the batch that go on, if ended rows leave the batch now; else None. Leaving
-        copies the caches, so a `patient` batch waits until a tenth of its rows have ended."""
+        """The rows that stay in the batch if ended rows are removed now, else None. Removing rows
+        copies the caches, so a `patient` batch waits until more than a tenth have ended."""
         rows = [b for b, i in enumerate(self.in_batch) if i not in self._done]
         if len(rows) == len(self.in_batch) or (patient and len(rows) >= 0.9 * len(self.in_batch)):
             return None
@@ -142,7 +142,7 @@ class Answers:
         return [self._done[i] for i in range(len(self.prompts))]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
-        """How many tokens an answer keeps that ends after its first `before`; None: it goes on."""
+        """How many tokens the answer keeps, if it ends after its first `before`; else None."""
         for n in range(before + 1, min(len(ids), self.limit) + 1):
             if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):
                 return n
@@ -158,7 +158,7 @@ def outcome(
     rounds, new = [], []
     for b, (ids, above) in enumerate(drafted):
         path = tuple(i for i in paths[b] if i >= 0)
-        depths, end, went_on = [0], 1 + path[-1] if path else 0, False  # by place
+        depths, end, went_on = [0], 1 + path[-1] if path else 0, False  # depths by place
         for token, place in zip(ids, above, strict=True):
             depths.append(1 + depths[place] if token >= 0 else 0)
             went_on = went_on or (token >= 0 and place == end)

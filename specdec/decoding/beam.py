@@ -99,8 +99,8 @@ class BeamResult:
 @dataclass
 class Search:
     """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step per
-    call, in float32 and in the same order: equal log-probabilities give equal results, including
-    ties. Work that only keeps a batch in step with its slowest row is left out."""
+    call, with the same float32 operations in the same order: equal log-probabilities give equal
+    results, even for ties. Work that only keeps a batch in step with its slowest row is omitted."""
 
     root: InitVar[BeamNode]
     beams: int
@@ -213,7 +213,7 @@ class DraftBeams:
 
     def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
         """Give every live beam the row of the beam that it continues by `steps` tokens, with the
-        features of the last pass, by each node's `place` in it."""
+        features of the last pass, in which `place` gives the index of each node."""
         row: Places = {node: b for b, node in enumerate(self.live)}
         paths = [node.path()[-steps:] for node in live]
         before = [path[0].parent for path in paths]
@@ -239,9 +239,9 @@ class DraftBeams:
         logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
         ends_S, ids = torch.isin(ids_S, self.eos_E), ids_S.tolist()
-        # for each row: (node, its parent's number in the growth, score) for each node of its front
+        # each row's nodes that grow next: (node, its parent's number in the growth, score)
         front = [[(node, -1, s)] for node, s in zip(self.live, score_W.tolist(), strict=True)]
-        first, count = -1, 0  # the number of a front's first node; nodes numbered so far
+        first, count = -1, 0  # the number of the front's first node; how many are numbered
         for d in range(depth):
             if d > 0:
                 tokens = [[node.token for node, _, _ in nodes] for nodes in front]
@@ -299,7 +299,7 @@ def beam_search(
         deepest = drafter.max_depth or gamma
         require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")
         require_between("gamma", gamma, 1)
-        require(gamma <= deepest, f"gamma={gamma}: this draft has {deepest} steps: give no more")
+        require(gamma <= deepest, f"gamma={gamma}: this draft makes at most {deepest} steps")
     eos_E = torch.tensor(target.eos if eos is None else eos, device=target.device).long()
     early_stopping = True if beams == 1 else early_stopping
 

@@ -18,8 +18,8 @@ TREES = ("static", "dynamic", "best_first")
 @dataclass
 class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
-    heads) or static. A static tree without `paths` gets those with the highest measured acceptance;
-    without `nodes` too, the tree or chain is chosen that should commit most tokens per second."""
+    heads) or static. A static tree without `paths` takes those with the highest measured
+    acceptance; without `nodes` too, it is the tree or chain expected to be fastest."""
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
     prompts: int = 40
@@ -30,7 +30,7 @@ class DecodeConfig:
     rule: str = "auto"  # or a name of rules.py and its parameters, as in lenience:factor=0.8
     greedy_draft: bool = False
     tree: str | None = None  # null: chains
-    nodes: int | None = None  # of a tree; null: 12
+    nodes: int | None = None  # of a tree; null: 12, if not static
     branches: int = 4  # children that a node of a dynamic tree may have
     paths: list[list[int]] | None = None  # all the nodes of a static tree
     length: str = "fixed"  # a policy of length.py that shortens chains
@@ -46,7 +46,7 @@ class DecodeConfig:
         require_known("decode", self, tree=TREES, length=LENGTHS)
         require(
             self.tree is None or (self.length == "fixed" and not self.settings),
-            f"decode.length={self.length} shortens chains: give decode.tree=null with it",
+            "decode.length and decode.settings shorten chains: give decode.tree=null with them",
         )
         require(
             self.tree is not None or self.nodes is None,
@@ -93,8 +93,8 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
     )
     require(
         not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
-        f"decode.tree=static: {name} copies tokens, so there are no ranks to measure: give "
-        "decode.tree=dynamic, or decode.paths",
+        f"decode.tree=static: {name} copies tokens, so no tree can be chosen by the acceptance of "
+        "each rank: give decode.tree=dynamic, or decode.paths",
     )
     settings = {"limit": gamma} | dict(cfg.settings)
     limit = record(policy, settings, "decode.settings").limit

@@ -72,7 +72,7 @@ def decode(
     asked = len(prompts)
     fitting = seeds is None or len(seeds) == asked
     require(fitting, f"{len(seeds or ())} seeds for {asked} prompts: give one for each prompt")
-    require("" not in stop, "stop='' would end every answer at once: give longer strings")
+    require("" not in stop, "stop='' would end every answer at once: leave it out")
     require(
         not stop or target.tokenizer is not None,
         "stop strings need a tokenizer, but this target has none: give eos ids instead",
@@ -186,7 +186,7 @@ def shortened(
 
 
 def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
-    """The verdict on each row, drawn with the row's generator from logits after the processors."""
+    """Draw each row's verdict with its generator; `logits_BMV` have passed the processors."""
     if choose.sampler.greedy:
         if rule.at_zero is not None:
             return rule.at_zero(proposal, logits_BMV.float())
@@ -199,7 +199,7 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
         def p_of(place_B: Tensor, b: int = b) -> Tensor:
             return choose.sampler.probs(logits_BMV[b, place_B])
 
-        # without the row's padding, which depends on its neighbours
+        # without the row's padding, whose length depends on its neighbours
         verdicts.append(verify(rule, proposal.row(b, drafted), p_of, generator))
     accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
     paths = [v.path_BK[0] for v in verdicts]
@@ -260,7 +260,7 @@ def require_room(
 
 
 def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
-    """Raise UserError if the drafter cannot draft to this depth, or has no q for the policy."""
+    """Raise UserError if the drafter cannot draft so deep, or lacks the q that the policy reads."""
     name, most = drafter.config.name, drafter.max_depth
     require(
         most is None or depth <= most,
@@ -290,8 +290,8 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Generation:
-    """`decode` of one prompt with its options, by a chain of γ = `gamma` tokens (None: as deep as
-    the drafter was trained; 0: plain) where no shape is given."""
+    """`decode` for one prompt, with any of its `options`. If they lack a `shape`, chains of `gamma`
+    tokens are drafted (None: as deep as the drafter was trained; 0: plain decoding)."""
     if "shape" not in options:
         options["shape"] = Chain(gamma) if gamma else None
         drafter = None if gamma == 0 else drafter

@@ -51,7 +51,7 @@ class StopClassifier(Measured):
 
     def __post_init__(self) -> None:
         alike = self.features == list(FEATURES)
-        require(alike, f"stop classifier: its features {self.features} are not {FEATURES}")
+        require(alike, f"stop classifier: its features {self.features} must be {FEATURES}")
         for name in ("weight", "mean", "scale"):
             known = len(getattr(self, name)) == len(FEATURES)
             require(known, f"stop classifier: {name} must be {len(FEATURES)} numbers")
@@ -93,8 +93,8 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
 
 @dataclass
 class Recorder(Length):
-    """Drafts a fixed length and records the tokens for `fit`: those before which all tokens were
-    accepted, because later ones are rejected whatever they are."""
+    """Drafts a fixed length and records, for `fit`, the tokens whose predecessors were all
+    accepted: whatever follows a rejected token is rejected with it."""
 
     reads_q = True
 

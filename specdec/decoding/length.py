@@ -26,13 +26,13 @@ class Fixed(Length):
 
 @dataclass
 class Adaptive(Length, ABC):
-    """Drafts the γ with the highest rate for the acceptance so far, and now and then one more.
+    """Drafts the γ with most tokens per unit of time at the acceptance so far; at times one more.
 
     `alpha` is the initial acceptance by depth, and counts as much as `weight` tested tokens; a
     depth beyond the list starts from the estimate of the depth before it. Each round that tests a
     depth multiplies its earlier counts by `forget`. Every `explore_every`-th round (0: none) drafts
     one token more than seems best, since a depth that was given up would otherwise never be tried
-    again. It does not if this would not pay even with all the extra tokens accepted.
+    again; unless even a longer draft whose extra tokens were all accepted would not pay.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -126,7 +126,7 @@ class CostTable(Measured):
         for name in ("batches", "gammas"):
             found = getattr(self, name)
             rising = all(a < b for a, b in pairwise(found))
-            require(bool(found) and rising, f"cost table: {name} {found} must rise")
+            require(bool(found) and rising, f"cost table: {name} {found} must be numbers that rise")
         require(self.gammas[0] == 0, f"cost table: gammas {self.gammas} must start at 0")
         require(self.batches[0] >= 1, f"cost table: batches {self.batches} must start at 1 or more")
         require(
@@ -135,10 +135,10 @@ class CostTable(Measured):
         )
         for cell in (cell for row in self.seconds for cell in row):
             timed = math.isfinite(cell) and cell > 0
-            require(timed, f"cost table: seconds hold {cell!r}; give finite times above 0")
+            require(timed, f"cost table: {cell!r} in seconds is not a finite time above 0")
 
     def step(self, gamma: int, batch: int) -> float:
-        """T_step(γ, batch) in seconds: bilinear; beyond the table, its last slope, at least 0."""
+        """T_step(γ, batch) in seconds, by `leviathan.interpolate` over γ, then over the batch."""
         by_batch = [leviathan.interpolate(self.gammas, row, gamma) for row in self.seconds]
         return leviathan.interpolate(self.batches, by_batch, batch)
 
@@ -146,7 +146,7 @@ class CostTable(Measured):
 @dataclass
 class Goodput(Adaptive):
     """The γ with the largest goodput, E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al.
-    2024); 0 in batches too large for drafts. `table` is the JSON file of a `CostTable`."""
+    2024); 0 in batches too large for drafts to pay. `table` is the JSON file of a `CostTable`."""
 
     table: str = ""
 
@@ -162,8 +162,8 @@ class Goodput(Adaptive):
 
 @dataclass
 class Confidence(Length):
-    """Stops after a token if its confidence (see specdec.sampling.confidence) is below `threshold`
-    or, if `cumulative`, the product over the chain is. That token is still verified."""
+    """Stops after a token if its confidence (see specdec.sampling.confidence) or, if `cumulative`,
+    the product along the chain is below `threshold`. The token itself is still verified."""
 
     threshold: float = 0.4
     cumulative: bool = False

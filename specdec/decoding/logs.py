@@ -9,7 +9,7 @@ from pathlib import Path
 from specdec.decoding.answers import Generation
 from specdec.errors import require
 
-# of each: position of the anchor in prompt and answer together, number of accepted tokens, drafted
+# for each: the anchor's position in prompt + answer, the number of accepted tokens, the draft
 Rounds = list[tuple[int, int, tuple[int, ...]]]
 
 

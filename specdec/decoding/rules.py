@@ -6,7 +6,7 @@ the committed path ends, and how the next token is distributed there. It is loss
 committed tokens follow p, taken over the draft's randomness too. verify.py draws from the law.
 
 Most rules are local: a function judges the children of one node, from the anchor downwards, so p
-is needed only on the way. The others weigh whole paths and need p everywhere.
+is needed only where the path leads. The others weigh whole paths and need p everywhere.
 
 Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`), C children of a node, V
 vocabulary, R a subset of the rows. `p_BMV` is the target's distribution after each place.
@@ -50,10 +50,10 @@ class Rule:
     """A function of one node's children or of the whole tree, and its guarantees.
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
-    replacement, "with" replacement (duplicates stay), "fixed" chosen without chance, as they also
-    are where q is None. `at_zero` judges at temperature 0; None is `greedy`, which is lossless
-    whatever the rule is above 0. `parameters` maps each name to its largest value;
-    values must be above 0.
+    replacement, "with" replacement (duplicates stay), or "fixed": chosen deterministically, which
+    is also what a q of None means. `at_zero` judges at temperature 0; None is `greedy`, which is
+    lossless whatever the rule is above 0. `parameters` maps each name to its largest value; values
+    must be above 0.
     """
 
     node: JudgeChildren | None = None
@@ -78,7 +78,7 @@ class Rule:
         known = f"; known: {', '.join(self.parameters)}"
         has = known if self.parameters else ", which has no parameters"
         for key, value in values.items():
-            said = f"decode.rule: {key!r} is no parameter of {self.name}{has}"
+            said = f"decode.rule: {key!r} is not a parameter of {self.name}{has}"
             require(key in self.parameters, said)
             most = self.parameters[key]
             bound = f" and at most {most:g}" if most < math.inf else ""
@@ -96,10 +96,10 @@ class Rule:
 def rejection(
     tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, replacement: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Leviathan et al. 2023, Algorithm 1: accept x with min(1, p(x) / q(x)); else the next token
-    follows norm(max(p - q, 0)). With several children, the next child is judged by that
-    distribution as p: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2).
-    Without q each child is a point mass."""
+    """Leviathan et al. 2023, Algorithm 1: accept x with probability min(1, p(x) / q(x)); else the
+    next token follows norm(max(p - q, 0)). With several children, that distribution takes the
+    place of p for the next child: SpecInfer's multi-step speculative sampling (Miao et al. 2023,
+    Algorithm 2). Without q, each child is a point mass."""
     takes = []
     for x_B1 in tokens_BC.split(1, -1):
         there_B1, index_B1 = x_B1 >= 0, x_B1.clamp_min(0)
@@ -117,20 +117,20 @@ def rejection(
 
 def recursive(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Recursive rejection sampling without replacement (Jeon et al. 2024; Chen et al. 2024,
-    Sequoia): like `rejection`, but after x is rejected also q <- norm(q without x)."""
+    Sequoia): like `rejection`, but when x is rejected, q becomes norm(q without x)."""
     return rejection(tokens_BC, q_BV, p_BV, replacement=False)
 
 
 def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """EAGLE's trees at T > 0 (Li et al. 2024), with children chosen without randomness: accept x
-    with p(x), else p <- norm(p without x). It never reads q, and is lossless for every draft."""
+    with probability p(x); else p becomes norm(p without x). It never reads q, and is lossless."""
     return rejection(tokens_BC, None, p_BV)
 
 
 def non_iterative(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
     """The rule with which Leviathan et al. 2023 (Appendix A.2) compare theirs: with M = max p / q,
     accept x with p(x) / (M q(x)); else the next token follows p itself. So x is committed with
-    q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). It accepts 1 / M, never more than `rejection`.
+    q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). Its α is 1 / M, never above that of `rejection`.
     """
     if q_BV is None:
         q_BV = _one_hot(tokens_BC[:, 0], p_BV)
@@ -369,8 +369,8 @@ def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
-    """Rows [..., V] scaled to sum to 1. A row without mass, which only rounding can make decoding
-    reach, is replaced by `without_mass`."""
+    """Rows [..., V] scaled to sum to 1. A row without mass, which decoding reaches only
+    through rounding, is replaced by `without_mass`."""
     mass = rows.sum(-1, keepdim=True)
     if not (some := mass > _tiny(mass)).all():
         rows = torch.where(some, rows, without_mass)
@@ -385,8 +385,8 @@ def _without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
 
 
 def _ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """p(x) / q(x), in the shape of `tokens`; 0 where there is no token, or where q(x) = 0, so x
-    cannot have been drawn (a draft without any mass leaves p as it is)."""
+    """p(x) / q(x), in the shape of `tokens`; 0 where there is no token, or where q(x) = 0 (such an
+    x cannot have been drawn)."""
     index = tokens.clamp_min(0)
     p_x, q_x = p.gather(-1, index), q.gather(-1, index)
     return torch.where((tokens >= 0) & (q_x > 0), p_x / q_x.clamp_min(_tiny(q_x)), 0.0)

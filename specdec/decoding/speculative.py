@@ -120,11 +120,11 @@ def speculative_generate(
     limit = config.max_new_tokens
     if limit is None:
         limit = (config.max_length or 0) - max(seen)
-        require(limit > 0, "max_new_tokens is missing: give it in generation_config, or here")
+        require(limit > 0, "max_new_tokens is missing or max_length too short: give max_new_tokens")
     processors = _processors(config, target, eos, seen, limit, logits_processor)
     stop = config.stop_strings or ()
     sampler = Sampler(1.0 if config.do_sample else 0.0)
-    if config.do_sample and not _late(config):  # otherwise the processors do it
+    if config.do_sample and not _late(config):  # otherwise the processors apply these
         sampler = Sampler(config.temperature, config.top_k, config.top_p)
     done = decode(
         target,
@@ -138,7 +138,7 @@ def speculative_generate(
         eos=eos,
         stop=[stop] if isinstance(stop, str) else stop,
         processors=processors,
-        seeds=[((seed << 20) + b) % (1 << 63) for b in range(len(prompts))],  # no two calls share
+        seeds=[((seed << 20) + b) % (1 << 63) for b in range(len(prompts))],  # all different
         compiled=compiled,
         on_tokens=streamer,
     )

@@ -5,15 +5,15 @@ from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes part of a character to this
 BYTES = 4  # the most bytes in a character; each may be a token
-SHOWN = 8  # the most shown tokens that are decoded again, after bytes that form no character
+SHOWN = 8  # after bytes that form no character: how many shown tokens to decode again, at most
 
 
 class Stream:
     """Turns committed tokens into the text that they complete: a character that is split over
     several tokens comes with the last of them. Each token is decoded together with the tokens of
-    the piece shown last, on which its text may depend, as a space does. The pieces join to the text
-    of the whole answer, unless a tokenizer changes text that was complete (as SentencePiece does
-    for bytes that form no character)."""
+    the piece shown last, on which its text may depend (such as a leading space). Joined, the pieces
+    are the text of the whole answer, unless a tokenizer changes text that was complete (as
+    SentencePiece does for bytes that form no character)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -46,9 +46,9 @@ class Stream:
         return self._show(count)
 
     def _ends_within_a_character(self) -> bool:
-        """Whether the last token leaves a character incomplete. A text that ends in a replacement
-        character is complete if that is a character of its own: then SentencePiece, which had one
-        for each of its bytes, has fewer now."""
+        """Whether the last token leaves a character incomplete. A complete text may end in a
+        replacement character too, if the model wrote one. SentencePiece, which shows one for each
+        byte of an incomplete character, then returns a shorter text than before."""
         text = self._decoded(self._ids)
         return text.endswith(BROKEN) and len(text) >= len(self._decoded(self._ids[:-1]))
 

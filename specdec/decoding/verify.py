@@ -18,8 +18,8 @@ def verify(
     generator: torch.Generator | None = None,
 ) -> Verdict:
     """Draw a verdict from the law of the round. `p_of(place_B) -> p_BV` is the target's
-    distribution after one place of each row; local rules call it only for nodes on their way, until
-    every row has stopped. Raises ValueError for a tree if the rule takes chains only."""
+    distribution after one place of each row; local rules call it only for the nodes that they
+    reach, until all rows have stopped. Raises ValueError for a tree if the rule is for chains."""
     (B, N), device = proposal.tokens_BN.shape, proposal.tokens_BN.device
     if not rule.trees and proposal.parents_BN is not None:
         chain_BN = Proposal(proposal.tokens_BN).above_BN

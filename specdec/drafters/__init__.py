@@ -46,14 +46,14 @@ Hybrid.families = DRAFTERS
 
 
 def family(name: str) -> type[Drafter]:
-    """The drafter class of this name; UserError with the nearest name where there is none."""
+    """The drafter class of this name. Raises UserError, with the nearest name, if none has it."""
     if name not in DRAFTERS:
         raise UserError(f"drafter {name!r} is unknown{nearest(name, DRAFTERS)}")
     return DRAFTERS[name]
 
 
 def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
-    """The hybrid of the draft `head`, which drafts γ tokens at most, and the family `copying`."""
+    """The hybrid of the draft `head`, which drafts at most γ tokens, and the family `copying`."""
     return Hybrid.build(
         HybridConfig(copying=copying, gamma=gamma or head.depth), target, earlier=head
     )
@@ -62,7 +62,7 @@ def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None =
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
     """The `size` most frequent token ids, ascending [size]: a draft vocabulary.
 
-    Ties go to the lower id. Where too few ids occur, the lowest of the others fill the rest.
+    Ties go to the lower id. If too few ids occur, the lowest of the others fill the rest.
     """
     counts = Counter(chain.from_iterable(texts))
     ranked = sorted({*counts, *range(size)}, key=lambda i: (-counts[i], i))

@@ -28,8 +28,8 @@ from specdec.target.parts import Parts
 
 @dataclass
 class AnchorsConfig:
-    """Which anchors are trained on: `per_row` of each packed row, drawn again at every step; null
-    takes all. It is for families whose training pass costs more with every anchor."""
+    """Which anchors are trained on: `per_row` of each packed row, drawn anew at every step; null
+    takes all. A sample is for families whose training pass costs more with every anchor."""
 
     per_row: int | None = None
 
@@ -37,8 +37,8 @@ class AnchorsConfig:
         require_between("drafter.anchors.per_row", self.per_row, 1)
 
     def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """The weight of each depth at each position [T, K]. The drawn anchors stand for all, so
-        the expected loss and its gradient are those of all valid anchors."""
+        """The weight of each depth at each position [T, K]. Drawn anchors weigh more, so that the
+        expected loss and its gradient are those of all valid anchors."""
         weight_TK = valid_TK.float()
         usable = valid_TK[:, 0].nonzero()[:, 0]
         if self.per_row is None or len(usable) <= self.per_row:
@@ -51,9 +51,9 @@ class AnchorsConfig:
 
 @dataclass(kw_only=True)
 class Sizes:
-    """The sizes of a drafter that the target determines; families that need more extend it.
+    """The sizes of a drafter that the target determines; families that need more extend the class.
 
-    `target_vocab` and `draft_vocab` count tokens; a `draft_vocab` of None is the target's own.
+    `target_vocab` and `draft_vocab` count tokens; a `draft_vocab` of None is the whole vocabulary.
     The sizes are written to a draft's card with the config, so all fields are plain JSON.
     """
 
@@ -79,16 +79,16 @@ class Drafter(nn.Module, ABC):
     depth: int  # how many depths are trained and measured; also the default γ
     parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
     max_depth: int | None = None  # parallel heads cannot draft more than they have
-    in_transformers: ClassVar[str | None] = None  # its name in transformers' generate, for benches
+    in_transformers: ClassVar[str | None] = None  # benches: its name in transformers' generate
     long_prompts: ClassVar[Mapping[str, Any]] = {}  # configs to measure on long prompts
-    copies: bool = False  # drafts tokens that it finds, so there is no q and no second-best token
-    chooses: ClassVar[bool] = False  # whether it chooses what to draft, by what `weigh` learns
+    copies: bool = False  # drafts tokens that it finds, which have no q and no second-best token
+    chooses: ClassVar[bool] = False  # chooses what to draft by what `weigh` has learned
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
     scratch: int = 0  # slots of a cache that drafting needs besides those of its nodes
     noted_alpha: Sequence[float] = ()  # greedy α by depth on held-out text, if read from disk
-    calibrations = Calibrations()  # of its confidence
+    calibrations = Calibrations()  # of the confidence in its drafts
     regressed: int = 2  # how many depths a start by regression is solved for
-    learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by patterns of names
+    learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
@@ -138,8 +138,8 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def sized(cls, config: Any, target: Parts, **more: Any) -> Any:
-        """The family's `Sizes`; `more` are those of its own. A draft vocabulary that is not smaller
-        than the target's is None."""
+        """The family's `Sizes`, with the values `more` of its own fields. `draft_vocab` is None
+        unless it is smaller than the target's vocabulary."""
         V, given = target.vocab_size, getattr(config, "draft_vocab", None)
         more.setdefault("draft_vocab", given if (given or V) < V else None)
         return cls.Sizes(target_vocab=V, **more)
@@ -155,8 +155,8 @@ class Drafter(nn.Module, ABC):
         """A drafter to train for a target. Its weights start as the config says, or as those of
         an `earlier` draft (see `inherit`).
 
-        `vocab_S` holds the target ids of the pruned draft vocabulary, ascending. A config with
-        `draft_vocab` needs it (see `specdec.drafters.frequent_tokens`).
+        `vocab_S` holds the target ids of a pruned draft vocabulary, ascending (as
+        `specdec.drafters.frequent_tokens` gives them); without it, the lowest ids are kept.
         """
         drafter = cls(config, cls.plan(config, target))
         if drafter.vocab_S is not None and vocab_S is not None:
@@ -171,7 +171,7 @@ class Drafter(nn.Module, ABC):
         return drafter
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or cast as modules do, but only move rotary frequencies: rounded to bfloat16, they
+        """Move or cast as modules do, but never cast rotary frequencies: rounded to bfloat16, they
         would be off by up to 0.4 %, which adds up to one radian after 256 positions."""
         exact = {name: x for name, x in self.named_buffers() if name.endswith("inv_freq")}
         super()._apply(fn, recurse)
@@ -185,17 +185,15 @@ class Drafter(nn.Module, ABC):
         """Set the weights that training starts from."""
 
     def inherit(self, earlier: "Drafter") -> None:
-        """Take over the weights of an earlier draft, whose vocabulary must be part of this one's.
-
+        """Take over the weights of an earlier draft, whose vocabulary must be part of this draft's.
         Rows over the draft vocabulary are matched by token id; rows of tokens that the earlier
-        draft lacks keep their start. Raises UserError for a tensor that does not fit.
-        """
+        draft lacks keep their start. Raises UserError for a tensor that does not fit."""
         theirs, place_S = earlier.state_dict(), None
         if self.vocab_S is not None and earlier.vocab_S is not None:
             known_S = earlier.vocab_S.to(self.vocab_S.device)
             require(
                 bool(torch.isin(known_S, self.vocab_S).all()),
-                "the earlier draft's vocabulary has tokens that this draft's lacks",
+                "the earlier draft has tokens that this one lacks: add them to vocab_S",
             )
             place_S = torch.searchsorted(self.vocab_S, known_S)
         for name, x in self.state_dict().items():
@@ -211,6 +209,7 @@ class Drafter(nn.Module, ABC):
                 said = f"of shape {list(found.shape)}" if name in theirs else "missing"
                 raise UserError(
                     f"the earlier draft's tensor {name!r} is {said}, but {list(x.shape)} is needed"
+                    ": give the settings of that draft"
                 )
 
     def begin_training(self, inherited: bool) -> None:
@@ -231,7 +230,7 @@ class Drafter(nn.Module, ABC):
         return getattr(self.config, "start", None) == "regression"
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
-        """Solve in closed form for the weights that training starts from. `known()` reads the same
+        """Solve in closed form for the weights that training starts from. `known()` yields the same
         part of the training texts every time. Called only if the drafter `regresses`."""
 
     def require_sound(self) -> None:
@@ -264,14 +263,14 @@ class Drafter(nn.Module, ABC):
 
     @property
     def train_depth(self) -> int:
-        """How many depths the loss covers; fewer than `depth` where depths are alike."""
+        """How many depths the loss covers: `depth`, or fewer if the family trains on fewer."""
         return self.depth
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
         """The weight in the loss of each depth at each position of a row [T, K]; a position
         without weight is not an anchor. By default every valid depth weighs 1. If the config has
-        `anchors`, a sample of them is drawn, each weighing 1 / its probability, so that the
-        expected loss is that of all.
+        `anchors`, a sample of the anchors is drawn, each of which weighs 1 / its probability, so
+        that the expected loss is that of all anchors.
 
         `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
         """
@@ -318,11 +317,11 @@ class Drafter(nn.Module, ABC):
         masks: Sequence[Sequence[bool]],
         variant: str,
     ) -> None:
-        """Learn what the choice of a draft depends on. Families with `chooses` do so before they
-        decode at some temperature. `cost(member, γ)` measures the time of one draft step of a
+        """Learn what the choice of a draft depends on; called for families with `chooses` before
+        decoding at a temperature. `cost(member, γ)` measures the time of one draft step of a
         member that drafts γ tokens, and of a pass over γ + 1 tokens, both in plain steps. Where
         `masks` is true, the tokens of `texts` are the target's own answers at that temperature.
-        `variant` names the α by which drafts are accepted."""
+        `variant` is that of α (see `variant_of`)."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
@@ -341,7 +340,7 @@ class Drafter(nn.Module, ABC):
         growth.calibration = self.calibrations.of(variant)
         proposal = shape.draft(growth, choose)
         if ctx.cache is not None:
-            ctx.cache.drop()  # the drafts in the target's own slots, which its pass will overwrite
+            ctx.cache.drop()  # drafts in the target's own slots, which its pass will overwrite
         q_BNS = proposal.q_BNV
         if q_BNS is not None and q_BNS.shape[-1] < self.target_vocab:
             assert self.vocab_S is not None
@@ -355,7 +354,7 @@ class Drafter(nn.Module, ABC):
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """The state of one round at its anchors. This default reads every node's path again from
-        the start; versions with a cache must give the same."""
+        the start; overrides that use a cache must give the same logits."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
 
@@ -379,7 +378,7 @@ def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: P
     """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""
     layers, L = given or sorted(set(default)), target.config.num_hidden_layers
-    few = "" if given else "; name some, as the default needs more layers"
+    few = "" if given else "; the default needs more, so give drafter.layers"
     require(
         all(0 < k <= L for k in layers),
         f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",

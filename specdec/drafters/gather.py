@@ -1,5 +1,5 @@
-"""Tokens and states of a text, gathered at anchors and depths; and how much of a text a draft's
-cache has not read.
+"""Tokens and states of a text, gathered at anchors and depths; and how much of a text is still
+unread by a draft's cache.
 
 Letters: B batch, T time, A anchors, k or K number of depths, D width.
 """
@@ -85,8 +85,8 @@ def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
 
 
 def unread(cache: SlotCache, counts: list[int]) -> list[int]:
-    """How many of each row's `counts[b]` entries a draft's cache has not read yet: at least 1, as
-    drafting again from an anchor rereads it. The cache forgets the drafts of the previous round."""
+    """How many of each row's `counts[b]` entries a draft's cache has yet to read: at least 1, the
+    last, which is read again if none is new. The cache forgets the last round's drafts."""
     cache.drop()
     if len(cache.lengths) != len(counts):
         cache.lengths = [0] * len(counts)

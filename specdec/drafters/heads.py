@@ -5,7 +5,7 @@ The state before the anchor is the target's at a - 1. From the anchor on, each t
 of the token before it into its own state, and head k reads the state after k + 1 tokens:
 x_a, …, x_{a+k}. So the nodes of a tree share the work of their ancestors.
 
-Letters: B batch, A anchors, W new nodes, N nodes, K depths, D width, F numbers of a state, S draft
+Letters: B batch, A anchors, W new nodes, N nodes, K depths, D width, F width of a state, S draft
 vocabulary.
 """
 
@@ -36,7 +36,7 @@ class HeadsSizes(Sizes):
 
 class Heads(Drafter):
     """A family defines `step`, and `output` if heads have layers of their own. There is one LM head
-    for each depth, or one for all; each reads `width` numbers."""
+    for each depth, or one for all; `width` is that of its input."""
 
     Sizes: ClassVar[type[HeadsSizes]] = HeadsSizes
     needs = Needs(final_hidden=True)

@@ -2,10 +2,10 @@
 
 In each round every row drafts what should commit the most tokens per second: m copied tokens, γ
 tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023) gives the
-rate of each: for the head from its cost c and its acceptance, which its calibration knows for each
-temperature, and otherwise its α; for copied tokens, which cost nothing, from the share that is
-right at each depth after matches of the same length and frequency. These shares start from `prior`,
-are counted in `fit`, and are scaled at each temperature to what `weigh` finds.
+rate of each choice. The head's depends on its cost c and its acceptance, as calibrated or else its
+noted α. That of copied tokens, which cost nothing to draft, depends on the share that is right at
+each depth after matches of the same length and frequency. These shares start from `prior`, are
+counted in `fit`, and are scaled at each temperature to what `weigh` finds.
 
 The choice reads nothing but the text, so it is the same in every batch and with every cache, and
 lossless: a copied token is a point mass. In a tree whose nodes are not drawn at random, the copied
@@ -36,10 +36,10 @@ from specdec.sampling.trees import Chain, Shape
 from specdec.target.parts import Parts
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 
-HEAD = -2  # in place of a copied id: a token of the head; -1: no token
+HEAD = -2  # stands for a token of the head where a copied id would be; -1: no token
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # the shortest match of each cell
 PRIOR = (0.3, 0.55, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97)  # share that is right after such a match
-SURE, UNSURE = 0.7, 0.45  # PRIOR holds if SURE of the occurrences agree; below that, UNSURE · PRIOR
+SURE, UNSURE = 0.7, 0.45  # PRIOR holds if SURE of the occurrences agree; below, UNSURE · PRIOR
 WEIGHT = 20.0  # of the prior, in copied tokens
 UNSEEN = 0.8  # share of the texts that the copying member learns before copying is counted
 COUNTED = 20_000  # the most copied tokens that are counted
@@ -50,8 +50,8 @@ COSTS = 0.07, {1: 1.05, 8: 1.2}  # c, and v by γ, until they are measured
 class HybridConfig:
     """`head`, which drafts up to `gamma` tokens, is the folder of a trained draft, such as
     runs/NAME/best, or a family that needs no training. `copying` is the family that copies up to
-    `depth` tokens. `alpha` is the head's acceptance by depth; its last value also holds for deeper
-    ones. null takes the α noted when the head was trained, or 0.4."""
+    `depth` tokens. `alpha` is the head's acceptance by depth; its last value also holds for
+    greater depths. null takes the α noted when the head was trained, or 0.4."""
 
     name: str = "hybrid"
     depth: int = 8
@@ -98,7 +98,7 @@ class Hybrid(Drafter):
     Sizes = HybridSizes
     trainable = False
     copies = chooses = True
-    reads_body = True  # its head may
+    reads_body = True  # because its head may
     families: ClassVar[Mapping[str, type[Drafter]]] = {}  # set by `specdec.drafters`
     sizes: HybridSizes
     copier: Copying
@@ -167,7 +167,7 @@ class Hybrid(Drafter):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> "Hybrid":
-        """`earlier` is a head that was trained. Raises UserError for members that do not fit."""
+        """`earlier` may be a trained head. Raises UserError for members that do not fit."""
         copying = cls.copying_family(config.copying)
         copier = copying.build(copying.Config(), target)
         if (head := earlier) is None:
@@ -235,7 +235,7 @@ class Hybrid(Drafter):
         self.copier.require_sound()
         self.head.require_sound()
         sound = (self.right_EK >= 0) & (self.right_EK <= self.tried_EK)
-        require(bool(sound.all()), "tensors 'tried_EK' and 'right_EK' do not count what can occur")
+        require(bool(sound.all()), "tensors 'tried_EK' and 'right_EK' hold impossible counts")
 
     def weigh(
         self,
@@ -347,8 +347,8 @@ def of_length(n: int) -> int:
 
 
 def prior(depths: int) -> Tensor:
-    """The share [E, K] of copied tokens that should be right. Each counts as the first one after a
-    longer match, which includes the copied tokens before it, since those were right."""
+    """The share [E, K] of copied tokens that should be right. A token at depth k counts as the one
+    that follows a match longer by k, since the k copied tokens before it were right."""
     sure = [[PRIOR[of_length(n + k)] for k in range(depths)] for n in LENGTHS]
     return torch.tensor([[UNSURE * first, *others] for first, *others in sure] + sure)
 

@@ -10,8 +10,8 @@ RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares o
 
 
 class Squares:
-    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added, kept in float64, on
-    the CPU if the rows are on a device without it (a Mac's GPU)."""
+    """The sums xᵀx [X, X] and xᵀy [X, Y] over all rows x, y that were added. They are kept in
+    float64, and on the CPU if the rows are on a device without float64 (a Mac's GPU)."""
 
     def __init__(self) -> None:
         self.xx = self.xy = torch.zeros((), dtype=torch.float64)
@@ -29,8 +29,8 @@ class Squares:
 
 
 def ridge(xx_XX: Tensor, xy_XY: Tensor) -> Tensor:
-    """The weights W [X, Y] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖²: rescaling an
-    input changes nothing but its weights."""
+    """The weights W [X, Y] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖². With this
+    penalty, rescaling an input changes nothing but its weights."""
     size_X = xx_XX.diagonal()
     penalty_X = RIDGE * size_X + 1e-12 * size_X.max().clamp_min(1e-12)
     penalised_XX = xx_XX.clone()
@@ -39,7 +39,7 @@ def ridge(xx_XX: Tensor, xy_XY: Tensor) -> Tensor:
 
 
 def low_rank(weight_XY: Tensor, xx_XX: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors [X, R] and [R, Y] of rank `rank` or less and equal norm, whose product is nearest to
+    """Factors [X, R] and [R, Y], of equal norm and at most rank `rank`, whose product is nearest to
     the weights on the rows that xᵀx was summed over (reduced-rank regression)."""
     size_X, basis_XX = torch.linalg.eigh(xx_XX)
     root_X = size_X.clamp_min(float(size_X.max()) * 1e-9).sqrt()

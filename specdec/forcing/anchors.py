@@ -31,8 +31,8 @@ class Anchors:
         return Anchors(row_N, position_N, self.weight_NK.to(device), self.total)
 
     def rounded(self) -> "Anchors":
-        """The same anchors, and the last one again without weight, up to a multiple of `ALIKE`: it
-        changes neither a loss nor a statistic."""
+        """The same anchors, padded to a multiple of `ALIKE` with copies of the last one, which have
+        no weight and so change neither a loss nor a statistic."""
         row_N, position_N = rounded(self.row_N), rounded(self.position_N)
         more = len(row_N) - len(self.row_N)
         return Anchors(
@@ -50,7 +50,7 @@ class Anchors:
 
 
 def rounded(x_N: Tensor) -> Tensor:
-    """The entries, and the last one again until their number is a multiple of `ALIKE`. oneDNN
+    """The entries, the last one repeated until their number is a multiple of `ALIKE`. oneDNN
     prepares a product anew for every size that it has not met lately, and rows of text seldom have
     the same number of anchors: steps took a seventh longer without this (BENCHMARKS.md)."""
     return torch.cat([x_N, x_N[-1:].expand(-len(x_N) % ALIKE if len(x_N) else 0)])
@@ -79,10 +79,10 @@ def anchors_of(
 
     `mask_BT` marks the tokens that count; `document_BT` and `position_BT` are those of `Context`.
     Depth k at an anchor is valid if its token and all before it count and belong to the anchor's
-    document; with `drafted_BTK`, which has the anchors of a decoder's rounds, if a token was
-    drafted there, rather than -1. `weigh` maps the valid depths at the positions of a row to their
-    weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per` "sequence" divides every
-    weight by the number of valid positions in its document.
+    document. With `drafted_BTK`, which has what a decoder's rounds drafted at their anchors and -1
+    elsewhere, it is valid if a token was drafted there. `weigh` maps the valid depths at the
+    positions of a row to their weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per`
+    "sequence" divides every weight by the number of valid positions in its document.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))

@@ -81,11 +81,11 @@ def batch_of(
 
 
 class TeacherForcing(nn.Module):
-    """A drafter read at all anchors of a batch: its loss, or its acceptance.
+    """Runs a drafter at all anchors of a batch, and computes its loss or its acceptance.
 
     `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
-    With `visited`, the drafter is trained on a decoder's rounds: at their anchors, on the tokens
-    that were drafted there, at all depths, which are computed as in drafting (by `hidden`).
+    With `visited`, the drafter is trained on a decoder's rounds: at their anchors, given the tokens
+    that were drafted there, and at all depths, which `hidden` computes as it does in drafting.
     Raises UserError for a reference that cannot be compared with the draft.
     """
 

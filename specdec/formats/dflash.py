@@ -3,7 +3,7 @@
 Read from vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py): the target may be any model that
 gives the states of its layers. The target's embedding and LM head are shared, unless the file has
 an `lm_head.weight`: for a pruned draft vocabulary, that tensor holds the rows of the target's head
-for its tokens. In vLLM a block is the anchor and as many mask tokens as are drafted, so a
+for the tokens kept. In vLLM a block is the anchor and as many mask tokens as are drafted, so a
 bidirectional block drafts as it does here only with num_speculative_tokens = `depth`.
 """
 
@@ -19,7 +19,7 @@ HEAD = "lm_head.weight"
 
 
 def config(drafter: Block, target: Target) -> Description:
-    """`architectures: [DFlashDraftModel]`, a Qwen3. The ids of layers are one less than ours."""
+    """`architectures: [DFlashDraftModel]`, a Qwen3. Its layer ids are one less than ours."""
     return {
         **drafter.llama.to_dict(),
         "architectures": ["DFlashDraftModel"],
@@ -52,7 +52,7 @@ def read(drafter: Block, tensors: Tensors) -> Tensors:
         fits = rows_SD is not None and torch.equal(
             rows_SD, drafter.target.own_head(drafter.vocab_S).cpu()
         )
-        require(fits, f"tensor {HEAD!r} is not the target's head at the draft vocabulary")
+        require(fits, f"tensor {HEAD!r} is not the target's head for the draft vocabulary")
     return eagle3.read(drafter, tensors)
 
 

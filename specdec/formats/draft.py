@@ -1,8 +1,8 @@
 """A draft on disk: `draft.safetensors`, and `drafter.json`, a card that describes it and its
-target. `calibration.json` is beside them once the draft's confidence was calibrated.
+target. `calibration.json` is beside them once the draft's confidence has been calibrated.
 
 Nothing in these files is trusted: the card is checked field by field, the network that it describes
-is laid out without memory and compared with the weights' header, and only then are weights read.
+is built on the meta device and compared with the weights' header, and only then are weights read.
 """
 
 import hashlib
@@ -66,9 +66,9 @@ def save(
     weights: Mapping[str, Tensor] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:
-    """Write a draft; the folder appears whole or not at all. `weights` replace the drafter's own
-    state dict (gathered from sharded processes); `notes` are kept in the card as given. Raises
-    UserError for a weight that is not finite."""
+    """Write a draft; the folder appears whole or not at all. `weights`, such as those gathered from
+    sharded processes, replace the drafter's own state dict; `notes` go into the card as given.
+    Raises UserError for a weight that is not finite."""
     folder = Path(folder)
     state = drafter.finished(drafter.state_dict() if weights is None else weights)
     with torch.device("meta"):  # what is on disk has the names that `load` will look for
@@ -129,8 +129,8 @@ def load_pair(
 def read(folder: Path | str, target: Parts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
     Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
-    damaged calibration, and for a tensor, which it names, that is missing, extra, or of another
-    shape or type."""
+    damaged calibration, and, naming the tensor, for one that is missing, extra, or of another shape
+    or type."""
     folder = Path(folder)
     card = read_card(folder)
     theirs, kind, path = card.target, family(card.family), folder / CARD
@@ -184,13 +184,13 @@ def read_card(folder: Path | str) -> Card:
     )
     card = read_record(Card, path)
     with located(path):
-        known = f"format {card.format} is not the one this version reads ({FORMAT})"
+        known = f"format is {card.format}, but this version reads {FORMAT}: train the draft again"
         require(card.format == FORMAT, known)
         kind = family(card.family)
         config: Any = record(kind.Config, kind.upgraded(card.config), "config")
         sizes = record(kind.Sizes, card.shape, "shape")
         theirs = config.name
-        require(theirs == card.family, f"config: the name {theirs!r} is not {card.family!r}")
+        require(theirs == card.family, f"config.name is {theirs!r}, not {card.family!r}")
         _require_sane(card.config, "config")
         _require_sane(card.shape, "shape")
         ours, theirs = sizes.target_vocab, card.target.vocab_size

@@ -6,8 +6,8 @@ from specdec.target.base import Target
 
 
 def config(drafter: Eagle, target: Target) -> Description:
-    """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`. If a
-    target scales its logits, engines support only a constant factor."""
+    """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`. Of the
+    ways in which targets scale their logits, engines support only a constant factor."""
     return {
         **one_layer(drafter),
         "architectures": ["LlamaForCausalLM"],

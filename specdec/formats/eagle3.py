@@ -17,7 +17,7 @@ def hf(drafter: Eagle3, target: Target) -> Description:
         **described(drafter, target),
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_aux_hidden_states": len(ids),
-        "eagle_config": {  # SGLang reads only this one, and adds 1 to each
+        "eagle_config": {  # SGLang reads the layers only here, and adds 1 to each
             "eagle_aux_hidden_state_layer_ids": [k - 1 for k in ids],
             "use_aux_hidden_state": True,
         },
@@ -63,7 +63,7 @@ def described(drafter: Eagle3, target: Target) -> Description:
 
 def write(drafter: Drafter, tensors: Tensors) -> Tensors:
     """`d2t` holds offsets: draft token i is target token i + d2t[i]. Engines accept neither `d2t`
-    nor `t2d` with the whole vocabulary."""
+    nor `t2d` for a draft with the whole vocabulary."""
     if (vocab_S := tensors.pop("vocab_S", None)) is None:
         return tensors
     inside_V = torch.zeros(drafter.target_vocab, dtype=torch.bool, device=vocab_S.device)

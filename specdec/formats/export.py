@@ -84,9 +84,9 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
         again = read(partial, drafter, target, layout)
         before, after = (logits(d, target) for d in (drafter, again))
         if chosen.objection and (said := chosen.objection(drafter, before)):
-            raise UserError(f"{folder}: not written, {said}")
+            raise UserError(f"{folder}: not written, because {said}")
         if (gap := float((before - after).abs().max())) > 0:
-            raise UserError(f"{folder}: not written, logits read back differ by {gap:.2g}")
+            raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
     return f"{len(tensors)} tensors read back, logits identical"
 
 
@@ -115,7 +115,7 @@ def require_free(folder: Path) -> None:
 
 def read(folder: Path, like: Drafter, target: Target, layout: str = "hf") -> Drafter:
     """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
-    UserError for a tensor that is missing, extra or misshapen, which it names."""
+    UserError, naming the tensor, for one that is missing, extra or of another shape."""
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
     back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
     with located(path):

@@ -2,7 +2,7 @@
 
 vLLM 0.32 refuses its own `token_map` for Medusa and has none for the MLP speculator. So the tokens
 outside a pruned vocabulary get rows of zeros: their logit is 0, and the engine, which drafts
-greedily, never takes one while the best logit is above 0, as is checked on a short text.
+greedily, never takes one while the best logit is above 0 (`objection` checks this on a text).
 """
 
 from torch import Tensor
@@ -37,6 +37,6 @@ def objection(drafter: Heads, logits_NS: Tensor) -> str | None:
     if drafter.vocab_S is None or best > 0:
         return None
     return (
-        f"its best logit at one place is {best:.2g}, and vLLM gives tokens outside the draft "
+        f"the draft's best logit at one place is {best:.2g}, and vLLM gives tokens outside its "
         "vocabulary a logit of 0: train it further, or train with drafter.draft_vocab=null"
     )

@@ -1,9 +1,9 @@
 """The MLP speculator as its authors publish it and vLLM's `mlp_speculator.py` loads it.
 
-vLLM 0.32 still has that file but no longer registers its class, so no engine runs here to compare
-with. It removes `speculator.` from names, drops a tensor of any other name in silence, and of tied
-weights reads only the first name. `top_k_tokens_per_head` must have an entry for each head, though
-nothing reads it. The vocabulary is always whole.
+vLLM 0.32 still has that file but no longer registers its class, so no engine can check an export.
+The loader removes `speculator.` from names, drops unknown tensors in silence, and reads only the
+first name of tied weights. `top_k_tokens_per_head` must have an entry for each head, though nothing
+reads it. The vocabulary is always whole.
 """
 
 from specdec.drafters.recurrent.mlp import Mlp

@@ -24,7 +24,7 @@ def speculators(drafter: PEagle, target: Target) -> Description:
 
 
 def objection(drafter: PEagle, logits_NS: Tensor) -> str | None:
-    unread = "vLLM reads drafter.fc_norm of this family in the layout hf only: export that one"
+    unread = "vLLM reads drafter.fc_norm of peagle only in the layout hf: export in that layout"
     return unread if drafter.config.fc_norm else None
 
 

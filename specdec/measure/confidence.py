@@ -39,14 +39,14 @@ class Believed(NamedTuple):
     """The drafted tokens at the anchors of one answer, each [T, K]."""
 
     confidence: Tensor
-    accepted: Tensor  # the probability that the target accepts it
+    accepted: Tensor  # the probability that the target accepts the token
     weight: Tensor  # P(all tokens before it were accepted); 0 where confidence is 0
 
 
 def believed(text: Text, variant: str, gamma: int) -> Believed:
-    """The first γ tokens that are drafted at the anchors of a text. The target wrote the text, so a
-    drafted token counts as accepted where the text goes on with it. If drafts are drawn from q, the
-    text's token x counts with weight min(1, q(x) / p(x)) instead, since it was drawn from p."""
+    """The first γ tokens drafted at the anchors of a text that the target wrote. To weigh the
+    tokens after it, a drafted token counts as accepted if it is the text's own. If drafts are drawn
+    from q, the text's token x, drawn from p, stands for it with weight min(1, q(x) / p(x))."""
     found, drawn = text.found, variant == "sampled"
     accepted = found.kept if drawn else getattr(found.alpha, variant)
     went_on = found.ratio.clamp_max(1) if drawn else found.written
@@ -120,7 +120,7 @@ def _fitted(at_N: Believed, before_2: Tensor) -> Tensor:
 def reliability(
     answers: Sequence[Believed], calibration: Calibration | None = None
 ) -> list[Reliability]:
-    """Confidence beside acceptance at each depth, as it is or calibrated."""
+    """Confidence, as the draft gives it or calibrated, beside acceptance at each depth."""
     found = []
     for k in range(answers[0].confidence.shape[1]):
         sums: list[list[list[float]]] = []  # by answer and bin: weight, confidence, acceptance
@@ -141,7 +141,7 @@ def reliability(
 
 
 def _bin(sums: Sequence[Sequence[float]]) -> Bin:
-    """From weight, confidence and acceptance, summed over the tokens of each answer in a bin."""
+    """A bin, from its sums of weight, confidence and acceptance over the tokens of each answer."""
     weight, c, accepted = zip(*sums, strict=True)
     total = sum(weight)
     return Bin(sum(c) / max(total, LEAST), ratio_interval(accepted, weight), total)

@@ -32,8 +32,8 @@ OF_ROUNDS = 5  # timings of each shape whose rounds are compared
 
 @dataclass(frozen=True)
 class Costs:
-    """Medians in seconds of one plain step, one verification pass and one drafting. In plain steps,
-    `c` is a draft step (Definition 3.7 of Leviathan et al.) and `v` a verification."""
+    """Medians in seconds of one plain step, one verification pass and one drafting. `c` is a draft
+    step (Definition 3.7 of Leviathan et al.) and `v` a verification, in units of a plain step."""
 
     step_seconds: Interval
     verify_seconds: Interval
@@ -46,8 +46,8 @@ class Costs:
 def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
     """The costs of the parts of a round that drafts `shape`, after a prompt on `cfg.batch` rows.
     The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
-    so that each finds the processor's caches as decoding leaves them. Compiled passes depend on the
-    room for `cfg.max_new_tokens`. Of a prompt that leaves no positions, only the end is read."""
+    so that each finds the processor's caches as decoding leaves them. If passes are compiled, their
+    caches have room for `cfg.max_new_tokens`. Of too long a prompt, only the end is read."""
     target, batch, slots = setup.target, setup.cfg.batch, None
     if setup.cfg.compile:
         slots = capacity(len(prompt) + setup.cfg.max_new_tokens, setup.drafter, shape)
@@ -79,11 +79,11 @@ def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS)
 
 @torch.inference_mode()
 def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float | None, int]:
-    """ĉ, the operations of a draft step over those of a target step (Definition 3.10), and the
-    latter, both counted in matrix products. None and 0 if they cannot be counted."""
+    """ĉ, the operations of a draft step over those of a target step (Definition 3.10), and those
+    of the target step. Matrix products are counted; None and 0 if that is impossible."""
     rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
-    counted = {}  # torch cannot count a product with a packed weight
+    counted = {}  # torch by itself cannot count a product with a packed weight
     if (packed := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
         counted[packed] = lambda x, *_, out_shape, **__: 2 * x[-1] * math.prod(out_shape)
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
@@ -97,7 +97,7 @@ def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float |
 def _prepared(
     setup: Setup, prompt: Sequence[int], shape: Shape, batch: int = 1, slots: int | None = None
 ) -> tuple[Rows, SlotCache, Callable[[], object]]:
-    """Rows that have read the prompt and are at an anchor, the target's cache of them, and a call
+    """Rows that have read the prompt and end with an anchor, the target's cache of them, and a call
     that drafts there. With `slots`, caches have that fixed size and passes are compiled."""
     target, drafter = setup.target, setup.drafter
     if drafter.positions is not None:

@@ -131,7 +131,7 @@ def evaluate(
 @dataclass
 class Answered:
     """All prompts answered plainly and speculatively. Seconds and `tokens` have one entry per
-    batch; `tokens` counts those of its plain answers after the first of each."""
+    batch; `tokens` counts the tokens of its plain answers, without the first of each."""
 
     plain: list[Generation] = field(default_factory=list)
     drafted: list[Generation] = field(default_factory=list)
@@ -148,8 +148,8 @@ class Answered:
 def _answered(
     setups: Sequence[Setup], hows: Sequence[Strategy], prompts: list[list[int]], tell: Callable
 ) -> list[Answered]:
-    """Answer every batch `cfg.repeats` times plainly and with each draft, in turn; counts are from
-    the first time, seconds are medians. `tell` takes the progress after each batch."""
+    """Answer every batch `cfg.repeats` times plainly and with each draft, in turn. Counts come
+    from the first time; seconds are medians. `tell` is told of the progress after each batch."""
     cfg, many = setups[0].cfg, [Answered() for _ in setups]
     policies, untimed = ([how.length and how.length() for how in hows] for _ in range(2))
 
@@ -163,7 +163,7 @@ def _answered(
         return made
 
     for first in range(0, len(prompts), cfg.batch):
-        if cfg.compile or not first:  # each number of rows and tokens compiles to its own graph
+        if cfg.compile or not first:  # warm-up; each number of rows and tokens has its own graph
             turns(first, untimed, 0)
         repeats = [turns(first, policies, repeat) for repeat in range(cfg.repeats)]
         plain, *drafts = repeats[0]
@@ -186,7 +186,7 @@ def _answered(
 
 def _after_the_first(batch: Sequence[Generation]) -> int:
     """How many tokens of these answers the rounds made, since prefill emits the first of each; at
-    least 1, as this is a divisor."""
+    least 1, because callers divide by it."""
     return max(1, sum(len(g.ids) - 1 for g in batch))
 
 

@@ -41,8 +41,8 @@ class Along(NamedTuple):
 
 
 def drafting(drafter: Drafter, gamma: int) -> Drafter:
-    """The drafter when it drafts γ tokens. If a family copies, its first tokens depend on how many
-    it copies; in the others, γ tokens are the beginning of any longer draft."""
+    """The drafter, set to draft γ tokens if it copies: its first tokens then depend on how many it
+    is to copy. For other families, γ tokens are the beginning of any longer draft."""
     if not drafter.copies or drafter.depth == gamma:
         return drafter
     same = copy(drafter)
@@ -109,9 +109,9 @@ def whole(found: Along, length: int, depth: int) -> Text:
 
 def decoded(found: Along, made: Generation, gamma: int, greedy: bool) -> Text:
     """The anchors at which a decoding's rounds started; `found` is measured along its text. At T =
-    0 all of them, so that the products of greedy acceptance are the decoder's own counts: a depth
-    past the end of the text was not accepted. Otherwise those with γ tokens of text after them,
-    since sampled acceptance past the end is unknown."""
+    0 all of them count, so that the products of greedy acceptance are the decoder's own counts: a
+    depth past the end of the text was not accepted. Above 0 only those with γ tokens of text after
+    them count, since sampled acceptance past the end is unknown."""
     length = len(made.ids) + len(made.overrun)
     rounds = [(r.anchor - len(made.prompt), r.drafted) for r in made.rounds]
     kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]

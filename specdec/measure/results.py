@@ -28,7 +28,7 @@ class Alpha:
     greedy: list[Interval]
 
     def of(self, temperature: float) -> list[Interval]:
-        """The variant that describes decoding at a temperature without drafting greedily."""
+        """The variant for decoding at a temperature, with drafts drawn from q if it is above 0."""
         return self.greedy if temperature == 0 else self.sampled
 
 
@@ -64,8 +64,8 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Bin:
-    """Drafted tokens of similar confidence: its mean, and the share that was accepted. Each counts
-    with the probability that all tokens before it were accepted; `weight` is the sum."""
+    """Drafted tokens of similar confidence: its mean, and the share that was accepted. A token
+    counts with the probability that all before it were accepted; `weight` is the sum of these."""
 
     predicted: float
     observed: Interval
@@ -85,7 +85,7 @@ class Reliability:
 @dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
-    and the rounds that a decoder is expected to need for the plain answer."""
+    and the rounds that a decoder is expected to make along the plain answer."""
 
     emitted: int
     rounds: int
@@ -131,7 +131,7 @@ class AtTemperature:
     foreseen: Foreseen | None = None
     oracle: Oracle | None = None
     confidence: list[Reliability] = field(default_factory=list)  # by depth, as the draft sees it
-    calibrated: list[Reliability] = field(default_factory=list)  # the same, if it was calibrated
+    calibrated: list[Reliability] = field(default_factory=list)  # the same, calibrated
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Results:
     machine: Machine
     temperatures: list[AtTemperature]
     learned_on: str = ""
-    calibrated_on: int = 0  # other prompts, to which the draft's calibration was fitted
+    calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads

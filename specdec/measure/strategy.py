@@ -1,6 +1,6 @@
-"""What a round drafts at one temperature, measured first if `DecodeConfig` leaves it open: a tree
-by the acceptance of each rank and the times of whole rounds, a draft length by costs or by a stop
-classifier. Acceptance differs by temperature. Letters: D depths, R ranks among siblings.
+"""What a round drafts at one temperature. What `DecodeConfig` leaves open is chosen by measuring,
+anew at each temperature, as acceptance differs: a tree by the acceptance of each rank and the times
+of whole rounds, a draft length by costs or a stop classifier. Letters: D depths, R sibling ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,8 +131,8 @@ def acceptance_by_rank(
 
 
 def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
-    """The static tree of this many nodes with the largest expected accepted length (Sequoia, Chen
-    et al. 2024; Medusa's own), from `acceptance_by_rank`."""
+    """The static tree of this many nodes with the largest expected accepted length, from
+    `acceptance_by_rank`, as Sequoia (Chen et al. 2024) and Medusa build theirs."""
     falling_DR = acceptance_DR.clamp(1e-6, 1).cummin(-1).values
     return Static(best_paths(falling_DR.log().tolist(), nodes))
 

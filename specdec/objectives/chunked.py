@@ -4,7 +4,7 @@ vocabulary never exists.
 Training uses it twice: a chunk of anchors' hidden states is multiplied by the two unembeddings, and
 the objective reads the chunk's logits a few rows at a time, so that its intermediate tensors stay
 in a processor's cache. No product is computed twice. (Blocks of the vocabulary would need p and q
-again for the gradient, as β is not known before the last one.)
+again for the gradient, as β is known only after the last block.)
 """
 
 from collections.abc import Callable, Sequence

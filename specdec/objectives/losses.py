@@ -133,7 +133,7 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
         beta_NK = (-loss_NK).exp()
         reach_NK = beta_NK.cumprod(-1)
         weight_NK = _tokens_after(smooth + (1 - smooth) * beta_NK, piece.valid)
-    # the value of the first line, with the gradient of the last factor alone
+    # the value is 1 - reach; the gradient is that of weight · loss, the weight being a constant
     return 1 - reach_NK + weight_NK * (loss_NK - loss_NK.detach())
 
 
@@ -152,7 +152,7 @@ def expected_tree(
 
     and a_r = G_{r+1} - G_r; G_1 = β, so on a chain this is `expected_length`. Siblings drawn
     without replacement (`recursive`, the default for trees) are accepted more often: L is too
-    low for them, and more so the more of q is on few tokens.
+    low for them, the more so the more concentrated q is.
 
     Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, but p and q are known
     on the text's own branch alone. The product of its a_j is exact if acceptance at a depth does
@@ -221,8 +221,8 @@ def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
 
 
 def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
-    """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token, and
-    from the first rejected one on reverse KL · `decay`^k, with k counted from the round's anchor.
+    """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token;
+    from the first rejected token onwards, reverse KL · `decay`^k at depth k of the round.
     On plain text, where there are no rounds, it is `kl`.
 
     Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone and

@@ -25,7 +25,7 @@ class ObjectiveConfig:
     `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
 
     `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
-    that changes linearly from the run's start until that share of its steps is done, as in
+    that changes linearly from the run's start until the share UNTIL of it is done, as in
     {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. A family's own estimate of its acceptance is trained beside
     them with weight 1, and its gradient reaches nothing else, unless `confidence` is among the
     terms. `constants`: values for a term's own constants, such as
@@ -59,7 +59,7 @@ class ObjectiveConfig:
                 if key in SHARES:
                     require_between(where, value, 0, 1)
                 whole = float(value).is_integer() and value >= 1
-                require(key != "k" or whole, f"{where}={value}: give a whole number from 1")
+                require(key != "k" or whole, f"{where}={value}: give a whole number >= 1")
         require(bool(self._used()), "objective.terms is empty: give one, such as {nla: 1}")
 
     def require_complete(self, drafted: list[list[int]] | None) -> None:
@@ -107,7 +107,7 @@ class ObjectiveConfig:
     @property
     def trains_confidence_apart(self) -> bool:
         """Whether a family's own estimate of its acceptance gets a loss that reaches nothing else,
-        as no term is about it."""
+        because no term trains it."""
         return "confidence" not in self.terms
 
     def __str__(self) -> str:

@@ -1,21 +1,13 @@
-"""The report for people, as Markdown and as HTML, with the plots beside it."""
+"""Tables in Markdown, and pages of Markdown that are also written as HTML."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from specdec.measure.results import AtTemperature, Results
-from specdec.report import theory
-from specdec.report.tables import by_temperature, table
+from specdec.measure.results import AtTemperature
 
-VARIANTS = {
-    "sampled": "sampled, Σ min(p, q)",
-    "greedy_draft": "greedy-draft, p(argmax q)",
-    "greedy": "greedy, argmax p = argmax q",
-}
-SAMPLES = 3
 STYLE = (
     "body{max-width:64rem;margin:2rem auto;padding:0 1rem;font:16px/1.5 sans-serif;color:#1f2937}"
     "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:14px}"
@@ -24,25 +16,21 @@ STYLE = (
 )
 
 
-def page(results: Results, pictures: Mapping[str, Path]) -> str:
-    """The whole report."""
-    blocks = [
-        f"# {results.name}: {results.drafter} for {results.target}",
-        _setting(results),
-        f"Machine: {results.machine}.",
-        shifted(results),
-        by_temperature(results.temperatures, lambda at: _headline(at, results)),
-        *_costs(results),
-        *_also(results.also),
-        *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
-        *_acceptance(results),
-        *_confidence(results),
-        "\n".join(f"![{name}]({path.name})" for name, path in pictures.items()),
-        *theory.section(results),
-        *_training(results),
-        *_samples(results.temperatures[0]),
-    ]
-    return "\n\n".join(filter(None, blocks)) + "\n"
+def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table; dashes fill the cells that a row lacks at its end."""
+    filled = [[name, *cells, *["—"] * (len(columns) - len(cells))] for name, cells in rows.items()]
+    lines = [[corner, *columns], ["---"] * (1 + len(columns)), *filled]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def by_temperature(
+    ats: Sequence[AtTemperature], column: Callable[[AtTemperature], dict[str, str]]
+) -> str:
+    """A table with one column per temperature; `column` gives its cells by the names of rows."""
+    columns = [column(at) for at in ats]
+    names = dict.fromkeys(name for cells in columns for name in cells)
+    rows = {name: [cells.get(name, "—") for cells in columns] for name in names}
+    return table("", [f"T = {at.temperature:g}" for at in ats], rows)
 
 
 def write(path: Path, page: str) -> None:
@@ -52,236 +40,3 @@ def write(path: Path, page: str) -> None:
     title = escape(page.partition("\n")[0].removeprefix("# "))
     head = f"<meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
     path.with_suffix(".html").write_text(f"<!doctype html>{head}\n{body}")
-
-
-def drafted(results: Results, at: AtTemperature) -> str:
-    """What a round drafts, in words."""
-    shape = f"chains of γ = {at.gamma}"
-    if not at.chain:
-        shape = f"a {results.tree} tree of {at.nodes} nodes, depth {at.gamma}"
-    return shape if results.length == "fixed" else f"{shape} at most, length {results.length}"
-
-
-def _setting(results: Results) -> str:
-    """What was measured, in a paragraph."""
-    shapes = [drafted(results, at) for at in results.temperatures]
-    said = shapes[0]
-    if len(set(shapes)) > 1:
-        ats = zip(shapes, results.temperatures, strict=True)
-        said = ", ".join(f"{shape} at T = {at.temperature:g}" for shape, at in ats)
-    batches = ", or over batches for times" * (results.batch > 1)
-    return (
-        f"{results.prompts} held-out prompts ({results.data}), up to {results.max_new_tokens} new "
-        f"tokens, batch {results.batch}, drafting {said}{', compiled' * results.compiled}. "
-        f"Intervals are 95 % bootstraps over prompts{batches}. "
-        "Plain and speculative decoding take turns in one process; times cover the tokens after "
-        "the first, which the target's prefill emits, and include the draft's own prefill."
-    )
-
-
-def shifted(results: Results) -> str:
-    """How far the target has moved, if it was trained too, in a paragraph."""
-    if (shift := results.shift) is None:
-        return ""
-    return (
-        f"The target was trained along with the draft: decoding is lossless with respect to the "
-        f"adapted target, not to {shift.original}. Over the original's greedy answers to these "
-        f"prompts, KL(original ‖ adapted) is {shift.kl.text(4)} nats a token. The "
-        f"share of answers that stay the same is {shift.same.text(2)}."
-    )
-
-
-def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
-    rows = _counted(at, results)
-    rows["speedup predicted by τ / (γc + v)"] = theory.foreseen_speedup(at).text(2)
-    if (known := at.oracle) is not None:
-        rows["speedup of an oracle length, with the same c and v"] = (
-            f"{known.speedup:.2f}, the best fixed γ ({known.fixed_gamma}) "
-            f"{known.fixed_speedup:.2f}; {known.rounds:,} rounds of {known.drafted}, "
-            f"{known.censored:.0%} accepted in full"
-        )
-    return rows
-
-
-def _counted(at: AtTemperature, results: Results) -> dict[str, str]:
-    if at.identical is None:
-        same = "the same distribution" if at.lossless else f"another distribution ({at.rule})"
-    else:
-        why = "" if results.machine.dtype == "float32" else " (near-ties flip outside float32)"
-        why = why if at.lossless else f" ({at.rule} is lossy)"
-        same = f"{at.identical} of {results.prompts}{why}"
-    return {
-        "**speedup over plain decoding**": f"**{at.speedup.text(2)}**",
-        "τ (tokens per target pass, pooled)": at.tau.text(),
-        "tokens/s, speculative": at.tokens_per_second.text(1),
-        "tokens/s, plain": at.plain_tokens_per_second.text(1),
-        "rounds": f"{at.rounds:,}",
-        "verification": f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
-        "same tokens as plain decoding": same,
-        "repeated 4-grams in the answers": at.repetition.text(2),
-    }
-
-
-def _costs(results: Results) -> list[str]:
-    """A line for each shape that was measured."""
-    shapes: dict[tuple[int, int], AtTemperature] = {}
-    for at in results.temperatures:
-        shapes.setdefault((at.gamma, at.nodes), at)
-    lines = []
-    for at in shapes.values():
-        costs = at.costs
-        step, verify, draft = map(
-            theory.milliseconds, (costs.step_seconds, costs.verify_seconds, costs.draft_seconds)
-        )
-        lines.append(
-            f"Costs ({drafted(results, at)}; medians of {costs.c.n} timings): a plain step {step} "
-            f"ms, a verification of {at.nodes + 1} tokens {verify} ms (v = {costs.v.text(2)}), "
-            f"drafting {at.nodes} tokens {draft} ms (c = {costs.c.text()})."
-        )
-    slowest = " and the wait for a batch's slowest row" * (results.batch > 1)
-    own = f"The measured speedup falls short of τ / (γc + v) by the decoder's own time{slowest}."
-    return [*lines, own]
-
-
-def _also(results: Results | None) -> list[str]:
-    """Another draft that took turns with this one on the same prompts."""
-    if results is None:
-        return []
-    shape, fixed = drafted(results, results.temperatures[0]), results.length == "fixed"
-    return [
-        f"## {results.drafter.capitalize()}",
-        "This draft took turns with the one above on the same prompts, drafting "
-        f"{shape}{' at most' * fixed}. Its costs change from round to round, so no speedup is "
-        "predicted.",
-        by_temperature(results.temperatures, lambda at: _counted(at, results)),
-    ]
-
-
-def _learned(at: AtTemperature, learned_on: str) -> list[str]:
-    """What was chosen by measuring first, at which temperature, and on what."""
-    where = f"for T = {at.temperature:g} on {learned_on}, at that temperature"
-    learned, lines = at.learned, []
-    if learned.paths:
-        kind = "chain" if at.chain else "tree"
-        lines.append(f"The {kind} was chosen {where}: {learned.paths}.")
-    if learned.acceptance_by_rank:
-        shares = "; ".join(
-            f"depth {d}: " + " ".join(f"{a:.2f}" for a in ranks)
-            for d, ranks in enumerate(learned.acceptance_by_rank)
-        )
-        lines.append(f"The choice rests on this acceptance by rank: {shares}.")
-    if learned.c is not None and learned.v is not None:
-        given = f"c = {learned.c.text()} and v = {learned.v.text(2)}"
-        lines.append(f"The length `optimal` was given {given}, measured {where}.")
-    if learned.table is not None:
-        lines.append(f"Rounds were timed {where}: see cost-table-T{at.temperature:g}.json.")
-    if learned.classifier is not None:
-        lines.append(
-            f"The stop classifier was fitted {where}, to {learned.classifier.records:,} "
-            f"drafted tokens: see stop-classifier-T{at.temperature:g}.json."
-        )
-    return lines
-
-
-def _acceptance(results: Results) -> list[str]:
-    blocks = [
-        "## Acceptance",
-        "α *over all positions* of the target's own text is not what a decoder sees: each round "
-        "starts where the last one failed, and those anchors are harder. α *at visited anchors* is "
-        "measured by teacher forcing at the anchors where this decoder's rounds started: the share "
-        "of rounds that would accept depth k and all depths before it, as engines count it.",
-    ]
-    for at in results.temperatures:
-        blocks += [f"### T = {at.temperature:g}", _by_depth(at), _compare(at)]
-    return blocks
-
-
-def _by_depth(at: AtTemperature) -> str:
-    depths = range(at.gamma)
-    shown = VARIANTS if at.temperature > 0 else {"greedy": VARIANTS["greedy"]}
-    sides = {"all positions, given the text": at.alpha.all, "visited anchors": at.alpha.visited}
-    figures = {
-        f"{words}; {where}": getattr(alpha, variant)[: at.gamma]
-        for where, alpha in sides.items()
-        for variant, words in shown.items()
-    }
-    figures["**decoder's own count**"] = at.reached
-    figures["decoder, given that all before were accepted"] = at.conditional_acceptance
-    rows = {name: [x.text() for x in found] for name, found in figures.items()}
-    rows["all positions, n"] = [f"{x.n:,}" for x in at.alpha.all.greedy[: at.gamma]]
-    rows["visited anchors, n"] = [f"{x.n:,}" for x in at.alpha.visited.greedy[: at.gamma]]
-    rows["rounds"] = [f"{at.rounds:,}" for _ in depths]
-    return table("", [f"depth {k}" for k in depths], rows)
-
-
-def _compare(at: AtTemperature) -> str:
-    """How the rows at visited anchors and the decoder's own count should compare."""
-    if not at.lossless:
-        return f"The rule {at.rule} is lossy, and accepts more than α says."
-    if not at.chain:
-        return "α describes a chain at those anchors; the tree accepts more, thanks to siblings."
-    if at.temperature == 0:
-        return (
-            "In float32 the row at visited anchors and the decoder's own count are equal, since "
-            "they count the same rounds; in bfloat16 a near-tie may flip between the two passes."
-        )
-    if at.rule == "rejection":
-        return "The rule `rejection` should accept as often as the row at visited anchors says."
-    return (
-        f"α describes the rule `rejection`; the decoder judges by `{at.rule}`, which accepts as "
-        "much or more: see its own expected length under “What theory says”."
-    )
-
-
-def _confidence(results: Results) -> list[str]:
-    """How far the draft's confidence is from acceptance, where it has confidence."""
-    ats = [at for at in results.temperatures if at.confidence]
-    if not ats:
-        return []
-    blocks = [
-        "## Confidence",
-        "Confidence is how likely the draft expects a drafted token to be accepted: its q, or the "
-        "family's own estimate. "
-        "It is compared with acceptance at visited anchors, at each depth given that all tokens "
-        "before were accepted. The calibration error is the distance between the two in each of "
-        "ten bins, averaged over tokens.",
-    ]
-    if results.calibrated_on:
-        blocks.append(
-            f"The calibration was fitted to {results.calibrated_on} other prompts. Lengths that "
-            "stop by confidence, dynamic and best-first trees, and hybrids use it."
-        )
-    for at in ats:
-        rows = {"accepted": [x.whole.observed.text() for x in at.confidence]}
-        sides = {"as drafted": at.confidence, "calibrated": at.calibrated}
-        for name, found in sides.items():
-            if found:
-                rows[f"confidence, {name}"] = [f"{x.whole.predicted:.3f}" for x in found]
-                rows[f"calibration error, {name}"] = [f"{x.error:.3f}" for x in found]
-        rows["tokens tested"] = [f"{x.whole.weight:,.0f}" for x in at.confidence]
-        depths = [f"depth {k}" for k in range(len(at.confidence))]
-        blocks.append(table(f"T = {at.temperature:g}", depths, rows))
-    return blocks
-
-
-def _training(results: Results) -> list[str]:
-    if (training := results.training) is None:
-        return []
-    held_out = training.held_out
-    return [
-        "## Training",
-        f"Objective: {training.trained_on}." if training.trained_on else "",
-        f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
-        f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "
-        f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "
-        f"{held_out.tau_sampled:.3f} (sampled), over {held_out.positions[0]:,} positions.",
-    ]
-
-
-def _samples(at: AtTemperature) -> list[str]:
-    """What the user said last, and the answer, at the first temperature."""
-    blocks = [f"## Samples, T = {at.temperature:g}"]
-    for sample in at.samples[:SAMPLES]:
-        prompt, answer = (" ".join(text.split()) for text in (sample.prompt, sample.answer))
-        blocks += [f"> {prompt}", f"{answer} *(τ {sample.tau:.2f})*"]
-    return blocks

@@ -18,7 +18,7 @@ from specdec.measure.results import Curve, Results
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
 PALETTE = (BLUE, ORANGE, GREEN, "#9333ea", "#0891b2", "#dc2626", "#ca8a04", "#be185d", GREY)
 LABELLED = 10  # the most bars that have room for their figures
-SHOWN, FEWEST = 4, 5  # depths, and tokens of a bin, in a plot of reliability
+SHOWN, FEWEST = 4, 5  # the most depths, and the fewest tokens of a bin, in a reliability plot
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -76,7 +76,7 @@ def accepted_lengths(path: Path, results: Results) -> None:
 
 def reliability(path: Path, results: Results) -> None:
     """Acceptance over confidence by depth, as drafted and calibrated, at each temperature. A point
-    is a bin of `FEWEST` tokens or more, the larger the more; bars are the intervals."""
+    is a bin of at least `FEWEST` tokens, larger if it has more; bars are the intervals."""
     panels = [
         (f"T = {at.temperature:g}, {words}", found[:SHOWN])
         for at in results.temperatures

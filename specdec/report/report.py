@@ -4,12 +4,12 @@ cost tables that were measured."""
 from pathlib import Path
 
 from specdec.measure.results import Results
-from specdec.report import markdown, plots
+from specdec.report import markdown, plots, sections
 
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
     """Write the whole report into `folder`; returns the pictures. Measured stop classifiers and
-    cost tables are saved beside it, for `--length disco --settings path=…` and
+    cost tables are saved there too, for `--length disco --settings path=…` and
     `--length goodput --settings table=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     results.write(folder)
@@ -27,7 +27,7 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
             at.learned.classifier.save(folder / f"stop-classifier-T{at.temperature:g}.json")
         if at.learned.table is not None:
             at.learned.table.save(folder / f"cost-table-T{at.temperature:g}.json")
-    markdown.write(folder / "report.md", markdown.page(results, pictures))
+    markdown.write(folder / "report.md", sections.page(results, pictures))
     return pictures
 
 
@@ -43,7 +43,7 @@ def summary(results: Results) -> str:
             f"against {at.plain_tokens_per_second.value:.0f} plain"
         )
     if results.shift is not None:
-        lines.append(markdown.shifted(results))
+        lines.append(sections.shifted(results))
     if (also := results.also) is not None:
         for at in also.temperatures:
             lines.append(

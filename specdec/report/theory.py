@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specdec.measure.results import AtTemperature, Results
-from specdec.report.tables import by_temperature, table
+from specdec.report.markdown import by_temperature, table
 from specdec.theory import leviathan as paper
 from specdec.theory.intervals import Interval
 
@@ -52,11 +52,11 @@ def section(results: Results) -> list[str]:
             "where the last one failed. The intervals of these forms are those of α."
         )
         if c_hat is not None:
-            note += f" ĉ = {c_hat:.3f}, counted in matrix products."
+            note += f" ĉ = {c_hat:.3f} (Definition 3.10), counted in matrix products."
         if any(at.temperature > 0 for at in chains):
             note += (
-                " At T > 0 they describe the rule `rejection`, whose acceptance at one position is "
-                "α; the decoder's own rule is named above."
+                " At T > 0 the forms describe the rule `rejection`, whose acceptance at a position "
+                "is α; the decoder's own rule is named above."
             )
         blocks += [by_temperature(chains, lambda at: _closed_forms(at, c_hat)), note]
     else:
@@ -120,7 +120,7 @@ def _measured_law(at: AtTemperature) -> list[str]:
     return [
         *blocks,
         f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; it is 1 − α of the "
-        "sampled variant (Corollary 3.6), computed independently of it.",
+        "sampled variant (Corollary 3.6), computed independently of α.",
         f"With lenience l (Appendix A.5, lossy), α at depth 0 would be {lenience}{plain}.",
     ]
 

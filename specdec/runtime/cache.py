@@ -112,7 +112,7 @@ class SlotCache(Cache):
         continues the last scratch slot as a chain."""
         (B, T), device = ids_BT.shape, ids_BT.device
         if len(self.lengths) != B:
-            assert not any(self.lengths), "a cache keeps its rows"
+            assert not any(self.lengths), "a cache in use keeps its number of rows"
             self.lengths = [0] * B
         start, self.scratch = self.scratch, self.scratch + T
         longest, alike = max(self.lengths), len(set(self.lengths)) == 1
@@ -184,7 +184,7 @@ class SlotCache(Cache):
                 source, goal = length_B1 + path_BK.clamp_min(0), length_B1 + ordered
                 rows_B1 = torch.arange(len(path_BK), device=path_BK.device)[:, None]
                 for layer in self.slot_layers:
-                    if layer.is_initialized:  # a layer may read another's keys and values
+                    if layer.is_initialized:  # some read another layer's keys and values
                         for buffer in (layer.keys, layer.values):
                             buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
@@ -211,8 +211,8 @@ class SlotCache(Cache):
 
 
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """A place as transformers' decoder models take it: position_ids and a 4-D mask, or two where
-    `config` has layers that see only a sliding window, whose older keys the cache keeps too."""
+    """A place as transformers' decoder models take it: position_ids and a 4-D mask, or a mask for
+    each kind of layer. For layers that see only a sliding window, masks hide the older keys."""
     position_BT, mask_BTP, slot_position_BP = place
     if mask_BTP is None:  # the model's own masks are right, and cheaper
         return {"position_ids": position_BT, "attention_mask": None}
@@ -240,7 +240,7 @@ def layer_kinds(config: Any) -> set[str]:
 
 
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
-    """An empty cache for a decoder model. Raises UserError if it keeps no keys and values."""
+    """An empty cache for a decoder model. Raises UserError if it cannot serve its layers."""
     if strange := layer_kinds(config) - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"target: {config.model_type} has {sorted(strange)[0]} layers, and a rejected token "

@@ -29,18 +29,18 @@ TIMINGS = 7  # timings of the graph and of the uncompiled pass, in turn
 LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # the weights are constants, packed when a graph is built; q, k and v are one product (-19 % time)
 FROZEN = {"freezing": True, "cpp.enable_concat_linear": True}
-DYNAMO = {  # without these limits it would silently stop after 8 graphs
+DYNAMO = {  # otherwise Dynamo would silently stop after 8 graphs
     "recompile_limit": 4 * GRAPHS,
     "accumulated_recompile_limit": 16 * GRAPHS,
     "fail_on_recompile_limit_hit": True,
 }
 
-Pass = Callable[..., tuple[Any, ...]]  # (SlotCache, **inputs) -> tensors, or None
+Pass = Callable[..., tuple[Any, ...]]  # (SlotCache, **inputs) -> tensors, some None
 
 
 class Compiled:
-    """`run(cache, **inputs)`, a pass that can be repeated (it writes the slots from `cache.place`).
-    It runs uncompiled over a cache that grows, and for more than `longest` tokens a row."""
+    """The pass `run(cache, **inputs)`, compiled. It must be repeatable: it writes the slots that
+    `cache.place` chose. It runs uncompiled if the cache can grow or a row is over `longest`."""
 
     def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
         self.run, self.longest = run, longest
@@ -87,9 +87,9 @@ class Compiled:
         rows, tokens, capacity = len(cache.lengths), slots.shape[-1], cache.capacity
         what = f"a pass of {rows} × {tokens} tokens over {capacity} slots"
         if not answer.used:
-            tell(f"torch.compile: {what} runs uncompiled here: {answer.reason}")
+            tell(f"torch.compile: {what} runs uncompiled; its graph: {answer.reason}")
         elif taken[0] > TOLD:
-            tell(f"torch.compile: {what} was compiled in {taken[0]:.0f} s, {answer.reason}")
+            tell(f"torch.compile: {what} was compiled in {taken[0]:.0f} s and is {answer.reason}")
         return graph if answer.used else self.run
 
 
@@ -125,7 +125,7 @@ def _signature(x: Any) -> Hashable:
 
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
     """Which of Dynamo's checks to keep: those of things that can change between passes of one model
-    (shapes of inputs and cache, global state). All would take over a millisecond per pass."""
+    (shapes of inputs and cache, global state). Running all would take over 1 ms per pass."""
     of_cache = ("capacity", "shown", "slots", "layers[0].keys")
     changing = ("inputs", *(f"cache.{name}" for name in of_cache))
     names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]

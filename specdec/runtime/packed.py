@@ -20,8 +20,8 @@ LEAST = 1 << 16  # weights; a smaller layer gains nothing
 LAYOUT_ROWS = 8  # rows that the layout is chosen for: best from 1 to 16, and no worse beyond
 PROBED = 1 << 20  # the most weights that a probe multiplies by
 WORK = 1 << 24  # the most multiplications in one product of a probe
-COLD = 1 << 25  # bytes of weights between two uses of one: a pass finds none of them in a cache
-COPIES = 128  # the most of one weight
+COLD = 1 << 25  # bytes of weights read between two uses of one, so that no cache still holds it
+COPIES = 128  # the most copies of one weight in a probe
 TIMINGS = 5  # of the packed product and of the plain one
 # dtypes that oneDNN packs, and how far two orders of summation may differ, relative to the norm
 DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -84,9 +84,9 @@ def bucket(rows: int) -> int:
 @cache
 def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
     """Whether products of `rows` rows by packed weights [out, width] run here, agree with the
-    public operator's, and are faster. So many copies of a weight take turns that none is in the
-    processor's caches, as in a pass: there, another way may be faster than on a cached weight.
-    Takes some 50 ms: only part of a large weight is probed."""
+    public operator's, and are faster. Enough copies of a weight take turns that none is in the
+    processor's caches when it is used, as in a real pass: on a cached weight, the other way may be
+    faster. This takes some 50 ms, since only part of a large weight is probed."""
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
     with one_thread(), torch.inference_mode():
         generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ def compare(
     repeats: int = REPEATS,
 ) -> Answer:
     """Whether to use `ours` in place of `public`: it must run, differ from the public result by at
-    most `limit` (relative to that one's norm), and be at least `gain` times as fast."""
+    most `limit` (relative to the latter's norm), and be at least `gain` times as fast."""
     expected = public().double()
     try:
         found = ours().double()
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
 @cache
 def native_dtype(device: str) -> Choice:
     """bfloat16 where `device` multiplies it natively, else float32. A GPU reports it. A CPU is
-    timed: oneDNN may not use every instruction that it offers, and a cap may forbid some."""
+    timed: oneDNN may leave instructions of the CPU unused, or be capped to fewer."""
     kind = torch.device(device).type
     if kind == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):

@@ -14,8 +14,8 @@ from specdec.errors import require
 
 
 class Summary(NamedTuple):
-    """What is kept of p at each position when the logits are thrown away: p of a token follows from
-    its logit alone, p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0."""
+    """What is kept of p at each position when the logits are thrown away, so that p of a token
+    follows from its logit alone: p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0."""
 
     log_z_N: Tensor  # float32, log of the summed weights of the kept tokens
     threshold_N: Tensor  # float32, the smallest kept z / T
@@ -90,7 +90,7 @@ class Sampler:
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Scaled logits, -inf where top-k or top-p drops a token, and the smallest kept one
-        [..., 1], -inf if nothing is dropped."""
+        [..., 1], -inf if neither is on."""
         scaled = self._scaled(logits)
         if not self.truncates:
             return scaled, torch.full_like(scaled[..., :1], -torch.inf)

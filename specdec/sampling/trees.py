@@ -1,7 +1,7 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
 A shape drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
-siblings as the verification rule requires, while nodes picked by likelihood are fixed. Letters:
+siblings as the verification rule requires; the other trees pick the likeliest nodes. Letters:
 B batch, N nodes, L nodes of a level, W grown at once, C children, S draft vocabulary.
 """
 
@@ -47,7 +47,7 @@ class Growth:
     def log_confidence(self, depth: int, log_q_BWC: Tensor) -> Tensor:
         """The logarithm of the confidence in children of the nodes that grew last, from their
         log q. Of several children, the likeliest comes first. The family's own estimate, if there
-        is one, is taken for the first child, and scaled for the others by q's ratio to the first.
+        is one, is for the first child; the others get it times their q over the first child's q.
         """
         if self.own_BW is not None:
             log_q_BWC = log_q_BWC - log_q_BWC[..., :1] + self.own_BW.log()[..., None]
@@ -116,8 +116,10 @@ class Static(Shape):
         self._ordered = ordered = sorted(map(tuple, self.paths), key=by_depth)
         known = set(ordered)
         for path in ordered:
+            sound = len(path) > 0 and min(path) >= 0
+            require(sound, f"tree: the path {list(path)} is empty or has a rank below 0")
             require(
-                len(path) > 0 and min(path) >= 0 and (len(path) == 1 or path[:-1] in known),
+                len(path) == 1 or path[:-1] in known,
                 f"tree: the path {list(path)} has no parent among the paths: add {list(path[:-1])}",
             )
             before = (*path[:-1], path[-1] - 1)  # rules judge siblings in the order of drawing
@@ -175,9 +177,9 @@ class Static(Shape):
 
 @dataclass
 class Dynamic(Shape):
-    """EAGLE-2 (Li et al. 2024): at each depth the `top_k` nodes of most confidence grow `top_k`
-    children each; the `nodes` nodes with the largest product of confidences along their path are
-    then proposed."""
+    """EAGLE-2 (Li et al. 2024): a node's score is the product of the confidences along its path. At
+    each depth, the `top_k` nodes with the highest scores grow `top_k` children each; of all these
+    nodes, the `nodes` with the highest scores are proposed."""
 
     depth: int = 5
     nodes: int = 24

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from specdec.errors import UserError
 
 FEW = 256  # up to this many query rows of a KV head, one product over groups beats copied keys
-# what `stacked` made of each mask that is still in use, by groups and dtype
+# for each mask that is still in use, what `stacked` made of it, by groups and dtype
 _stacks: Any = WeakIdKeyDictionary()
 
 
@@ -27,8 +27,8 @@ def grouped_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`, with the query heads that share a KV head as extra rows of one query:
-    for a decoding step's few tokens, `sdpa` would copy the keys for every query head. query
+    """Like transformers' `sdpa`, but for a decoding step's few tokens, the query heads that share a
+    KV head become extra rows of one query; `sdpa` would copy the keys for every query head. query
     [B, H, T, E], key and value [B, Hkv, P, E]; returns [B, T, H, E]. Raises UserError if a model
     asks for attention sinks or a soft cap, which sdpa does not compute."""
     if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:

@@ -37,9 +37,9 @@ class Target(Parts, ABC):
         document_BT: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
         """Run the target over `ids_BT`; returns the context and the final hidden state [B, T, D],
-        whose `logits` a caller can take in chunks. This is the only way to run a target.
+        whose `logits` a caller can take in chunks.
 
-        With `position_BT` and no cache, rows hold documents, which begin where it is 0, and each
+        With `position_BT` and no cache, rows hold documents, which begin at position 0. Each
         document is read as if it were alone; at padding (`document_BT` below 0) features are 0.
         With `cache`, `ids_BT` continues the cached tokens, as a tree if `parents_BT` is given (see
         `SlotCache.place`); the caller then tells the cache what to keep.

@@ -16,7 +16,7 @@ from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import States, Target, concatenated
 from specdec.target.checks import check_causal
 
-LIKE = 0.9  # documents of at least this share of the longest one's length share its batch
+LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
 
 class CausalTarget(Target):
@@ -26,7 +26,7 @@ class CausalTarget(Target):
         super().__init__(model, tokenizer, name, revision)
         count = self.config.num_hidden_layers
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        require(bool(lists), f"no list of {count} decoder layers in {type(model).__name__}")
+        require(bool(lists), f"{self.title} has no list of {count} decoder layers: give another")
         self.layers = lists[0]  # found by its length, as its name depends on the architecture
         self._compiled: dict[Needs, Pass] = {}
         check_causal(self)
@@ -96,7 +96,7 @@ class CausalTarget(Target):
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     """The documents of packed rows in groups of similar length, longest first: the slots [N, L] of
-    the batch to read for them, and which slots are theirs (shorter ones read past their end)."""
+    the batch to read for a group, and which of these each document owns (short ones read on)."""
     real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
     begins_BT = (position_BT == 0) & real_BT
     number_BT = begins_BT.flatten().cumsum(0) - 1

@@ -58,8 +58,8 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
             raise RuntimeError
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"target.device={device!r} is not available here, where torch finds "
-            f"{torch.cuda.device_count()} GPUs: give auto, cpu or cuda"
+            f"target.device={device!r} is not available here (torch finds "
+            f"{torch.cuda.device_count()} CUDA GPUs): give auto or cpu, or cuda if it finds one"
         ) from error
     dtype = native_dtype(device).dtype if cfg.dtype == "auto" else cfg.dtype
     require_known("target", cfg, dtype=[*DTYPES, "auto"])
@@ -67,8 +67,8 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
 
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
-    """The first line of a program that loaded `target` from `cfg`: the model, its dtype, the
-    `reason` for that dtype (for auto, the probe's), and which products use packed weights."""
+    """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
+    and the `reason` for it (for auto, the probe's), and which products use packed weights."""
     dtype = str(target.dtype).removeprefix("torch.")
     if cfg.dtype == "auto":
         reason = native_dtype(str(target.device)).reason
@@ -102,7 +102,7 @@ def load_target(cfg: TargetConfig) -> Target:
     stored = None
     with _told(cfg):
         model = _model(cfg, path, config)
-        if cfg.dtype == "float16":  # rounds small weights differently from bfloat16
+        if cfg.dtype == "float16":  # its rounding of small weights changes the fingerprint
             plain = replace(cfg, dtype="bfloat16", packed=False)
             stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
@@ -167,7 +167,7 @@ class TargetOnDemand:
         return self._whole
 
     def release(self) -> None:
-        """Free the layers' memory, if the parts can be loaded alone and nothing else holds it."""
+        """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""
         self._stored = self._stored or load_parts(self.cfg)
         if self._stored is not None and self._whole is not None:
             self._whole = None
@@ -183,7 +183,7 @@ def _options(cfg: TargetConfig) -> dict[str, Any]:
 
 
 def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | None]:
-    """The configuration resolved; and the path, config, tokenizer and files of its model."""
+    """The resolved configuration, and the path, config, tokenizer and files of its model."""
     cfg, path = resolved(cfg), located(cfg)
     with _told(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))

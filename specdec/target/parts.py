@@ -63,18 +63,18 @@ class Parts:
 
     @property
     def norm_weight(self) -> Tensor | None:
-        """What that norm multiplies by [D]; None if there is none. Gemma's stores 1 less."""
+        """The factors [D] of that norm; None if there is none. Gemma stores each factor minus 1."""
         weight_D = getattr(self.norm, "weight", None)
         return None if weight_D is None else weight_D + self._stored_less
 
     @property
     def _stored_less(self) -> int:
-        """By how much the weights that norms store are less than what they multiply by."""
+        """By how much the weights that norms store are less than their factors: 1 or 0."""
         if self.norm is None:
             return 0
         weight_D: Any = self.norm.weight
         unit_D = torch.ones_like(weight_D)
-        unit_D[1::2] = -1  # of mean 0 and size 1, so that a norm only multiplies it
+        unit_D[1::2] = -1  # of mean 0 and mean square 1, so that a norm only multiplies it
         factor_D = (self.norm(unit_D) - self.norm(torch.zeros_like(unit_D))) * unit_D
         return int(abs(float((factor_D - weight_D).float().mean()) - 1) < 0.1)
 
@@ -169,9 +169,9 @@ class Parts:
 
 
 def checksum(state: dict[str, Tensor]) -> str:
-    """One short string for a model's weights, whatever precision they are loaded in: they are
-    rounded to bfloat16, the bits of each tensor summed as integers in int64 (exact, in any order),
-    and the sums hashed with the names and shapes."""
+    """One short string for a model's weights, whatever precision they are loaded in. They are
+    rounded to bfloat16, whose bits are read as integers. Two exact sums of each tensor, over all
+    values and over a sample weighted by place, are hashed with the names and shapes."""
     digest = hashlib.blake2b(digest_size=12)
     for name, value in sorted(state.items()):
         rounded = value.to(torch.bfloat16) if value.is_floating_point() else value
@@ -201,7 +201,7 @@ def head_factor(config: Any) -> float:
 
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
-    """The per-layer entries of a config, for the layers that are kept."""
+    """The per-layer entries of a config (`model`, as a dict), for the layers that are kept."""
     found: dict[str, Any] = {}
     lists = {key: x for key, x in model.items() if isinstance(x, list)}
     for key in lists.keys() & {"layer_types", "mlp_layer_types", "no_rope_layers"}:

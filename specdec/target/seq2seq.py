@@ -104,7 +104,7 @@ class Seq2SeqModel:
         generation = model.generation_config
         ids = [getattr(c, "decoder_start_token_id", None) for c in (generation, model.config)]
         self.start: int = next((i for i in ids if i is not None), -1)
-        require(self.start >= 0, "the model's config has no decoder_start_token_id: set it")
+        require(self.start >= 0, "the model's config has no decoder_start_token_id: add it there")
         eos = generation.eos_token_id
         self.twice = self.start in (eos if isinstance(eos, list | tuple) else (eos,))
         self._biased = [m for m in self.decoder.modules() if hasattr(m, "relative_attention_bias")]
@@ -221,8 +221,8 @@ class Seq2SeqModel:
         with ExitStack() as stack:
             if (table := self._table) is not None and not given:
                 given = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
-                # replaces its own look-up, which fails beyond its end: tokens that will be cut off
-                # an answer may get there, and take the last row
+                # the hook replaces the table's own look-up, which fails beyond its last row: tokens
+                # that will be cut off an answer may lie there, and take that row
                 index_BT = place.position_BT + getattr(table, "offset", 0)
                 weight = table.weight
                 rows_BTD = nn.functional.embedding(index_BT.clamp_max(len(weight) - 1), weight)
@@ -254,8 +254,8 @@ class Seq2SeqModel:
 
 class Seq2SeqTarget(Target):
     """A frozen encoder-decoder LM. `config.num_hidden_layers` counts the decoder's layers. If the
-    tokenizer has no chat template, a copy gets one. Raises UserError for a model that would be read
-    wrongly."""
+    tokenizer has no chat template, a copy of it gets one. Raises UserError for a model that would
+    be read wrongly."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         super().__init__(model, tokenizer, name, revision)

@@ -1,7 +1,7 @@
 """The parts of a target whose layers stay on disk.
 
 A layer's weights are read by name when a draft starts from them. The fingerprint is noted in the
-cache of targets when the whole model is first loaded, and is valid while its files are unchanged.
+cache of targets when the whole model is first loaded, and holds while the files are unchanged.
 """
 
 import hashlib

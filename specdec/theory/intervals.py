@@ -33,7 +33,7 @@ def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
 ) -> Interval:
     """The pooled ratio Σ numerators / Σ denominators, with one entry per prompt; `n` is Σ
-    denominators, rounded. Prompts whose denominator is 0 are left out. All are 0 if none remain."""
+    denominators, rounded. Prompts whose denominator is 0 are left out; without others all is 0."""
     num, den = np.asarray(numerators, float), np.asarray(denominators, float)
     num, den = num[den > 0], den[den > 0]
     return _bootstrap(
@@ -58,8 +58,8 @@ def difference_interval(
 
 
 def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:
-    """The median of `values`, divided by the median of `per` if given. Entry i of
-    both was timed in the same repetition; `n` counts the repetitions."""
+    """The median of `values`, divided by the median of `per` if given. Entries i of the two were
+    timed in the same repetition; `n` counts the repetitions."""
     found = np.asarray(values, float)
     under = np.ones_like(found) if per is None else np.asarray(per, float)
     n = len(found)

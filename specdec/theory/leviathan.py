@@ -101,8 +101,8 @@ def pass_cost(points: Mapping[int, float]) -> PassCost:
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Straight lines through points of rising x: flat before the first; after the last, the last
-    slope, but not below 0."""
+    """Linear interpolation between points of rising x: flat before the first; after the last, the
+    last slope, or flat if that is negative."""
     if x <= xs[0] or len(xs) == 1:
         return ys[0]
     i = min(bisect_right(xs, x), len(xs) - 1)
@@ -132,7 +132,7 @@ def lenient_alpha(p_NV: Tensor, q_NV: Tensor, lenience: float) -> Tensor:
 def non_iterative_alpha(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """α of non-iterative rejection sampling [N], 1 / M = min_x q(x) / p(x) over the tokens with
     p(x) > 0 (Appendix A.2): x is accepted with p(x) / (M q(x)), and each x is drawn with q(x). At
-    most β, and 0 if p has mass outside the draft vocabulary (1e-4, for rounding, or more)."""
+    most β, and 0 if p has mass outside the draft vocabulary (1e-4 or more: less is rounding)."""
     ratio_NS = torch.where(p_NS > 0, q_NS / p_NS, torch.inf)
     whole_N = p_NS.sum(-1) > 1 - 1e-4
     return torch.where(whole_N, ratio_NS.amin(-1), 0.0).clamp_max(1)

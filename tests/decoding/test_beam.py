@@ -354,7 +354,7 @@ def test_mistakes_are_named(options: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         beam_search(target, drafter=near(target), **given)  # type: ignore[arg-type]
     medusa = make_drafter("medusa", target)
-    with pytest.raises(UserError, match="gamma=4: this draft has 3 steps"):
+    with pytest.raises(UserError, match="gamma=4: this draft makes at most 3 steps"):
         beam_search(target, PROMPT, beams=3, max_new_tokens=5, drafter=medusa)
     short = near(random_target(architectures(V, L, positions=14)["gpt2"]))
     with pytest.raises(UserError, match=r"10 tokens and 5 new .* 14 positions of the draft"):

@@ -202,6 +202,12 @@ def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> N
 # --- trees ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", [[], [-1]])
+def test_a_path_without_a_node_is_refused(path: list[int]) -> None:
+    with pytest.raises(UserError, match="is empty or has a rank below 0"):
+        Static([path])
+
+
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
 def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(rule: str) -> None:
     """q = p = (.9, .1): the second of two draws, judged as the first, makes token 1 too likely."""

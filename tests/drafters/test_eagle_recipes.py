@@ -309,6 +309,6 @@ def test_sizes_that_the_target_lacks(target: Target) -> None:
 
 def test_peagle_of_the_speculators_format_has_no_fc_norm(target: Target, tmp_path: Path) -> None:
     drafter = made(PEagleConfig(draft_vocab=40, fc_norm=True), target)
-    with pytest.raises(UserError, match="layout hf only"):
+    with pytest.raises(UserError, match="only in the layout hf"):
         export.write(tmp_path / "out", drafter, target, "speculators")
     assert "logits identical" in export.write(tmp_path / "out", drafter, target)

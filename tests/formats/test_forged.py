@@ -108,7 +108,7 @@ CARDS: list[tuple[str, Change, str]] = [
     ("eagle3", lambda c: c["shape"]["llama"].update(head_dim=10**9), "has shape"),
     ("eagle3", lambda c: c.update(family="medusa"), "config: unknown key 'start'"),
     ("eagle3", lambda c: c.update(family="medus"), "did you mean 'medusa'"),
-    ("eagle3", lambda c: c["config"].update(name="medusa"), "'medusa' is not 'eagle3'"),
+    ("eagle3", lambda c: c["config"].update(name="medusa"), "'medusa', not 'eagle3'"),
     (
         "eagle3",
         lambda c: c["config"].update(depth=2.5),
@@ -178,7 +178,7 @@ def test_a_card_that_is_no_card(tmp_path: Path, text: str, words: str) -> None:
         ("eagle3", lambda x: x.update(vocab_S=x["vocab_S"].int()), "'vocab_S' is of type I32"),
         ("eagle3", lambda x: x["fc.weight"].fill_(torch.inf), "not finite"),
         ("eagle3", lambda x: x["vocab_S"].fill_(3), "must rise"),
-        ("bigram", lambda x: x["start_V1"].add_(1), "do not count pairs"),
+        ("bigram", lambda x: x["start_V1"].add_(1), "hold impossible counts"),
         ("bigram", lambda x: x["next_N"].add_(10**9), "'next_N' has ids outside"),
         ("bigram", lambda x: x["times_V"].sub_(10**9), "a count below 0"),
         ("suffix", lambda x: x["text_N"].add_(10**6), "'text_N' has ids outside"),

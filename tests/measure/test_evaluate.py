@@ -20,7 +20,7 @@ from specdec.measure import setup
 from specdec.measure.costs import Costs
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
-from specdec.report import markdown
+from specdec.report import sections
 from specdec.target.base import Target
 from specdec.theory.intervals import Interval
 from tests.tiny import architectures, lm, make_tokenizer, random_drafter, random_target
@@ -113,7 +113,7 @@ def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
         for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "prompts", "alpha"):
             assert getattr(one, key) == getattr(two, key), key
         assert 0 < sum(one.accepted) < sum(one.drafted)
-    assert results[2].batch == 2 and "batch 2," in markdown.page(results[2], {})
+    assert results[2].batch == 2 and "batch 2," in sections.page(results[2], {})
 
 
 def test_a_lossy_rule_is_called_so(target: Target) -> None:
@@ -124,7 +124,7 @@ def test_a_lossy_rule_is_called_so(target: Target) -> None:
         at = results.temperatures
         assert [not t.lossless for t in at] == lossy
         assert at[0].rule == (rule if lossy[0] else "greedy") and at[1].rule == rule
-        text = markdown.page(results, {})
+        text = sections.page(results, {})
         assert text.count("LOSSY") == sum(lossy)
         assert (f"({rule} is lossy)" in text) == lossy[0]
 
@@ -137,7 +137,7 @@ def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
     for at in (greedy, sampled):
         assert at.learned.paths and len(at.learned.paths) == at.nodes == 4 and not at.chain
     assert greedy.learned.acceptance_by_rank != sampled.learned.acceptance_by_rank
-    text = markdown.page(results, {})
+    text = sections.page(results, {})
     for at in (greedy, sampled):
         assert f"chosen for T = {at.temperature:g} on 3 other prompts" in text
     assert "Theorem 3.8" not in text and greedy.identical == 2

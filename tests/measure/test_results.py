@@ -30,7 +30,7 @@ from specdec.measure.results import (
     Training,
 )
 from specdec.measure.strategy import Learned
-from specdec.report import markdown, report
+from specdec.report import report, sections
 from specdec.theory.intervals import Interval
 
 
@@ -146,7 +146,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     assert "\nObjective: 1 nla.\n" in text and "](reliability.png)" in text
     assert "| confidence, as drafted | 0.600 | 0.700 |" in text
     assert "| calibration error, calibrated | 0.020 | 0.100 |" in text
-    assert markdown.page(Results.read(tmp_path), pictures) == text
+    assert sections.page(Results.read(tmp_path), pictures) == text
     assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
     assert CostTable.load(tmp_path / "cost-table-T0.json") == table()
 
@@ -170,7 +170,7 @@ def test_damaged_results_are_one_line(tmp_path: Path, text: str, words: str) -> 
 def test_the_closed_forms_stand_for_chains_alone() -> None:
     """Theorem 3.8 and its corollaries describe chains of one length; block is said to be the rule
     at T = 1, with its own expected length."""
-    chain = markdown.page(results(), {})
+    chain = sections.page(results(), {})
     for words in ("Theorem 3.8", "Corollary 3.9", "Theorem 3.11", "Section 3.4", "Appendix A.4"):
         assert words in chain
     assert "rule `block`, expected (never less) | 1.500 [1.450, 1.550]" in chain
@@ -181,16 +181,16 @@ def test_the_closed_forms_stand_for_chains_alone() -> None:
     trees = results()
     trees.tree = "dynamic"
     trees.temperatures = [replace(t, nodes=6, chain=False) for t in trees.temperatures]
-    page = markdown.page(trees, {})
+    page = sections.page(trees, {})
     assert "Theorem 3.8" not in page and "rule `block`, expected" not in page
     assert "a dynamic tree of 6 nodes, depth 2" in page
     shortened = results()
     shortened.length = "confidence"
-    assert "Theorem 3.8" not in markdown.page(shortened, {})
+    assert "Theorem 3.8" not in sections.page(shortened, {})
 
 
 def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
-    page = markdown.page(results(), {})
+    page = sections.page(results(), {})
     machine = "EPYC with AVX512, 2 threads, bfloat16 (this CPU is fast), torch 2.13.0"
     assert f"\nMachine: {machine}.\n" in page and machine in report.summary(results())
     assert "> Why is the sky <b>blue?\n\nBecause. *(τ 1.50)*" in page
@@ -199,7 +199,7 @@ def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
 @pytest.mark.parametrize("length", ["fixed", "optimal"])
 def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     first = results()
-    text = markdown.page(replace(first, also=replace(first, also=None, length=length)), {})
+    text = sections.page(replace(first, also=replace(first, also=None, length=length)), {})
     (said,) = (line for line in text.splitlines() if line.startswith("This draft took turns"))
     assert said.count("at most") == 1
 

@@ -55,12 +55,12 @@ def test_a_calibration_by_hand() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scale": [0.0]}, "scale 0.0: expected more than 0"),
+        ({"scale": [0.0]}, "scale holds 0.0: give more than 0"),
         ({"scale": [1e300]}, "at most 1000"),
-        ({"shift": [math.nan]}, "shift nan: expected -1000 to 1000"),
-        ({"shift": [1.0, 2.0]}, "1 scales, but shift has 2"),
+        ({"shift": [math.nan]}, "shift holds nan: give -1000 to 1000"),
+        ({"shift": [1.0, 2.0]}, "shift has 2 numbers, but scale has 1"),
         ({"accepted": [1.5]}, "a share from 0 to 1"),
-        ({"scale": []}, "no depth"),
+        ({"scale": []}, "scale is empty"),
     ],
 )
 def test_an_impossible_calibration_is_refused(change: dict, words: str) -> None:

@@ -360,7 +360,7 @@ def test_mistakes_are_told_in_one_line() -> None:
         decode(target, [[5, 6, 1, 0, 9], [5, 6]], max_new_tokens=3)  # where it is padded with 0
     with pytest.raises(UserError, match="leave compiled off"):
         decode(target, prompts(target), max_new_tokens=3, compiled=True)
-    with pytest.raises(UserError, match="same tokenizer"):
+    with pytest.raises(UserError, match="the target's tokenizer"):
         config = Seq2SeqLMConfig(source="random", overrides={"vocab_size": 7})
         Seq2SeqLM.build(config, target)
     with pytest.raises(UserError, match=r"overrides\.layers is not a key"):

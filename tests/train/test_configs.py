@@ -170,7 +170,7 @@ def test_terms_that_change_over_a_run() -> None:
         ("answers.seed=4294967296", [r"answers\.seed"]),
         ("decode.seed=-1", [r"decode\.seed=-1"]),
         ("name=''", ["name=''", "inside runs/"]),
-        ("decode.rule=lenience:facto=0.8", [r"decode\.rule", "'facto' is no parameter"]),
+        ("decode.rule=lenience:facto=0.8", [r"decode\.rule", "'facto' is not a parameter"]),
         ("loop.rows", ["loop.rows"]),
     ],
 )

@@ -236,7 +236,7 @@ def test_a_draft_model_writes_alone(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_only_a_model_of_its_own_can_write_alone(tiny: Tiny, tmp_path: Path) -> None:
     more = ["data.answers=target", "rounds.count=2", "rounds.data=draft_alone"]
-    with pytest.raises(UserError, match="eagle3 reads the target's features"):
+    with pytest.raises(UserError, match="eagle3 cannot write text without the target"):
         tiny.job(tmp_path / "run", "eagle3", *more)
 
 

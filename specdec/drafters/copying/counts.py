@@ -116,7 +116,7 @@ class Bigram(Unigram):
         rising = bool((start[1:] >= start[:-1]).all() and start[0] == 0)
         require(
             rising and int(start[-1]) <= len(after) and bool((self.pairs_N >= 0).all()),
-            "tensors 'start_V1' and 'pairs_N' do not count pairs that can occur",
+            "tensors 'start_V1' and 'pairs_N' hold impossible counts",
         )
         inside = bool(((after >= 0) & (after < self.target_vocab)).all())
         require(inside, f"tensor 'next_N' has ids outside 0 to {self.target_vocab - 1}")

@@ -3,12 +3,12 @@
 A window of W columns and N - 1 levels follows the anchor: level l of column j guesses the
 token l + j + 1 places ahead, and was made one iteration before level l + 1. The target reads the
 window as scouts in the verifying pass, which gives each column's next guess. The N tokens of a
-column go to a pool, as the text's n-grams do. It keeps the latest G n-grams for each first token;
-drafts are those that begin with the anchor.
+column go to a pool, as the text's n-grams do. The pool keeps the latest G n-grams for each first
+token; those that begin with the anchor are drafted.
 
-Every pass is W (N - 1) tokens wider. This pays only where it costs little and where prompt lookup,
-which is free, finds too few n-grams in the text. The window depends on the rounds so far; teacher
-forcing sees only the n-grams of the text, so its α is a lower bound on the decoder's.
+Every pass is W (N - 1) tokens wider. Lookahead pays only where that costs little and where prompt
+lookup, which is free, finds too few n-grams in the text. The window depends on the rounds so far;
+teacher forcing sees only the text's n-grams, so its α is a lower bound on the decoder's.
 
 Letters: B batch, X scouts, W columns, V vocabulary.
 """
@@ -96,7 +96,7 @@ class Lookahead(Copying):
         return proposal
 
     def _scouts(self, pools: list[Pool], device: torch.device) -> Scouts:
-        """Level 0 is a chain after the anchor; later nodes follow their column's last one."""
+        """Level 0 is a chain after the anchor; other nodes follow the last one of their column."""
         columns = self.config.window
         for pool in pools:
             if not pool.levels:  # any guess will do: take tokens from all over the text

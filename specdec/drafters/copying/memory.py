@@ -2,7 +2,7 @@
 
 A family supplies a `Memory`, which is fed token by token. While decoding, each row has a memory,
 which is fed the committed tokens; in teacher forcing, one memory walks over each document and
-drafts at every anchor. It reads neither the target nor earlier drafts.
+drafts at every anchor. A memory reads neither the target nor earlier drafts.
 
 Letters: B batch, A anchors, K depth, V vocabulary.
 """
@@ -63,7 +63,7 @@ class Memory(ABC):
 
 
 class Memories:
-    """The memory of each row of a batch; beam search calls `hidden` instead and feeds none."""
+    """The memory of each row of a batch. (Beam search calls `hidden`, which makes its own.)"""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
@@ -100,8 +100,8 @@ class Copying(Drafter):
     def walked(
         self, ctx: Context, anchors_BA: Tensor, depth: int, found: Callable[[Any], list[int]]
     ) -> Tensor:
-        """The numbers [B, A, K, 1] that `found` gives for the memory at each anchor: at most the
-        first K = `depth`, then -1."""
+        """The numbers [B, A, K, 1] that `found` gives for the memory at each anchor, cut or padded
+        with -1 to K = `depth`."""
         copied = []
         rows = (x.tolist() for x in (ctx.ids_BT, ctx.documents()[0], anchors_BA))
         for ids, position, anchors in zip(*rows, strict=True):

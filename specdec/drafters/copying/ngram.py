@@ -32,7 +32,7 @@ class Text(Memory):
     def __init__(self, config: NgramConfig) -> None:
         super().__init__(config)
         self.ends: dict[tuple[int, ...], list[int]] = {}
-        self._found: tuple[list[int], int] = [0], 0  # ends of the n-gram; the one the chain follows
+        self._found: tuple[list[int], int] = [0], 0  # the n-gram's ends; the one followed
 
     def push(self, token: int) -> None:
         for gram in self.last(self.config.min_ngram, self.config.max_ngram):

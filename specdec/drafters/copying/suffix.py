@@ -77,7 +77,7 @@ class SuffixArray(NamedTuple):
 
 @dataclass
 class CorpusPlaces:
-    """Places in the corpus: suffixes `low` to `high` begin with the path, of `length` tokens."""
+    """Places in the corpus: suffixes `low` to `high` begin with the path's `length` tokens."""
 
     index: SuffixArray
     low: int
@@ -101,7 +101,7 @@ class CorpusPlaces:
         return CorpusPlaces(self.index, low, high, self.length + 1)
 
     def children(self, width: int) -> "list[tuple[int, Places]]":
-        """As `TextPlaces.children`. Of many places, only a sample is searched for candidates."""
+        """Like `TextPlaces.children`; of many places, only a sample is searched for candidates."""
         text_N, order_N = self.index
         step = -(-self.count // SAMPLED)
         at_R = order_N[self.low : self.high : step] + self.length
@@ -175,8 +175,8 @@ class Suffixes(Memory):
     def _spread(
         self, match: int, at: Places, depth: int, nodes: int, width: int
     ) -> tuple[float, list[TreeNode]]:
-        """Σ D and the nodes of a tree of the `width` most frequent children of each node, which
-        always grows at the largest D."""
+        """Σ D and the nodes of a tree, which always grows where D is largest, among the `width`
+        most frequent children of each node."""
         deepest = min(depth, max(1, int(self.config.factor * match)), SORTED - match)
         found: list[TreeNode] = []
         heap: list[tuple[float, int, int, int, int, Places]] = []

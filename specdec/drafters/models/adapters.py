@@ -53,7 +53,7 @@ class Adapters(nn.Module):
 
     @torch.no_grad()
     def merged(self, target: Target) -> Target:
-        """A target with W + (alpha / rank) B A in a copy of the weights, rounded once."""
+        """A copy of the target whose weights are W + (alpha / rank) B A, rounded once."""
         model, body = deepcopy(target.model), self.view(target, len(target.layers))
         for name, _, _ in self.adapted:
             weight = model.base_model.get_submodule(name).weight

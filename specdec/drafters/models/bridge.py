@@ -37,7 +37,7 @@ class Bridge:
 
     def to_draft(self, ids: list[int]) -> list[int]:
         """A text in target tokens as draft tokens, at least one. Special tokens become the draft's
-        matching ones; without one, bos, eos and the like are left out, and others read as text."""
+        matching ones. If none matches, bos, eos and the like are left out; others become text."""
         own = list(self.prefix)
         for special, run in groupby(ids, lambda i: i in self.specials or i in self._roles):
             if not special:

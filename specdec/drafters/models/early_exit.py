@@ -9,7 +9,7 @@ agrees more and saves less.
 With `lora.rank`, those layers are trained to agree: LoRA adapters (Hu et al. 2022) are added to
 them when they draft, and only then, so p stays what it is. (LayerSkip trains the target itself, by
 layer dropout and losses at several exits.) The adapted layers have other keys and values, so the
-draft keeps a cache of its own. This costs E / L of the memory of the target's, a pass of the E
+draft keeps a cache of its own. This costs E / L of the memory of the target's cache, a pass of E
 layers over the prompt, and in each round one over all new tokens instead of the anchor alone. In
 return, depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for
 each depth at every anchor.
@@ -108,6 +108,6 @@ class EarlyExit(View):
     def over_cache(
         self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
     ) -> Tensor:
-        """Logits [B, T, S] of tokens that continue what the cache holds, or [B, 1, S] at `last`."""
+        """Logits [B, T, S] of tokens that continue the cached ones, or [B, 1, S] at `last_B1`."""
         hidden = self.continued(cache, ids_BT, parents_BT)
         return self.unembed(hidden if last_B1 is None else entries(hidden, last_B1), 0)

@@ -26,7 +26,7 @@ from specdec.target.parts import Parts, config_of_layers
 @dataclass
 class LMConfig(DraftLMConfig):
     """Like `DraftLMConfig`. With `source` "target" the draft is made from `layers` of the target
-    (0-based; None: the first two and the last two)."""
+    (counted from 0; null: the first two and the last two)."""
 
     name: str = "lm"
     depth: int = 4

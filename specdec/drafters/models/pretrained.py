@@ -1,5 +1,5 @@
-"""The common part of draft models from transformers: they are made from its configs, start from its
-weights, read only the target's tokens, and are trained whole or by adapters.
+"""The common part of drafts that are models of transformers: they read only the target's tokens,
+start from another model's weights or random ones, and are trained whole or by adapters.
 
 LoRA (Hu et al. 2022) trains W + (alpha / rank) B A with W frozen. Adapters exist only in training
 and its checkpoints: a draft on disk holds the weights with the adapters added, so it needs nothing
@@ -75,7 +75,7 @@ class LMSizes(Sizes):
 
 
 class Pretrained(Drafter):
-    """A drafter whose `model` is one of transformers'. A family says how it reads new tokens."""
+    """A drafter whose `model` is one of transformers'. A family defines how it reads new tokens."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -93,7 +93,7 @@ class Pretrained(Drafter):
         if config.source == "random":
             if unknown := sorted(set(config.overrides) - set(theirs)):
                 raise UserError(
-                    f"drafter.overrides.{unknown[0]} is not a key of the target's config"
+                    f"drafter.overrides.{unknown[0]} is not a key of the target's config: omit it"
                 )
             return {**theirs, **config.overrides}
         try:
@@ -104,12 +104,12 @@ class Pretrained(Drafter):
 
     @staticmethod
     def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
-        """Raise UserError unless `model` has the target's values, which depend on the tokenizer."""
+        """Raise UserError unless `model` has the target's values of what the tokenizer decides."""
         for key, theirs in target.items():
             require(
                 model.get(key) == theirs,
                 f"drafter.source={config.source!r} has {key}={model.get(key)}, but the target has "
-                f"{theirs}: they must have the same tokenizer",
+                f"{theirs}: give a model with the target's tokenizer",
             )
 
     @property
@@ -133,7 +133,7 @@ class Pretrained(Drafter):
                 module.requires_grad_(self.config.train_embeddings)
 
     def finished(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the weights, to which peft has added the adapters."""
+        """Copies of the weights, with the adapters added to them by peft."""
         if not any(".lora_" in name for name in weights):
             return dict(weights)
         with torch.device("meta"):

@@ -43,7 +43,7 @@ class Seq2SeqLM(Pretrained):
         model = cls.described(config, target.model.config.to_dict(), options)
         require(
             bool(model.get("is_encoder_decoder")),
-            f"drafter.source={config.source!r} is not an encoder-decoder, but the target is one",
+            f"drafter.source={config.source!r} has no encoder, but the target has: give {options}",
         )
         alike = {"vocab_size": target.vocab_size, "decoder_start_token_id": target.seq2seq.start}
         cls.require_alike(config, model, alike)

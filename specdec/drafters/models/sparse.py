@@ -1,18 +1,18 @@
 """Self-speculation over a sparse KV cache (MagicDec, Chen et al. 2024): the whole target drafts,
 but over only some of the context's keys and values.
 
-The small cache keeps the last tokens and, from those before them, `budget` positions. streaming:
-the first ones (attention sinks) and the latest (StreamingLLM, Xiao et al. 2024). snapkv: those to
-which the last `window` tokens attend most; each KV head chooses for itself by the mean vote of its
-query heads, smoothed over neighbours (Li et al. 2024). With either, layers with a sliding window of
-their own keep the latest positions.
+The small cache keeps the last tokens, its tail, and `budget` of the positions before them. With
+`method=streaming` these are the first ones (attention sinks) and the latest (StreamingLLM, Xiao et
+al. 2024); with `snapkv`, those to which the next `window` tokens attend most, where each KV head
+chooses for itself by the mean vote of its query heads, smoothed over neighbours (Li et al. 2024).
+With either, layers with a sliding window of their own keep the latest positions.
 
 A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
 long contexts in large batches. The small cache is gathered from the target's. Each round adds the
-committed tokens; every `refresh` tokens the positions are chosen again, which takes a pass over
-`window` tokens, and the complete tail shrinks to these. (SnapKV chooses once, at the end of the
-prompt. On a grid of positions the choice depends only on the text, so α by teacher forcing is the
-decoder's.) Tokens keep their true positions, by which cached keys were rotated.
+committed tokens to the tail. Every `refresh` tokens the positions are chosen again among all before
+the last `window` tokens (for snapkv, by a pass over these), and the tail shrinks to these. (SnapKV
+itself chooses once per prompt. On a grid of positions the choice depends only on the text, so α by
+teacher forcing is the decoder's.) Tokens keep their true positions, by which keys were rotated.
 
 Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P slots, H KV heads, Q query
 heads, w the window, C kept positions, E head width.
@@ -56,7 +56,7 @@ class SparseConfig:
 
 class SparseCache(SlotCache):
     """The small cache. For each row it remembers how many tokens of the text it has `seen`, and
-    from how many positions it last chose (`chosen`)."""
+    out of how many positions the kept ones were last `chosen`."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -83,7 +83,7 @@ class Sparse(View):
     Config = SparseConfig
     bounds = {"budget": 1, "window": 1, "refresh": 1, "pool": 1}
     long_prompts = {method: SparseConfig(method=method) for method in METHODS}
-    voters: tuple[Any, ...]  # for snapkv, the view of the target that gives the votes
+    voters: tuple[Any, ...]  # for snapkv, the view of the target whose attention votes
 
     def __init__(self, config: SparseConfig, sizes: ViewSizes) -> None:
         super().__init__(config, sizes)

@@ -11,8 +11,8 @@ to the first token that differs. There are two ways back to the target's tokens:
 - `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft writes
   greedily, and its text, turned into target tokens, is proposed with q None. It can draft any
   token, but only chains. In teacher forcing, the draft writes on from each anchor without
-  seeing how the text continues: at T > 0, the text may depart from the proposal before a later
-  depth.
+  seeing how the text continues: at T > 0, the text may have departed from the proposal before a
+  later depth.
 
 Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """
@@ -137,7 +137,7 @@ class Translated(Drafter):
         return TranslatedCache(self.lm.config.num_hidden_layers)
 
     def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
-        """tli over the draft's cache, after reading the part of the text that differs."""
+        """tli over the draft's cache, which first reads the part of the text that differs."""
         if cache is None:
             return super().begin(ctx)
 
@@ -231,7 +231,7 @@ def _loaded(config: TranslatedConfig, target: Parts) -> Target:
     require(bool(config.source), "drafter.source is missing: give the draft's hub name or folder")
     require(
         target.tokenizer is not None,
-        "drafter=translated needs the target's tokenizer, but this target has none",
+        "drafter=translated needs the target's tokenizer, and this one has none: give another",
     )
     dtype = next(name for name, dtype in DTYPES.items() if dtype == target.dtype)
     return _load(config.source, dtype, str(target.device))
@@ -247,5 +247,5 @@ def _load(source: str, dtype: str, device: str) -> Target:
         isinstance(lm, CausalTarget),
         f"drafter.source={source!r} is an encoder-decoder: give a decoder-only LM",
     )
-    lm.new_cache()  # raises if a rejected token could not be dropped
+    lm.new_cache()  # raises UserError if rejected tokens could not be dropped
     return lm

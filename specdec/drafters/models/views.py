@@ -33,8 +33,8 @@ class ViewSizes(Sizes):
 
 
 class View(Drafter):
-    """A drafter that runs the target's own weights. It drafts after a cache of the
-    committed tokens: the anchor takes the first scratch slot, drafted tokens the next ones."""
+    """A drafter that runs the target's own weights. It continues a cache of the committed tokens
+    before the anchor: the anchor takes the first scratch slot, drafted tokens the next ones."""
 
     Sizes = ViewSizes
     trainable = False
@@ -78,11 +78,9 @@ class View(Drafter):
 
 
 def decoder_layers(target: Parts, name: str) -> int:
-    """How many layers a decoder-only target has; UserError for one with an encoder."""
+    """How many layers a decoder-only target has. Raises UserError if it has an encoder."""
     whole = getattr(target.model.config, "is_encoder_decoder", False)
-    require(
-        not whole, f"drafter={name} needs a decoder-only target, but this one has an encoder too"
-    )
+    require(not whole, f"drafter={name} needs a decoder-only target, not an encoder-decoder")
     return int(target.config.num_hidden_layers)
 
 
@@ -96,8 +94,8 @@ def shallow(target: Target, layers: int) -> Any:
 
 
 def with_weights(target: Target) -> Any:
-    """The target's base model with the only attention of transformers that returns its weights.
-    It has its own copies of the configs that tell its modules which attention to compute."""
+    """The target's base model with eager attention, the only one of transformers' that returns
+    attention weights. It copies the configs that tell its modules which attention to compute."""
     found, copied = twin(target.model.base_model), dict[int, Any]()
     for module in found.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):

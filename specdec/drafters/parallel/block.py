@@ -7,8 +7,8 @@ all depths. The target's own embedding and LM head are used as they are. A cache
 target's features, never of a block.
 
 Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
-of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys of all layers
-with the first layer's weights (its kernel reads one row of the stacked weights).
+of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys in every layer
+with the first layer's weights (its kernel reads only one row of the stacked weights).
 
 Letters: B batch, T time, A anchors, M slots of a block, N slots of all anchors, K depth, W new
 features, F their width, D width, E head width, G query heads per KV head, S draft vocabulary.
@@ -48,8 +48,8 @@ from specdec.target.parts import Parts
 class BlockConfig:
     """`depth` tokens drafted in one pass by `num_layers` layers.
 
-    `layers` None reads as many layers of the target as the draft has, spread as in the reference.
-    `mask_token` is the id whose embedding stands for a token to be drafted, None for the last id
+    `layers` null reads as many layers of the target as the draft has, spread as in the reference.
+    `mask_token` is the id whose embedding stands for a token to be drafted; null takes the last id
     of the vocabulary. `draft_vocab` null keeps the whole vocabulary. `start=target` copies the
     target's last layers and its final norm; `random` is the paper's start.
     """
@@ -70,7 +70,7 @@ class BlockConfig:
 
 @dataclass(kw_only=True)
 class BlockSizes(Sizes):
-    """`llama`: LlamaConfig keys of the draft's layers; `layers`: the target's that are read."""
+    """`llama`: LlamaConfig keys of the draft's layers; `layers`: the target's layers to read."""
 
     llama: dict[str, Any]
     layers: list[int]
@@ -115,7 +115,7 @@ class Block(Drafter):
     def start(self, target: Parts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
         `start=target` then copies the parts of the target's last layers that fit, around a
-        pass-through of the highest feature, and sets query norms to keep the size of its scores."""
+        pass-through of the highest feature. Query norms are set to keep the size of scores."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -188,8 +188,8 @@ class Block(Drafter):
         return self.norm(x_BND).unflatten(1, (-1, M))[:, :, self.first :]
 
     def _over_blocks(self, query: Tensor, shared: KeyValue, sight: Sight, own: KeyValue) -> Tensor:
-        """Attention [B, Hkv, G, N, E] of all slots; the keys and values of slots are
-        [B, Hkv, N, E], and each slot's key counts as one of its anchor's own."""
+        """Attention [B, Hkv, G, N, E] of all slots. The keys and values `own` of the slots are
+        [B, Hkv, N, E]; each slot's key counts as one that belongs to its anchor alone."""
         M, pairs = self.slots, by_slot(own, self.slots)
         if not self.causal:
             return over_blocks(query, M, shared, sight, pairs)

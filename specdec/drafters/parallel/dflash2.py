@@ -32,7 +32,7 @@ from specdec.target.parts import Parts
 
 @dataclass
 class DFlash2Config(BlockConfig):
-    """`taps` slots are mixed; `group` channels share a correction. `rank` is the selector's."""
+    """`taps` slots are mixed, `group` channels share a correction, `rank` is the selector's."""
 
     name: str = "dflash2"
     taps: int = 2
@@ -56,7 +56,7 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
         """x [B, N, D], convolved within each block of `slots` slots; `corrections`
-        [B, N, 2, taps, G] hold what is added to the kernel of each side."""
+        [B, N, 2, taps, G] are added to the kernel of each side."""
         x_BAMGg = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
         kernel = self.base_kernel[side].unflatten(-1, (-1, self.group))
         kernel = kernel + corrections[..., side, :, :, None].unflatten(1, (-1, slots))

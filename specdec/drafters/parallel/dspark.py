@@ -4,9 +4,9 @@ Slot k predicts depth k, so the anchor's own slot predicts the token after it, a
 logits get a bias that depends on the token before it: W2 W1[x], of low rank. So each depth reads
 the token drafted before it, though the block itself is one pass. In training that token is the
 text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), which decoding
-reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ and this head's
-cross-entropy with β, whose gradient reaches the block too; depth k has the weight e^{-k/4}
-(`experiment=dspark_paper`). Under other objectives the gradient stops at the head.
+reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ plus this head's
+cross-entropy with the acceptance, whose gradient reaches the block too; depth k has the weight
+e^{-k/4} (`experiment=dspark_paper`). Under other objectives that gradient stops at the head.
 
 Letters: B batch, A anchors, N rows, K depth, W nodes, D width, R rank, S draft vocabulary.
 """

@@ -3,7 +3,7 @@
 As in a bidirectional block, slot j predicts the token at its own position, but a slot sees only
 itself and the slots before it. So a draft does not depend on how many slots follow.
 One pass gives the marginals of all depths, from which a tree of the likeliest paths is drafted
-(`decode.tree=best_first`). It is trained with KL, all depths alike (`experiment=jetspec_paper`).
+(`decode.tree=best_first`). The paper trains with KL, all depths alike (`experiment=jetspec_paper`).
 """
 
 from dataclasses import dataclass

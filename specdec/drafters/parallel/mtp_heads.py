@@ -30,7 +30,7 @@ from specdec.target.parts import Parts
 @dataclass
 class MTPHeadsConfig:
     """`depth` heads. `start=target` copies the target's last layer and final norm to each head,
-    which then predicts what the target does; `random` is the paper's start."""
+    which at first predicts what the target does; `random` is the paper's start."""
 
     name: str = "mtp_heads"
     depth: int = 3
@@ -84,7 +84,7 @@ class MTPHeads(Drafter):
     def plan(cls, config: MTPHeadsConfig, target: Parts) -> MTPHeadsSizes:
         trunk = target.config.num_hidden_layers - 1
         llama = llama_of(target, config.intermediate_size)
-        require(trunk > 0, f"drafter=mtp_heads: {target.name} has no layer below its last one")
+        require(trunk > 0, f"{target.name} has 1 layer, but mtp_heads needs 2: give another target")
         return cls.sized(config, target, llama=llama, trunk=trunk)
 
     def start(self, target: Parts) -> None:

@@ -45,7 +45,7 @@ class PEagleConfig(Eagle3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_within("drafter", self, keep=(0, 1), keep_least=(0, 1))
-        require(not self.norm_output, "drafter.norm_output: here no depth reads another's output")
+        require(not self.norm_output, "drafter.norm_output: peagle has no use for it: give false")
 
 
 class PEagle(Eagle3):
@@ -94,7 +94,7 @@ class PEagle(Eagle3):
             return self.hidden(ctx, anchors_BA, None)
         A, K = counted_BAK.shape[1:]
         order_BA = counted_BAK.sum(-1).argsort(dim=1, descending=True, stable=True)
-        widths = counted_BAK.sum(1).amax(0).clamp_min(1).tolist()  # anchors of a row with depth k
+        widths = counted_BAK.sum(1).amax(0).clamp_min(1).tolist()  # the most in any row, by depth
         anchors_BA = anchors_BA.gather(1, order_BA)
         steps = self.unrolled(ctx, anchors_BA, self.masks(anchors_BA, K - 1), widths)
         found_BAKD = torch.stack([pad(x, (0, 0, 0, A - x.shape[1])) for x in steps], 2)

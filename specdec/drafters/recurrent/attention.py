@@ -27,7 +27,7 @@ from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
-SHARP = 16.0  # about the score that an input gives its own key, so that it sees itself alone
+SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
 
 compiled = cache(torch.compile)  # each function once
 
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         return rotated(keys, rope), self._heads(self.v_proj(x_BPD))
 
     def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """[B, Hkv, G, A, E]"""
+        """Queries [B, Hkv, G, A, E]."""
         query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
         return query.unflatten(1, (self.kv_heads, -1))
 
@@ -171,7 +171,7 @@ def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue,
 
 
 def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """[B, Hkv, G, A, E], with all scores at once."""
+    """`attended` with all scores at once."""
     (keys, values), (G, A, E) = shared, query.shape[2:]
     P = keys.shape[2]
     mask_BAP = sight.mask(slice(0, A), slice(0, P))
@@ -190,7 +190,7 @@ def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, .
 
 
 def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """[B, Hkv, G, A, E], computed for `BLOCK` anchors at a time over the tiles they see."""
+    """`attended`, computed for `BLOCK` anchors at a time over the tiles that they see."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     tiles = [x.split(BLOCK, 2) for x in shared]
 
@@ -211,8 +211,8 @@ def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, 
 
 
 def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """[B, Hkv, G, A, E], by flex attention: one kernel, which skips tiles that no anchor sees.
-    The anchors' own keys follow the shared ones, depth by depth."""
+    """`attended` by flex attention: one kernel, which skips tiles that no anchor sees. The anchors'
+    own keys follow the shared ones, depth by depth."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
     pair_BA, _, document_BA, document_BP = sight
@@ -264,8 +264,8 @@ def _probed(
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
-    """[B, Hkv, G, A, E]; the heads of a group become extra rows of the query, so keys and values
-    are not copied."""
+    """Attention [B, Hkv, G, A, E]. The heads of a group become extra rows of the query, so keys and
+    values are not copied."""
     G, A = query.shape[2:4]
     mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, G, 1)
     out = nn.functional.scaled_dot_product_attention(

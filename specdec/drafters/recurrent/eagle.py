@@ -105,9 +105,9 @@ class Eagle(Solved):
         of each pass i < j, from the output of pass i at t - j + i. So it is depth j - 1 of the
         anchor with pair t - (j - 1), which reads what our unrolled layer reads, but detached. The
         reference takes one backward pass for each loss, so gradients sum:
-        `objective.depth_decay=1`. Two things in it are left out. Its masked scores are 0, not -inf,
-        so masked positions count in its softmax's denominator, as in no engine. And its pass j also
-        trains on the first j - 1 positions of an answer, whose anchors lie before the answer.
+        `objective.depth_decay=1`. Two of its traits are left out. Its masked scores are 0, not
+        -inf, so masked positions count in the softmax's denominator, as in no engine. And pass j
+        also trains on the first j - 1 positions of an answer, whose anchors lie before the answer.
         """
         return hidden.detach() if self.config.detach else hidden
 

@@ -1,9 +1,9 @@
 """EAGLE-3 (Li et al. 2025): decoder layers over fused target features, with a head of their own.
 
-A pair is the concatenation of the normed embedding and the normed feature, 2D wide. The feature is
+The first layer reads a normed embedding and a normed feature side by side, 2D wide. The feature is
 a linear map of the residual stream after several of the target's layers or, at later depths, the
-output of the last layer. Layers above the first are Llama's own and read the stream alone. The
-tensors have the names and shapes that vLLM and SGLang load.
+output of the draft's last layer. Layers above the first are Llama's own and read the stream alone.
+The tensors have the names and shapes that vLLM and SGLang load.
 
 Letters: D width, F features, S draft vocabulary.
 """
@@ -25,21 +25,20 @@ from specdec.errors import require
 from specdec.target.parts import Parts
 
 MOST_LAYERS = 64
-KEPT = 0.8  # how much of M_h a start by regression keeps (see `Eagle3.regress`)
+KEPT = 0.8  # the factor on M_h in a start by regression (see `Eagle3.regress`)
 DAMPING = 0.03  # of the inverse of 1 + M_h / s there, which is nearly singular
 
 
 @dataclass
 class Eagle3Config(RecurrentConfig):
-    """EAGLE-3. `layers` None reads the residual after 2, L/2 and L - 3 layers, as engines do.
+    """EAGLE-3. `layers` null reads the residual after 2, L/2 and L - 3 layers, as engines do.
 
     `start=regression` starts from the best linear draft (see `Eagle3.regress`). `start=target`
     copies the target's last `num_layers` layers and LM head and passes the highest feature through.
-    `draft_vocab` null keeps the whole vocabulary.
-
-    EAGLE-3.1 norms what the layers add up to (vLLM 0.32, llama_eagle3.py): `norm_before_fc` norms
-    the concatenated features together, or `fc_norm` norms each of them, and `norm_output` norms the
-    output that the next depth reads.
+    `draft_vocab` null keeps the whole vocabulary. With `norm_before_residual` the first layer's
+    residual is the normed feature. EAGLE-3.1 has more norms (vLLM 0.32, llama_eagle3.py):
+    `norm_before_fc` norms the concatenated features together, or `fc_norm` norms each of them, and
+    `norm_output` norms the output that the next depth reads.
     """
 
     name: str = "eagle3"
@@ -140,9 +139,10 @@ class Eagle3(Solved):
         target's final state divided by the weight of its norm.
 
         First depth 0 is solved alone: x W + e B ≈ u, where x are the features. Its output p is what
-        depth 1 reads. Then both depths together give M: x W + e M_e ≈ u and p + [e; n(p)] M ≈ u.
-        Depth 0 reads h through M too, so W is solved again for this M and multiplied by the damped
-        inverse of 1 + M_h / s, where s is the size of h. The MLP comes last (`solve_mlp`).
+        depth 1 reads. Then both depths together give M, whose rows are M_e for e and M_h for n(h):
+        x W + e M_e ≈ u and p + [e; n(p)] M ≈ u. Depth 0 reads h through M too, so W is solved again
+        for this M and multiplied by the damped inverse of 1 + M_h / s, where s is the size of h.
+        The MLP comes last (`solve_mlp`).
         """
         layer, D = self.midlayer, self.llama.hidden_size
         for norm in (layer.input_layernorm, layer.hidden_norm):

@@ -45,9 +45,9 @@ CHUNK = 256  # states whose logits exist at a time while wrong forecasts are cou
 @dataclass
 class FalconConfig:
     """`unroll` is the number of trained depths (null: all `depth` of them); the paper trains one
-    block, which is 2 depths. Training reveals blocks, at first `glance` times as many as there are
-    wrong forecasts, at the end none. `noise` is the width of the uniform noise that training adds
-    to the features of a text of 512 tokens (the paper: 0.2)."""
+    block, which is 2 depths. Training shows some blocks the truth: at first `glance` times as many
+    as there are wrong forecasts, at the end none. `noise` is the width of the uniform noise that
+    training adds to the features of a text of 512 tokens (the paper: 0.2)."""
 
     name: str = "falcon"
     depth: int = 4
@@ -128,9 +128,9 @@ class Falcon(Eagle):
         return torch.cat(read, -1).view(*at_BXk.shape, -1)
 
     def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs [B, X, k, E] of the blocks that come after those with the pairs `before`, made
-        from the tokens [B, X, k] and states [B, X, k, D] that the earlier ones drafted; and what
-        attention reads of these pairs [B, N, D].
+        """The pairs [B, X, k, E] of the next blocks, made from the tokens [B, X, k] and states
+        [B, X, k, D] that the blocks with the pairs `before` drafted; and what attention reads of
+        these new pairs [B, N, D].
         """
         block = torch.cat([self.embed(tokens), states], -1)
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
@@ -149,7 +149,7 @@ class Falcon(Eagle):
         if share > 0:
             with torch.no_grad():
                 guess = self.hidden(noisy, anchors_BA, drafted_BAk[..., : BLOCK - 1])
-            torch.clear_autocast_cache()  # whose casts lack gradients (pytorch/pytorch#165068)
+            torch.clear_autocast_cache()  # its casts lack gradients (pytorch/pytorch#165068)
             at_BAk = anchors_BA[..., None] + torch.arange(guess.shape[2], device=guess.device)
             true = entries(true_BTD, at_BAk.flatten(1).clamp_max(T - 1))
             wrong_BAk = (self.likeliest(guess) != self.likeliest(true)).view_as(at_BAk)
@@ -243,6 +243,6 @@ class Falcon(Eagle):
 
 
 def up_to(last_BX: Tensor, first_BX: Tensor) -> Tensor:
-    """The k places [B, X, k] that end with each last one; the first stands for any before it."""
+    """The k places [B, X, k] up to each of `last_BX`; `first_BX` stands for any place before it."""
     back = torch.arange(1 - BLOCK, 1, device=last_BX.device)
     return torch.maximum(last_BX[..., None] + back, first_BX[..., None])

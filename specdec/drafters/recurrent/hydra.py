@@ -1,16 +1,16 @@
 """Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read drafted tokens.
 
 Head k reads c = cat[h, e(x_a), …, e(x_{a+k})], where e is the target's frozen embedding and h its
-final hidden state at a - 1. The first layer is S c + SiLU(W c). W starts at zero and, in the
-reference, S as torch's linear layers do. The other layers are x + SiLU(W x), and the LM head starts
-as the target's. All have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and
+final hidden state at a - 1. The first layer is S c + SiLU(W c). W starts at zero; in the reference,
+S starts as torch's linear layers do. The other layers are x + SiLU(W x), and the LM head starts as
+the target's. All of these have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and
 prefix_mlp_head.py).
 
 Hydra++ replaces h by the normed output of one decoder layer over the target's states, at committed
 positions only. In the reference, which repeats one module, the layers of a head after the first
 share their weights; here each has its own, as in the paper.
 
-Letters: B batch, T time, A anchors, D width, F numbers read.
+Letters: B batch, T time, A anchors, D width, F width of what a head reads.
 """
 
 from collections.abc import Callable, Iterable

@@ -70,8 +70,8 @@ class Layer(nn.Module):
         self.mlp.down_proj.weight.zero_()
 
     def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
-        """Scale the output weights of attention and MLP so that, on states like `state_ND`, whose
-        attention reads `read_ND` at one position, both together add `UPDATE` times their size."""
+        """Scale the output weights of attention and MLP so that both together add `UPDATE` times
+        the size of states like `state_ND`, if attention sees only the state's own `read_ND`."""
         attention = self.self_attn
         mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
         added_ND = torch.cat([attention.alone(read_ND), mlp_ND], 1)

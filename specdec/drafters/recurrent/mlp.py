@@ -98,9 +98,9 @@ class Mlp(Heads):
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
         """Start with heads that predict the target's next state by least squares.
 
-        GELU is nearly linear where the norms put it at first. So the input of a head's norm
+        At first the norms put GELU's inputs where it is nearly linear. So the input of each norm
         can be the best guess of the target's next state, which `basis_ED` rescales and rotates so
-        that all numbers are alike. The LM head maps it back and applies the target's head.
+        that all its numbers have like sizes. The LM head maps it back and applies the target's.
         """
         target, D, moments = self._target[0], self.inner_dim, Squares()
         for some in known():

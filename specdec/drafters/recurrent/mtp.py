@@ -63,8 +63,8 @@ class MTPConfig(RecurrentConfig):
     def __post_init__(self) -> None:
         require(
             self.modules in (1, self.depth),
-            f"drafter.modules={self.modules}: give 1, reused at every depth, or one for each of "
-            f"the {self.depth} depths",
+            f"drafter.modules={self.modules}: give 1, which is reused at every depth, or "
+            f"{self.depth}, one for each depth",
         )
 
 
@@ -194,7 +194,7 @@ class MTP(Solved):
         embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
         state, found = self.fuse(self.features_of(ctx)[:, : T - 1]), []
         for k, module in enumerate(self.stack):
-            early = place_BP <= k  # tokens before which module k - 1 has no state
+            early = place_BP <= k  # module k - 1 has no state for the token before these
             sight = every._replace(document_BP=document_BP.masked_fill(early, -2))
             pairs = module.enter(embedding, state)
             shared = module.self_attn.keys_values(pairs[0], rope)
@@ -251,7 +251,7 @@ class MTP(Solved):
             read, stream = module.enter(embedding, state)
             keys, values = cache.update(*attention.keys_values(read, rope), k)
             sight = seen_BWP & (slot_P >= k)
-            sight |= ~sight.any(-1, keepdim=True)  # a token too early for module k: not NaN
+            sight |= ~sight.any(-1, keepdim=True)  # else NaN for a token too early for module k
             query = attention.query(read, rope)
             out = module.finish(stream, attention.joined(fused(query, keys, values, sight)))
             cache.update(out[:, None], out[:, None, :, :0], len(self.layers) + k)

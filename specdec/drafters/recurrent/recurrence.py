@@ -140,8 +140,8 @@ class Recurrent(Drafter):
         drafted_BAk: Tensor,
         widths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The output [B, A, D] of each depth, or with `widths` [B, widths[k], D] of depth k at the
-        first anchors of each row; widths must not rise with the depth."""
+        """The output [B, A, D] of each depth. With `widths`, depth k > 0 is computed only at the
+        first `widths[k]` anchors of each row; widths must not rise with the depth."""
         ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]
         B, P = ids_BP.shape
         pair_BA = (anchors_BA - 1).clamp_min(0)
@@ -163,7 +163,7 @@ class Recurrent(Drafter):
         own: list[tuple[KeyValue, ...]] = [() for _ in layers]
         for depth in range(1, k + 1):
             stream = steps[-1]
-            if widths is not None:  # the anchors that are left
+            if widths is not None:  # keep only the anchors that this depth counts
                 stream, position_BA, pair_BA = (
                     x[:, : widths[depth]] for x in (stream, position_BA, pair_BA)
                 )
@@ -263,8 +263,8 @@ class Recurrent(Drafter):
         counts: list[int] | None,
         more: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """`run` on new pairs; with `counts`, only for the last pair of each row and `more` pairs
-        after it."""
+        """`run` on new pairs; with `counts`, the output is only that of the last of each row's
+        `counts[b]` pairs and of `more` pairs after it."""
         place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
         if counts is not None:
@@ -293,7 +293,7 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     [B, A] see: the pairs of their document up to their own."""
     place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
     position_BP = (place_BP - 1).clamp_min(0)
-    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # else its feature is of another
+    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # its feature is of another document
 
     def sight(pair_BA: Tensor) -> Sight:
         return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)

@@ -1,8 +1,8 @@
 """Recurrent drafts whose start can be solved for in closed form (`Drafter.regress`).
 
-At such a start attention adds nothing, or shows a token itself alone, so depths 0 and 1 are
-functions of what they read, in which some weights are linear. Letters: N known anchors, D width, F
-features.
+At such a start, attention adds nothing or lets a token see only itself. So depths 0 and 1 depend
+only on what they read themselves, and are linear in some of the weights. Letters: N known anchors,
+D width, F features.
 """
 
 from collections.abc import Callable, Iterable
