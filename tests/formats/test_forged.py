@@ -289,7 +289,7 @@ FORGED: list[tuple[str, Change | str, str]] = [
     ("eagle3", "brackets", "brackets"),
     ("eagle3", '{"greedy": {"scale": [-1], "shift": [0], "accepted": [0]}}', "more than 0"),
     ("eagle3", '{"greedy": {"scale": [1], "shift": ["x"], "accepted": [0]}}', "shift[0]: expected"),
-    ("eagle3", '{"greedy": {"scale": [1], "shift": [1e999], "accepted": [0]}}', "shift inf"),
+    ("eagle3", '{"greedy": {"scale": [1], "shift": [1e999], "accepted": [0]}}', "shift holds inf"),
     ("eagle3", '{"greedly": null}', "did you mean 'greedy'"),
     ("eagle3", '{"prompts": ', "damaged"),
 ]
