@@ -149,6 +149,7 @@ DRAFTER_OVERRIDES = {
     "dflash2": ["drafter.draft_vocab=48", "drafter.depth=3", "drafter.group=8"],
     "dspark": ["drafter.draft_vocab=48", "drafter.depth=3"],
     "jetspec": ["drafter.draft_vocab=48", "drafter.depth=3"],
+    "spire": ["drafter.draft_vocab=48", "drafter.depth=2", "drafter.window=6"],
     "lm": ["drafter.layers=[0,3]", "drafter.depth=2"],
     "ngram": ["drafter.depth=3"],
     "unigram": ["drafter.depth=2"],

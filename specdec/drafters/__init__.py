@@ -32,11 +32,12 @@ from specdec.drafters.recurrent.falcon import Falcon
 from specdec.drafters.recurrent.hydra import Hydra
 from specdec.drafters.recurrent.mlp import Mlp
 from specdec.drafters.recurrent.mtp import MTP
+from specdec.drafters.recurrent.spire import Spire
 from specdec.errors import UserError, nearest
 from specdec.target.parts import Parts
 
 FAMILIES: tuple[type[Drafter], ...] = (
-    *(Eagle3, Eagle, Falcon, MTP, MTPHeads, Medusa, Hydra, Mlp, PEagle),
+    *(Eagle3, Eagle, Falcon, MTP, MTPHeads, Medusa, Hydra, Mlp, PEagle, Spire),
     *(DFlash, DFlash2, DSpark, JetSpec),
     *(LM, Ngram, Seq2SeqLM, Translated, Unigram, Bigram, Suffix, Lookahead, Copy),
     *(EarlyExit, Sparse, Hybrid),

@@ -27,6 +27,7 @@ from specdec.drafters.recurrent.falcon import FalconConfig
 from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
+from specdec.drafters.recurrent.spire import SpireConfig
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from tests.tiny import (
@@ -59,6 +60,8 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "dflash2": DFlash2Config(depth=3, num_layers=2, draft_vocab=40, group=4, rank=4),
     "dspark": DSparkConfig(depth=3, num_layers=2, draft_vocab=40, rank=4),
     "jetspec": JetSpecConfig(depth=3, num_layers=2, draft_vocab=None),
+    "spire": SpireConfig(depth=3, draft_vocab=40, window=4),
+    "spire without feedback": SpireConfig(depth=3, draft_vocab=40, window=30, feedback=False),
     "lm": LMConfig(depth=3, layers=[0, 3]),
     "lm with adapters": LMConfig(depth=3, layers=[0, 3], lora=LoraOptions(rank=2)),
     "ngram": NgramConfig(depth=3),

@@ -35,12 +35,15 @@ KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, E]
 
 
 class Sight(NamedTuple):
-    """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`."""
+    """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`. With
+    a `window`, only the last so many of these, and the first `sink` of them."""
 
     pair_BA: Tensor  # the anchor's own key, which it always sees
     first_BA: Tensor  # the first key of the anchor's document
     document_BA: Tensor
     document_BP: Tensor  # the key's document, -2 for none
+    window: int | None = None
+    sink: int = 0
 
     @classmethod
     def of(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
@@ -48,13 +51,19 @@ class Sight(NamedTuple):
         first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
         return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
 
+    def near(self, key: Tensor, pair: Tensor, first: Tensor) -> Tensor:
+        """Whether an anchor with these `pair` and `first` keys sees a key, if of its document."""
+        if self.window is None:
+            return key <= pair
+        return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
+
     def mask(self, anchors: slice, keys: slice) -> Tensor:
         """The mask [B, a, p] of these anchors and keys."""
-        pair_BA1 = self.pair_BA[:, anchors, None]
+        pair_BA1, first_BA1 = (x[:, anchors, None] for x in (self.pair_BA, self.first_BA))
         key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
         alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
         # a row without any key would be NaN
-        return (key_P <= pair_BA1) & alike_BAP | (key_P == pair_BA1)
+        return self.near(key_P, pair_BA1, first_BA1) & alike_BAP | (key_P == pair_BA1)
 
     def tiles(self, anchors: slice) -> slice:
         """The tiles of `BLOCK` keys that hold all that these anchors see."""
@@ -215,12 +224,12 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
     own keys follow the shared ones, depth by depth."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
-    pair_BA, _, document_BA, document_BP = sight
+    pair_BA, first_BA, document_BA, document_BP = sight[:4]
 
     def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
         pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
         alike = document_BA[b, anchor] == document_BP[b, place]
-        seen = (place <= pair) & alike | (place == pair)
+        seen = sight.near(place, pair, first_BA[b, anchor]) & alike | (place == pair)
         return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
 
     built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function

@@ -1,0 +1,274 @@
+"""SPIRe (Neelam et al. 2025, arXiv 2504.06419): the target's last layers, cut off, over a window of
+the target's own states.
+
+The draft is the target's embedding, its last `num_layers` layers and its head, all but the
+embedding trained further (pruned initialisation). Three things keep it cheap and close:
+
+- Before the anchor, draft layer i makes its keys and values of the stream that enters the target's
+  matching layer, so it attends to what the whole target knows of the text.
+- It sees only the last `window` tokens before the anchor and the first `sink` tokens of the text
+  (StreamingLLM, Xiao et al. 2024), in training too, so a draft's cache does not grow with the text.
+  All depths of a round share this window.
+- Within the draft, a token reads the *memories* of the tokens before it. For layer i, a memory is
+  Σ_l softmax(w_i)_l r_l, where r_0 … r_n are the streams before, between and after the draft's n
+  layers (the Feedback Transformer, Fan et al. 2020). So a token's first layer reads what the
+  last layer made of the token before. A token's own key is still made of the layer's input: as in
+  the authors' count of operations, a step projects its stream and then its memory.
+
+The paper trains with half of the cross-entropy and half of the negated α: `experiment=spire_paper`.
+
+Letters: B batch, T time, A anchors, W new nodes, N nodes so far, P slots of the window, K depth,
+D width, E head width, S draft vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.context import Context, Needs
+from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
+from specdec.drafters.gather import entries, tokens_from
+from specdec.drafters.models.views import decoder_layers
+from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, attended, fused
+from specdec.drafters.recurrent.layer import Layer, llama_of
+from specdec.errors import require
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.trees import Growth
+from specdec.target.parts import Parts
+
+HEAD_NORM = "self_attn.q_norm.weight"
+
+
+@dataclass
+class SpireConfig:
+    """The top of this file explains `num_layers`, `window` and `sink`. With `feedback=false`, a
+    drafted token's keys and values are made of its own stream at each layer, as in any
+    transformer. `start=random` draws the layers at random; `draft_vocab` null keeps the whole
+    vocabulary."""
+
+    name: str = "spire"
+    depth: int = 4
+    num_layers: int = 2
+    window: int = 64
+    sink: int = 1
+    feedback: bool = True
+    draft_vocab: int | None = 8192
+    start: str = "target"
+    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
+
+
+@dataclass(kw_only=True)
+class SpireSizes(Sizes):
+    """`llama`: the keys of a LlamaConfig for a layer like the target's; `head_norms`: whether its
+    layers norm each query and key head; `layers`: the streams that are read, the inputs of its last
+    layers."""
+
+    llama: dict[str, Any]
+    head_norms: bool
+    layers: list[int]
+
+
+class WindowCache(SlotCache):
+    """Keys and values of the first `sink` tokens of a text and, in a ring, of its latest `window`.
+    `lengths` counts the tokens of each row's text that were read. The last slot takes what rows
+    with fewer new tokens have to write, and is never seen."""
+
+    def __init__(self, layers: int, sink: int, window: int) -> None:
+        super().__init__(layers, sink + window + 1)
+        self.sink, self.window, self.shown = sink, window, self.capacity
+
+    def advance(self, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Read the texts up to `counts`: the positions [B, W] of the tokens to write (0 for
+        padding), and which slots [B, P] then hold tokens that are seen."""
+        if len(self.lengths) != len(counts):
+            self.lengths = [0] * len(counts)
+        new = []
+        for known, count in zip(self.lengths, counts, strict=True):
+            first = max(known, count - self.window)
+            new.append([*range(known, min(self.sink, first)), *range(first, count)])
+        wide = max(map(len, new))
+        padded = [at + [-1] * (wide - len(at)) for at in new]
+        position_BW = torch.tensor(padded, dtype=torch.long, device=device).view(len(new), wide)
+        ring_BW = self.sink + (position_BW - self.sink) % self.window
+        slot_BW = torch.where(position_BW < self.sink, position_BW, ring_BW)
+        self.slots = torch.where(position_BW < 0, self.capacity - 1, slot_BW)
+        self.rows_B1 = torch.arange(len(new), device=device)[:, None]
+        self.lengths = list(counts)
+        slot_P = torch.arange(self.capacity, device=device)
+        seen_BP = slot_P < torch.tensor(counts, device=device)[:, None]
+        seen_BP[:, -1] = False
+        return position_BW.clamp_min(0), seen_BP
+
+
+class Spire(Drafter):
+    Config = SpireConfig
+    Sizes = SpireSizes
+    bounds = {"num_layers": 1, "window": 1, "sink": 0}
+    target: Parts
+
+    def __init__(self, config: SpireConfig, sizes: SpireSizes) -> None:
+        super().__init__(config, sizes)
+        self.needs = Needs(layers=tuple(sizes.layers))
+        self.llama = LlamaConfig(**sizes.llama)
+        D, n = self.llama.hidden_size, config.num_layers
+        self.layers: Any = nn.ModuleList(
+            Layer(self.llama, D, ("input_layernorm",), sizes.head_norms) for _ in range(n)
+        )
+        self.memory = nn.Parameter(torch.zeros(n, n + 1)) if config.feedback else None
+        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
+        self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
+        self.rope = Rope(self.llama)
+
+    @classmethod
+    def plan(cls, config: SpireConfig, target: Parts) -> SpireSizes:
+        L, n = decoder_layers(target, config.name), config.num_layers
+        require(
+            n < L,
+            f"drafter.num_layers={n}: give at most {L - 1}, since the draft reads what enters the "
+            f"last layers of this target, which has {L}",
+        )
+        return cls.sized(
+            config,
+            target,
+            llama=llama_of(target),
+            head_norms=HEAD_NORM in target.as_llama(-1),
+            layers=list(range(L - n, L)),
+        )
+
+    def start(self, target: Parts) -> None:
+        """The target's last layers, final norm and head, as far as they fit; with `start=random`
+        the layers are drawn from a normal distribution of standard deviation 0.02. Memories begin
+        as means of the streams."""
+        for module in self.layers.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        self.lm_head.weight.copy_(target.own_head(self.vocab_S))
+        final = target.norm_weight
+        if final is not None and final.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(final)
+        if self.config.start == "random":
+            return
+        for i, layer in enumerate(self.layers):
+            theirs = target.as_llama(i - len(self.layers))
+            for name, x in layer.named_parameters():
+                if name in theirs and theirs[name].shape == x.shape:
+                    x.copy_(theirs[name])
+
+    def attach(self, target: Parts) -> None:
+        self.target = target
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embedding(ids).to(self.lm_head.weight.dtype)
+
+    def of_text(self, features_BTF: Tensor, rope: tuple[Tensor, Tensor]) -> list[KeyValue]:
+        """Every layer's keys and values of the target's streams."""
+        streams = features_BTF.to(self.lm_head.weight.dtype).chunk(len(self.layers), -1)
+        return [
+            layer.self_attn.keys_values(layer.input_layernorm(stream), rope)
+            for layer, stream in zip(self.layers, streams, strict=True)
+        ]
+
+    def step(
+        self,
+        ids_BA: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Callable[[int, Tensor, KeyValue], Tensor],
+    ) -> tuple[Tensor, list[KeyValue]]:
+        """The output [B, A, D] for one token at each place, and the keys and values by which later
+        tokens see it. `attend(i, query, own)` gives the heads of layer i for a query that also sees
+        its own key and value."""
+        streams, kept = [self.embed(ids_BA)], []
+        for i, layer in enumerate(self.layers):
+            attention, (read, residual) = layer.self_attn, layer.entered(streams[-1])
+            kept.append(attention.keys_values(read, rope))
+            heads = attend(i, attention.query(read, rope), kept[-1])
+            streams.append(layer.finish(residual, attention.joined(heads)))
+        if self.memory is not None:
+            weights = self.memory.softmax(-1).to(streams[0].dtype)
+            memories = torch.einsum("nl,lbad->nbad", weights, torch.stack(streams))
+            kept = [
+                layer.self_attn.keys_values(layer.input_layernorm(memory), rope)
+                for layer, memory in zip(self.layers, memories, strict=True)
+            ]
+        return streams[-1], kept
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        token_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
+        K, features_BTF = token_BAK.shape[2], self.features_of(ctx)
+        T = features_BTF.shape[1]
+        position_BT, document_BT = (x[:, :T] for x in ctx.documents())
+        pair_BA = (anchors_BA - 1).clamp_min(0)  # the last token whose stream is read
+        sight = Sight.of(pair_BA, position_BT, document_BT)
+        sight = sight._replace(window=self.config.window, sink=self.config.sink)
+        end = T + K + 1
+        shared = self.of_text(features_BTF, self.rope(position_BT, end))
+        position_BA = position_BT.gather(1, pair_BA) + 1
+        before: list[tuple[KeyValue, ...]] = [() for _ in self.layers]
+
+        def attend(i: int, query: Tensor, own: KeyValue) -> Tensor:
+            return attended(query, shared[i], sight, (*before[i], own))
+
+        outputs = []
+        for k in range(K):
+            out, kept = self.step(token_BAK[..., k], self.rope(position_BA + k, end), attend)
+            outputs.append(out)
+            before = [(*of, pair) for of, pair in zip(before, kept, strict=True)]
+        return torch.stack(outputs, 2)
+
+    def new_cache(self, capacity: int | None = None) -> WindowCache:
+        return WindowCache(len(self.layers), self.config.sink, self.config.window)
+
+    def begin(self, ctx: Context, cache: WindowCache | None = None) -> Growth:
+        """A cache holds keys and values of the target's streams; those of drafted tokens live as
+        long as the round."""
+        if cache is None:
+            return super().begin(ctx)
+        counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
+        position_BW, seen_BP = cache.advance(counts, device)
+        features = entries(self.features_of(ctx), position_BW)
+        end = max(counts) + 1
+        new = self.of_text(features, self.rope(position_BW, end))
+        before = [cache.update(*pair, i) for i, pair in enumerate(new)]  # and then nodes
+        start_B1 = torch.tensor(counts, device=device)[:, None]
+        above_BNN = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
+
+        def read(ids_BW: Tensor, follows_BW: Tensor | None) -> Tensor:
+            """The logits [B, W, S] after nodes that follow these; None for the anchor."""
+            nonlocal above_BNN, before
+            (B, W), N = ids_BW.shape, above_BNN.shape[1]
+            line_BWN = above_BNN.new_zeros(B, W, 0)
+            if follows_BW is not None:
+                line_BWN = entries(above_BNN, follows_BW)
+            own_BWW = torch.eye(W, dtype=torch.bool, device=device).expand(B, -1, -1)
+            above_BNN = torch.cat([pad(above_BNN, (0, W)), torch.cat([line_BWN, own_BWW], 2)], 1)
+            mask_BWM = torch.cat([seen_BP[:, None].expand(-1, W, -1), above_BNN[:, N:]], 2)
+            rope = self.rope(start_B1 + line_BWN.sum(-1), end + N + W)
+
+            def attend(i: int, query: Tensor, own: KeyValue) -> Tensor:
+                keys, values = joined(before[i], own)
+                return fused(query, keys, values, mask_BWM)
+
+            out_BWD, kept = self.step(ids_BW, rope, attend)
+            before = [joined(*pairs) for pairs in zip(before, kept, strict=True)]
+            return self.unembed(out_BWD, 0)
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            last = torch.full_like(tokens_BW, above_BNN.shape[1] - 1)
+            return read(tokens_BW, last if parents_BW is None else parents_BW + 1)
+
+        return Growth(read(ctx.ids_BT.gather(1, start_B1), None)[:, 0], grow)
+
+
+def joined(before: KeyValue, after: KeyValue) -> KeyValue:
+    """Keys and values followed by others."""
+    keys, values = (torch.cat(both, 2) for both in zip(before, after, strict=True))
+    return keys, values
