@@ -22,7 +22,7 @@ from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, acceptance_by_rank, best_static, fastest_shape
 from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup
-from specdec.runtime.cache import model_inputs
+from specdec.runtime.cache import cache_argument, model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
@@ -148,7 +148,7 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
         return Answer([], sum(timed(call)[0] for _ in range(STEPS)))
 
     def of_theirs(_: list[int]) -> Answer:
-        options = {"past_key_values": DynamicCache(config=model.config), "use_cache": True}
+        options = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
         model(input_ids=ids, **options)
         return steps(lambda: model(input_ids=token, **options))
 
@@ -159,7 +159,8 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
 
         def call() -> None:
             inputs = model_inputs(target.config, cache.place(token), target.dtype)
-            target.model(input_ids=token, past_key_values=cache, use_cache=True, **inputs)
+            taken = cache_argument(target.model)
+            target.model(input_ids=token, use_cache=True, **inputs, **{taken: cache})
             cache.keep([1])
 
         return steps(call)

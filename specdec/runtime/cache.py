@@ -6,7 +6,9 @@ copied except an accepted path whose slots are not consecutive. Letters: B batch
 pass, S scratch slots, P slots in all, H heads, E head width.
 """
 
+import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -232,6 +234,19 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
         near = ready(mask_BTP & near_BTP)
         attention = {"full_attention": attention, "sliding_attention": near} if kinds else near
     return {"position_ids": position_BT, "attention_mask": attention}
+
+
+def cache_argument(model: Any) -> str:
+    """The keyword by which a transformers model takes its cache: `cache` since version 5.24, which
+    warns of the older `past_key_values`."""
+    kind: Any = type(model)
+    return _cache_argument(kind)
+
+
+@cache
+def _cache_argument(kind: Any) -> str:
+    taken = inspect.signature(kind.forward).parameters
+    return "cache" if "cache" in taken and "past_key_values" not in taken else "past_key_values"
 
 
 def layer_kinds(config: Any) -> set[str]:

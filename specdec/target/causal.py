@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.errors import require
-from specdec.runtime.cache import SlotCache, model_inputs, new_cache
+from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import States, Target, concatenated
 from specdec.target.checks import check_causal
@@ -38,7 +38,7 @@ class CausalTarget(Target):
         self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
         inputs = model_inputs(self.config, cache.place(ids_BT, parents_BT), self.dtype)
-        return self._pass(ids_BT, needs, past_key_values=cache, **inputs)
+        return self._pass(ids_BT, needs, cache, **inputs)
 
     def _read(
         self, ids_BT: Tensor, needs: Needs, position_BT: Tensor | None, document_BT: Tensor | None
@@ -58,11 +58,13 @@ class CausalTarget(Target):
         assert final is not None
         return layers, final
 
-    def _pass(self, ids_BT: Tensor, needs: Needs, **inputs: Any) -> States:
+    def _pass(
+        self, ids_BT: Tensor, needs: Needs, cache: SlotCache | None = None, **inputs: Any
+    ) -> States:
+        model = self.model.base_model
+        inputs[cache_argument(model)] = cache
         with self._watched(needs) as seen:
-            out = self.model.base_model(
-                input_ids=ids_BT, use_cache="past_key_values" in inputs, **inputs
-            )
+            out = model(input_ids=ids_BT, use_cache=cache is not None, **inputs)
         return concatenated(seen, needs), out.last_hidden_state
 
     def step(
@@ -85,8 +87,10 @@ class CausalTarget(Target):
         for k in needs.layers:
             self._hook(k, seen)  # never removed: a graph cannot add hooks
 
+        taken = cache_argument(self.model.base_model)
+
         def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-            out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
+            out = self.model.base_model(use_cache=True, **inputs, **{taken: cache})
             final = out.last_hidden_state
             return final, concatenated(seen, needs), self.logits(final)
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.context import Needs
 from specdec.errors import UserError, require
-from specdec.runtime.cache import Place, SlotCache, model_inputs
+from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.sampling.choose import Processor
 from specdec.target.base import States, Target, concatenated
 from specdec.target.checks import check_encoder_decoder, understood
@@ -204,13 +204,14 @@ class Seq2SeqModel:
     ) -> Tensor:
         mask = model_inputs(self.decoder.config, place, self.model.dtype)["attention_mask"]
         with self._standing(place):
+            theirs = None if cache is None else EncoderDecoderCache(cache, cache.cross)
             out_BTD = self.decoder(
                 input_ids=ids_BT,
                 attention_mask=mask,
                 encoder_hidden_states=memory[0],
                 encoder_attention_mask=memory[1],
-                past_key_values=None if cache is None else EncoderDecoderCache(cache, cache.cross),
                 use_cache=cache is not None,
+                **{cache_argument(self.decoder): theirs},
             ).last_hidden_state
         return out_BTD if self.scale == 1 else out_BTD * self.scale
 

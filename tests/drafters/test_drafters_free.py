@@ -22,7 +22,7 @@ from specdec.drafters.models.sparse import SparseConfig, attention, voted
 from specdec.drafters.models.views import shallow, with_weights
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
-from specdec.runtime.cache import Place, model_inputs
+from specdec.runtime.cache import Place, cache_argument, model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
@@ -171,7 +171,8 @@ def test_streaming_is_the_target_with_a_mask(target: Target) -> None:
     inputs = model_inputs(target.config, Place(torch.tensor([[26, 27]]), mask), target.dtype)
     block = torch.tensor([ids[26:28]])
     cache.place(block)
-    expected = target.model(block, past_key_values=cache, use_cache=True, **inputs).logits
+    inputs[cache_argument(target.model)] = cache
+    expected = target.model(block, use_cache=True, **inputs).logits
     hidden = drafter.hidden(Context(torch.tensor([ids])), torch.tensor([[26]]), None)
     torch.testing.assert_close(drafter.unembed(hidden[0], 0), expected, atol=1e-4, rtol=1e-4)
     whole = target.model(torch.tensor([ids])).logits[:, 26:28]

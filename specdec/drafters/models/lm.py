@@ -18,7 +18,7 @@ from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.models.views import decoder_layers
 from specdec.errors import UserError, first_line
-from specdec.runtime.cache import Place, SlotCache, model_inputs, new_cache
+from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.target.parts import Parts, config_of_layers
 
@@ -43,6 +43,7 @@ class LM(Pretrained):
     def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
+        self.takes = cache_argument(self.model.base_model)
         self.compiled = Compiled(self.run, SHORT)
 
     @classmethod
@@ -105,7 +106,7 @@ class LM(Pretrained):
 
     def run(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
         """The pass that `over_cache` makes, which can be compiled."""
-        out = self.model.base_model(past_key_values=cache, use_cache=True, **inputs)
+        out = self.model.base_model(use_cache=True, **inputs, **{self.takes: cache})
         hidden = out.last_hidden_state
         return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
 

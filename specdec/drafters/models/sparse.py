@@ -30,7 +30,7 @@ from specdec.context import Context, Needs
 from specdec.drafters.gather import first_tokens, tokens_from
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
 from specdec.errors import require, require_known, require_within
-from specdec.runtime.cache import Place, SlotCache, model_inputs
+from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.target.base import Target
 from specdec.target.parts import Parts
 
@@ -217,7 +217,11 @@ def attention(
     place = Place(position_1w, slot_1P[:, None] <= position_1w[..., None], slot_1P)
     inputs = model_inputs(model.config.get_text_config(), place, model.dtype)
     out = model(
-        input_ids=ids_1w, past_key_values=cache, use_cache=True, output_attentions=True, **inputs
+        input_ids=ids_1w,
+        use_cache=True,
+        output_attentions=True,
+        **inputs,
+        **{cache_argument(model): cache},
     )
     return [weights_1QwP[0] for weights_1QwP in out.attentions]
 

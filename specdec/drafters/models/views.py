@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import require
-from specdec.runtime.cache import SlotCache, model_inputs
+from specdec.runtime.cache import SlotCache, cache_argument, model_inputs
 from specdec.sampling.trees import Growth
 from specdec.target.base import Target
 from specdec.target.parts import Parts
@@ -61,7 +61,8 @@ class View(Drafter):
         """Hidden states [B, T, D] of tokens that continue what the cache holds."""
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.target.config, place, self.target.dtype)
-        out = self.body[0](input_ids=ids_BT, past_key_values=cache, use_cache=True, **inputs)
+        taken = cache_argument(self.body[0])
+        out = self.body[0](input_ids=ids_BT, use_cache=True, **inputs, **{taken: cache})
         return out.last_hidden_state
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
