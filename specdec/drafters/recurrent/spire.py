@@ -1,19 +1,20 @@
-"""SPIRe (Neelam et al. 2025, arXiv 2504.06419): the target's last layers, cut off, over a window of
-the target's own states.
+"""SPIRe (Neelam et al. 2025, arXiv 2504.06419): a draft made of the target's last layers, which
+attend to a short window of the target's own states.
 
-The draft is the target's embedding, its last `num_layers` layers and its head, all but the
-embedding trained further (pruned initialisation). Three things keep it cheap and close:
+The draft starts as the target's embedding, its last `num_layers` layers and its head (the paper's
+pruned initialisation). All but the embedding are then trained. Each layer attends as follows:
 
 - Before the anchor, draft layer i makes its keys and values of the stream that enters the target's
   matching layer, so it attends to what the whole target knows of the text.
 - It sees only the last `window` tokens before the anchor and the first `sink` tokens of the text
   (StreamingLLM, Xiao et al. 2024), in training too, so a draft's cache does not grow with the text.
-  All depths of a round share this window.
+  All depths of a round share one window.
 - Within the draft, a token reads the *memories* of the tokens before it. For layer i, a memory is
   Σ_l softmax(w_i)_l r_l, where r_0 … r_n are the streams before, between and after the draft's n
   layers (the Feedback Transformer, Fan et al. 2020). So a token's first layer reads what the
-  last layer made of the token before. A token's own key is still made of the layer's input: as in
-  the authors' count of operations, a step projects its stream and then its memory.
+  last layer made of the token before. A token's own key is still made of the layer's input, so that each
+  step projects first its stream and then its memory, as in the authors' count of operations
+  (the notebook under the tag SPIRe of MatX-inc/seqax).
 
 The paper trains with half of the cross-entropy and half of the negated α: `experiment=spire_paper`.
 
