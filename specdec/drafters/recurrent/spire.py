@@ -11,10 +11,10 @@ pruned initialisation). All but the embedding are then trained. Each layer atten
   All depths of a round share one window.
 - Within the draft, a token reads the *memories* of the tokens before it. For layer i, a memory is
   Σ_l softmax(w_i)_l r_l, where r_0 … r_n are the streams before, between and after the draft's n
-  layers (the Feedback Transformer, Fan et al. 2020). So a token's first layer reads what the
-  last layer made of the token before. A token's own key is still made of the layer's input, so that each
-  step projects first its stream and then its memory, as in the authors' count of operations
-  (the notebook under the tag SPIRe of MatX-inc/seqax).
+  layers (the Feedback Transformer, Fan et al. 2020). So a token's first layer reads what the last
+  layer made of the token before. A token's own key is still made of the layer's input, so each step
+  projects first its stream and then its memory, as in the authors' count of operations (the
+  notebook under the tag SPIRe of MatX-inc/seqax).
 
 The paper trains with half of the cross-entropy and half of the negated α: `experiment=spire_paper`.
 
