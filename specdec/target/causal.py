@@ -62,7 +62,8 @@ class CausalTarget(Target):
         self, ids_BT: Tensor, needs: Needs, cache: SlotCache | None = None, **inputs: Any
     ) -> States:
         model = self.model.base_model
-        inputs[cache_argument(model)] = cache
+        if cache is not None:
+            inputs[cache_argument(model)] = cache
         with self._watched(needs) as seen:
             out = model(input_ids=ids_BT, use_cache=cache is not None, **inputs)
         return concatenated(seen, needs), out.last_hidden_state

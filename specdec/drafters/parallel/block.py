@@ -36,7 +36,7 @@ from specdec.drafters.recurrent.attention import (
     fused,
     over_blocks,
 )
-from specdec.drafters.recurrent.layer import Layer, llama_of
+from specdec.drafters.recurrent.layer import Layer, copy_fitting, llama_of
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -122,20 +122,16 @@ class Block(Drafter):
         if self.config.start != "target":
             return
 
-        def copy(x: Tensor, found: Tensor | None) -> None:
-            if found is not None and found.shape == x.shape:
-                x.copy_(found)
-
         D, depth = self.llama.hidden_size, target.config.num_hidden_layers
         self.fc.weight.zero_()
         self.fc.weight[:, -D:] = torch.eye(D)
-        copy(self.hidden_norm.weight, target.as_llama(-1).get("input_layernorm.weight"))
-        copy(self.norm.weight, target.norm_weight)
+        copy_fitting(self.hidden_norm.weight, target.as_llama(-1).get("input_layernorm.weight"))
+        copy_fitting(self.norm.weight, target.norm_weight)
         for k, layer in enumerate(self.layers, depth - len(self.layers)):
             theirs, attention = target.as_llama(max(0, k)), layer.self_attn
             gain_E = theirs.pop("self_attn.k_norm.weight", None)
             for name, x in layer.named_parameters():
-                copy(x, theirs.get(name))
+                copy_fitting(x, theirs.get(name))
             if gain_E is None or gain_E.shape != attention.q_norm.weight.shape:
                 read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
                 sizes = [getattr(attention, name).weight * read_D for name in projections]

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
-from specdec.drafters.recurrent.layer import Layer, llama_of
+from specdec.drafters.recurrent.layer import Layer, copy_fitting, llama_of
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.drafters.regression import Squares, low_rank, ridge
@@ -117,9 +117,7 @@ class Eagle3(Solved):
                     weight.copy_(source)
                 elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
                     weight[:, D:] = source
-        final = target.norm_weight
-        if final is not None and final.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(final)
+        copy_fitting(self.norm.weight, target.norm_weight)
 
     @property
     def layer(self) -> Layer:

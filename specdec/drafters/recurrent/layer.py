@@ -93,6 +93,12 @@ def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     return all(same) and all(x.element_size() > 1 for x in found)
 
 
+def copy_fitting(x: Tensor, found: Tensor | None) -> None:
+    """Copy a tensor of the target's, if there is one, to a weight of the same shape."""
+    if found is not None and found.shape == x.shape:
+        x.copy_(found)
+
+
 def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
     """Copy tensors of the target's last layer to those of the same names. Returns the weight of the
     norm after that layer. If there is no such norm, or a tensor does not fit, copies nothing and

@@ -37,7 +37,7 @@ from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
 from specdec.drafters.gather import entries, tokens_from
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, attended, fused
-from specdec.drafters.recurrent.layer import Layer, llama_of
+from specdec.drafters.recurrent.layer import Layer, copy_fitting, llama_of
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -150,16 +150,13 @@ class Spire(Drafter):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         self.lm_head.weight.copy_(target.own_head(self.vocab_S))
-        final = target.norm_weight
-        if final is not None and final.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(final)
+        copy_fitting(self.norm.weight, target.norm_weight)
         if self.config.start == "random":
             return
         for i, layer in enumerate(self.layers):
             theirs = target.as_llama(i - len(self.layers))
             for name, x in layer.named_parameters():
-                if name in theirs and theirs[name].shape == x.shape:
-                    x.copy_(theirs[name])
+                copy_fitting(x, theirs.get(name))
 
     def attach(self, target: Parts) -> None:
         self.target = target
