@@ -1,6 +1,6 @@
 """Arguments that scripts share: a draft, the target it was trained for, and how to decode.
 
-The decoding options are fields of `DecodeConfig`.
+Most options of decoding set the field of `DecodeConfig` that has the same name.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = True) -> Target:
-    """The target that a draft was trained for, or the one at `path`; prints what was loaded."""
+    """The target that a draft was trained for, or the one at `path`. Prints what was loaded."""
     theirs = checkpoint.read_card(draft).target
     wanted = TargetConfig(path or theirs.name, dtype, revision=theirs.revision, packed=packed)
     target = load_target(wanted)
@@ -46,33 +46,37 @@ def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = T
 def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Add the options of decoding; `max_new_tokens` is the default of --max-new-tokens."""
     option = parser.add_argument
-    option("--dtype", default="auto", help="auto, bfloat16, float32 or float16, for both models")
+    option("--dtype", default="auto", help="of both models: auto, bfloat16, float32 or float16")
     option("--max-new-tokens", type=int, default=max_new_tokens)
-    option("--gamma", type=int, help="default: the trained depth")
+    option("--gamma", type=int, help="tokens drafted in a row; default: the trained depth")
     option("--top-p", type=float, default=1.0)
     option("--top-k", type=int, default=0)
-    option("--rule", default="auto", help=f"at T > 0 (lenience at any T): auto, {', '.join(RULES)}")
-    option("--tree", choices=TREES, help="default: a chain")
-    option("--nodes", type=int, help="of a tree; default: 12; static trees: the fastest number")
-    option("--branches", type=int, default=4, help="children per node of a dynamic tree")
-    option("--paths", type=json.loads, help="of a static tree, such as [[0], [1], [0, 0]]")
-    option("--length", default="fixed", help=f"of a chain: {', '.join(LENGTHS)}")
-    option("--settings", nargs="*", default=[], help="of the length, such as threshold=0.4")
+    option(
+        "--rule",
+        default="auto",
+        help=f"verification rule at T > 0 (lenience: at any T): auto, {', '.join(RULES)}",
+    )
+    option("--tree", choices=TREES, help="kind of the trees to draft; default: chains")
+    option("--nodes", type=int, help="size of a tree; default: 12 or, if static, the fastest size")
+    option("--branches", type=int, default=4, help="most children of a node in a dynamic tree")
+    option("--paths", type=json.loads, help="nodes of a static tree, such as [[0], [1], [0, 0]]")
+    option("--length", default="fixed", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
+    option("--settings", nargs="*", default=[], help="of that policy, such as threshold=0.4")
     option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
     option("--compile", action="store_true", help="use torch.compile")
-    option("--log-rounds", type=Path, help="append the decoder's rounds to a file for data.rounds=")
+    option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
     option("--seed", type=int, default=0)
-    option("--with", dest="copying", help="a family that copies repeated text")
+    option("--with", dest="copying", help="make a hybrid with this family that copies text")
 
 
 def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
-    """The given options, checked; `more` are fields without an option of the same name. Raises
-    UserError for a value that does not fit."""
-    require(not (args.log_rounds and args.tree), "--log-rounds takes chains only: leave out --tree")
+    """The settings that the options give, checked; `more` gives fields that have no option of the
+    same name. Raises UserError for a value that does not fit."""
+    require(not (args.log_rounds and args.tree), "--log-rounds logs chains only: leave out --tree")
     named = {field.name for field in fields(DecodeConfig)}
     given = {name: value for name, value in vars(args).items() if name in named} | more
     try:
         given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
     except (OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"--settings {' '.join(args.settings)}: give NAME=VALUE") from error
+        raise UserError(f"--settings {' '.join(args.settings)}: give each as NAME=VALUE") from error
     return record(DecodeConfig, given, "decode")

@@ -1,11 +1,12 @@
-"""Serve drafts with vLLM on the CPU, one prompt at a time. Greedy decoding only.
+"""Serve drafts with vLLM on the CPU, one prompt at a time, by greedy decoding only.
 
-Run by the serving environment's Python (see scripts/serving-env), so it imports nothing of the
-project; benches/engine.py talks to it, in JSON lines. {"target": …, …} starts an engine, whose
-empty answer, @{}, says that it is ready. Each {"ids": […], "limit": n} is answered by a line
-that begins with @: the new ids, the seconds of the whole call, and what was drafted and accepted
-in it. An empty line ends the engine and is also answered by @{}; then another can start. Each
-engine is a fork of this process, so vLLM is imported only once.
+The Python of the serving environment runs this script (see scripts/serving-env), so it imports
+nothing from the project. benches/engine.py sends it lines of JSON. The first, {"target": …, …},
+starts an engine, which answers @{} when it is ready. To each {"ids": […], "limit": n} it answers
+with a line that begins with @ and gives the new ids, the seconds of the whole call, and vLLM's
+counts of what was drafted and accepted. An empty line ends the engine. This too is answered with
+@{}, and then another engine can be started. Each engine is a fork of this process, so vLLM is
+imported only once.
 
 At T > 0 the engine's CPU kernels read uninitialised memory (vLLM issue 55005), so sampled decoding
 is not offered.
@@ -30,7 +31,7 @@ from vllm.model_executor.models import registry
 
 
 def main() -> None:
-    # else vLLM inspects each kind of model in a process of its own, which imports vLLM anew
+    # by default vLLM inspects each kind of model in a new process, which imports vLLM again
     registry._run_in_subprocess = lambda asked: asked()
     for line in sys.stdin:
         if (child := os.fork()) == 0:
@@ -51,7 +52,7 @@ def serve(
     compiled: bool,
 ) -> None:
     """Answer prompts until an empty line. `method` is vLLM's name for the way to draft (None: no
-    drafts), `parallel` drafts all depths at once, `compiled` uses torch.compile."""
+    drafts), `parallel` drafts all depths at once, and `compiled` uses torch.compile."""
     speculative: dict[str, str | int] | None = None
     if method:
         speculative = {"method": method, "num_speculative_tokens": gamma}
@@ -89,7 +90,7 @@ def say(answer: Mapping[str, object]) -> None:
 
 
 def counts(engine: Any) -> dict[str, list[int]]:
-    """The engine's speculative counters, each as a list."""
+    """The engine's counters of speculative decoding, each as a list."""
     found = {}
     for metric in engine.get_metrics():
         if metric.name.startswith("vllm:spec_decode"):

@@ -29,7 +29,7 @@ class Opened(NamedTuple):
 
 @lru_cache(maxsize=1)
 def opened(run: Path, prompts: int) -> Opened:
-    """The draft of a run's folder, its target, and the first of its held-out prompts."""
+    """The draft of a run's folder, its target, and the first `prompts` of its held-out prompts."""
     described = config_of(run)
     target = target_of(run / "best", described["target"]["dtype"])
     drafter = checkpoint.load(run / "best", target)
@@ -40,11 +40,11 @@ def opened(run: Path, prompts: int) -> Opened:
 
 def again(run: Path, name: str, of: Results, **changes: Any) -> Results:
     """Measure a run's draft with `changes` to its decoder's settings, on the prompts of its report
-    `of`; or read these results from the folder `name` in the run's folder, if they are there.
-    Raises UserError for settings that this draft cannot follow."""
+    `of`, or read these results if they are in the folder `name` of the run's folder already. Raises
+    UserError for settings that this draft cannot follow."""
     kept = run / name
     if not (kept / FILE).exists():
-        at_hand = opened(run, of.prompts + 1)  # the last one is for what is measured beforehand
+        at_hand = opened(run, of.prompts + 1)  # one more, to make choices on
         cfg = record(DecodeConfig, at_hand.decode | {"prompts": of.prompts} | changes, "decode")
         subject = Subject(of.name, at_hand.target, at_hand.drafter, of.data)
         with bars(console) as progress:

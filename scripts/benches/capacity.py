@@ -1,5 +1,5 @@
-"""How large a head should be: what more layers, width or draft vocabulary add to τ, and what they
-cost."""
+"""How large a head should be: what more layers, width, draft vocabulary or depth add to τ, and what
+they cost."""
 
 import statistics
 from collections.abc import Sequence
@@ -24,16 +24,17 @@ def capacity(
     overrides: Annotated[Sequence[str], "of train.py for all heads, e.g. drafter=NAME"] = (),
     *,
     folder: Annotated[Path, "of the runs, inside runs/; one per drafter"] = Path("capacity"),
-    tokens: Annotated[int, "to train on"] = 60_000,
-    arms: Annotated[Sequence[str], "settings of drafter; put those of one head in quotes"] = ARMS,
+    tokens: Annotated[int, "to train each head on"] = 60_000,
+    arms: Annotated[Sequence[str], "settings of drafter; those of one head in quotes"] = ARMS,
 ) -> None:
     """Heads of several sizes at equal training tokens: the frontier of τ against c.
 
-    A head is on the frontier if none of the others has a higher τ at the same c or less. Which of
-    these is best depends on the machine. The predicted speedup is the largest τ / (γc + v) over all
-    γ: τ follows from the head's measured acceptance by depth, c is the head's, and v is the median
-    over all runs, since it is a cost of the target alone. Makes the runs that `folder` lacks, and
-    continues after an interruption, as recipe does.
+    A head is on the frontier unless another one has at least its τ at its c or less, and is better
+    in one of the two. Which head on the frontier is best depends on the machine. The predicted
+    speedup is the largest τ / (γc + v) over all γ up to the measured one: τ follows from the head's
+    measured acceptance by depth, c is the head's, and v is the median over all runs, since it is a
+    cost of the target alone. Makes the runs that `folder` lacks, and continues after an
+    interruption, as recipe does.
     """
     names = {arm: f"{folder}/{'_'.join(arm.split()).replace('=', '-')}" for arm in arms}
     made: dict[str, Results] = {}
@@ -48,7 +49,7 @@ def capacity(
         f"{first.drafter}, {tokens:,} training tokens a head, {first.prompts} held-out "
         f"prompts of up to {first.max_new_tokens} new tokens, γ at most "
         f"{max(x.temperatures[0].gamma for x in made.values())}; {first.machine}. Intervals are "
-        "95 % bootstraps over prompts, and over timings for c."
+        "95 % bootstraps over prompts; for c, over timings."
     )
     rows = []
     for arm, one in made.items():

@@ -1,4 +1,4 @@
-"""The same exported head in vLLM on the CPU and in our decoder, on the same greedy prompts."""
+"""The same exported head in vLLM on the CPU and in our decoder, answering prompts greedily."""
 
 import json
 import os
@@ -36,7 +36,7 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 
 class Engine:
     """vLLM in a process of its own (scripts/engine.py), which answers one prompt at a time once
-    `serve` has said what to serve. Raises UserError if the engine fails."""
+    `serve` has told it what to serve. Its methods raise UserError if vLLM fails."""
 
     def __init__(self) -> None:
         self.log, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115
@@ -80,16 +80,16 @@ class Engine:
         self.serving = True
 
     def answer(self, prompt: list[int], limit: int) -> Answer:
-        """Its greedy answer of at most `limit` tokens."""
+        """vLLM's greedy answer of at most `limit` tokens."""
         said = self._asked(json.dumps({"ids": prompt, "limit": limit}))
-        drafts = sum(said.get("num_drafts", []))  # without a draft, this and the next are missing
+        drafts = sum(said.get("num_drafts", []))  # plain decoding has no such counts
         per_position = said.get("num_accepted_tokens_per_pos", [])
         return Answer(said["ids"], said["seconds"], drafts, per_position)
 
     def _asked(self, line: str) -> dict[str, Any]:
-        """The answer of scripts/engine.py to a line."""
+        """What scripts/engine.py answers to a line."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        with suppress(BrokenPipeError):  # it died: its log says why
+        with suppress(BrokenPipeError):  # it has died, and its log says why
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         for line in self.process.stdout:
@@ -108,8 +108,9 @@ class Serving(Timing):
 def engine(draft: Path, timing: Serving) -> None:
     """The same head in vLLM on the CPU and in our decoder.
 
-    τ, accepted counts and tokens/s of both, which take turns on each prompt. If our decoder finds
-    a static tree fastest, that is timed too; the engine's CPU backend has no trees.
+    Shows τ, accepted counts and tokens/s of both. They take turns on each prompt, answer greedily,
+    and are timed with their prefill. If a static tree is expected to be fastest, our decoder is
+    timed with it too; vLLM's CPU backend has no trees.
     """
     layout = export.layout_of(checkpoint.read_card(draft).family, "hf")
     there = (VENV / "bin" / "python").exists()
@@ -143,7 +144,7 @@ def engine(draft: Path, timing: Serving) -> None:
                 ways[f"ours, a tree{mode}"] = way
         made = in_turn(ways, at_hand.prompts)
         compare(ways, made)
-        if dtype == "float32":  # the texts are the same
+        if dtype == "float32":  # then both write the same texts
             return
         texts = [answer.ids for answer in made["ours, speculative"]]
         mine, theirs = list[Answer](), list[Answer]()
@@ -153,23 +154,24 @@ def engine(draft: Path, timing: Serving) -> None:
                 theirs.append(pair[1])
     console.print(
         f"over the {sum(len(a.ids) for a in mine)} of {sum(map(len, texts))} tokens that both "
-        f"write after the same text: τ {tau(theirs)} in vLLM, {tau(mine)} here (eager)"
+        f"write after the same text, τ is {tau(theirs)} in vLLM and {tau(mine)} here (both eager)"
     )
 
 
 def on_shared_text(
     vllm: Engine, target: Target, drafter: Drafter, gamma: int, prompt: list[int], text: list[int]
 ) -> Iterator[tuple[Answer, Answer]]:
-    """Our answers and the engine's along one of our texts, where both write the same tokens.
+    """Our answers and vLLM's along one of our texts, where both write the same tokens.
 
-    In bfloat16 near-ties flip, so an engine that leaves the text is put back on it. A
-    stretch ends γ tokens early, so that the last round drafts only tokens that both write.
+    In bfloat16 near-ties flip. When vLLM leaves the text, it is put back on it after the token at
+    which they differ. A stretch ends γ tokens early, so that its last round drafts only tokens that
+    both write.
     """
     start = 0
     while start < len(text):
         before, rest = prompt + text[:start], text[start:]
         same = map(eq, vllm.answer(before, len(rest)).ids, rest)
-        alike = sum(1 for _ in takewhile(bool, same))  # tokens until it leaves the text
+        alike = sum(1 for _ in takewhile(bool, same))  # tokens before vLLM leaves the text
         if alike > gamma + 1:
             theirs = vllm.answer(before, alike - gamma)
             mine = ours(target, len(theirs.ids), drafter=drafter, gamma=gamma).answer(before)

@@ -20,7 +20,7 @@ from specdec.report.theory import foreseen_speedup
 from specdec.theory.intervals import median_interval
 
 ALIKE = ("budget.minutes=null", "decode.gamma=3")
-TREE = "tree"  # folder of a run with its results for trees
+TREE = "tree"  # the folder, inside a run's, of its results with trees
 NONE = "—"
 
 
@@ -28,16 +28,16 @@ def families(
     overrides: Annotated[Sequence[str], "of train.py for all families, e.g. data.limit=200"] = (),
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("families"),
-    tokens: Annotated[int, "to train on; under 10 minutes a family on 2 cores"] = 60_000,
+    tokens: Annotated[int, "to train on; the default takes under 10 minutes a family"] = 60_000,
     families: Annotated[Sequence[str], "default: all"] = tuple(DRAFTERS),
 ) -> None:
     """Every family, trained and untrained, at equal training tokens, in one table.
 
     Makes the runs that `folder` lacks, and continues after an interruption, as recipe does. Trees
-    are dynamic, of 12 nodes; families that copy have no q and so no tree. The target's features are
-    read from the cache, so training tokens/s do not include its pass. The predicted speedup is
-    τ / (γc + v). A family that cannot be made here, because it is for another kind of target, is
-    listed with the reason. A family may have overrides of its own:
+    are dynamic, with 12 nodes; families that copy are measured with chains only. Training reads the
+    target's features from a cache, so training tokens/s do not include the target's passes. The
+    predicted speedup is τ / (γc + v). A family whose run is refused, for example because it needs
+    another kind of target, is listed with the reason. A family may have overrides of its own, as in
     "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
     """
     found, refused = dict[str, tuple[Results, Results | None]](), dict[str, str]()
@@ -66,7 +66,7 @@ def families(
     console.print(
         f"{', '.join(f'{n:,}' for n in alike) or 'no'} training tokens a family, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens; {first.machine}. Intervals "
-        "are 95 % bootstraps over prompts; for training and drafting times, over timings."
+        "are 95 % bootstraps over prompts; for training tokens/s and c, over timings."
     )
     alpha = [f"α {v}, depth {k}" for v in ("sampled", "greedy") for k in range(recipe.DEPTHS)]
     tau = [f"τ of {shape}, T = {t}" for shape in ("a chain", "a tree") for t in (0, 1)]
@@ -78,7 +78,7 @@ def families(
 
 
 def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
-    """The line of a family."""
+    """The row of a family in the table."""
     zero, one = made.temperatures
     rates = NONE
     if made.training:
@@ -100,7 +100,8 @@ def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
 
 
 def parameters(draft: Path) -> int:
-    """How many numbers a saved draft's weights hold, apart from ids and counts."""
+    """How many floating-point numbers a saved draft's weights hold, which leaves out ids and
+    counts."""
     with safe_open(draft / checkpoint.WEIGHTS, framework="pt") as file:
         parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
         floats = (x for x in parts if x.get_dtype() in checkpoint.FLOATS)
@@ -109,7 +110,7 @@ def parameters(draft: Path) -> int:
 
 def tree_of(run: Path, chain: Results) -> Results | None:
     """Measure a run's draft again with dynamic trees, or read these results if they are there. None
-    if the family cannot draft trees."""
+    if the family copies or refuses to draft trees."""
     if family(chain.drafter).copies:
         return None
     try:

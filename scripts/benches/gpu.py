@@ -1,8 +1,9 @@
-"""Everything that must be measured on a GPU, in pieces of under ten minutes that can be resumed.
+"""Everything that must be measured on a GPU, in pieces spread over calls of under ten minutes.
 
 Each piece is a separate command. Its outcome is kept as JSON in a folder, and a finished piece is
-not run again. A call ends before its minutes are over: a piece that can resume is interrupted then
-and continues in the next call; any other piece starts only if it fits into the time left.
+not run again. When the minutes of a call are nearly over, a piece that can resume is interrupted,
+and continues in the next call. Any other piece starts only if it should fit into the time left, or
+if it is the first of the call.
 """
 
 import os
@@ -34,9 +35,9 @@ STRONG = ("budget.minutes=30", "data.limit=20000", "loop.epochs=3", "loop.rows=8
 
 @dataclass(frozen=True)
 class Piece:
-    """A command that measures something, in about `minutes`. If it `resumes`, it continues where it
-    was interrupted. `after` names a piece that must finish before it, and `figures` matches the
-    beginning of the output lines to keep: by default, all but those of progress."""
+    """A command that measures something and takes about `minutes`. If it `resumes`, it continues
+    where it was interrupted. `after` names a piece that must have succeeded first. `figures`
+    matches the beginning of the output lines to keep: by default, all but those of progress."""
 
     name: str
     command: Sequence[str]
@@ -48,8 +49,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a piece over all its `calls`. `status` is the exit code of the last call, None
-    if it was interrupted; `output` is the last call's."""
+    """The outcome of a piece over all its `calls`. `status` is the exit code of the last call; None
+    if there was none, or if it was interrupted and can resume. `output` is the last call's."""
 
     command: list[str]
     status: int | None = None
@@ -63,8 +64,7 @@ class Outcome:
 
 
 def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[Piece]:
-    """All pieces in the order in which they run; the last two decode with the head that the third
-    trains."""
+    """All pieces, in order. The last two decode with the head that the third trains."""
     head, best, python = folder / "head", str(folder / "head" / "best"), sys.executable
     bench = (python, "scripts/bench")
     (lookup,) = (n for n, kind in DRAFTERS.items() if kind.in_transformers == "prompt lookup")
@@ -87,13 +87,13 @@ def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[Piece]:
 
 
 def gpu(
-    overrides: Annotated[Sequence[str], "overrides of train.py, for all it trains"] = (),
+    overrides: Annotated[Sequence[str], "of train.py, for the pieces that train"] = (),
     *,
-    dry: Annotated[bool, "every piece, tiny, on the CPU"] = False,
-    minutes: Annotated[float, "per call; the next call continues"] = 9.0,
-    folder: Annotated[Path | None, "where all is kept; default: runs/gpu[-dry]"] = None,
+    dry: Annotated[bool, "try every piece on the CPU, at a tiny size"] = False,
+    minutes: Annotated[float, "for this call; the next one continues"] = 9.0,
+    folder: Annotated[Path | None, "of all outcomes; default: runs/gpu[-dry]"] = None,
 ) -> None:
-    """Everything that must be measured on a GPU, in pieces that resume.
+    """Everything that must be measured on a GPU, in pieces spread over several calls.
 
     Ends with exit code 3 while pieces are left. Raises UserError without a GPU and, at the end of a
     call, if a piece has failed; the next call tries that piece again, after the others.
@@ -122,14 +122,17 @@ def gpu(
         if made.failed:
             last = made.output.strip().splitlines()[-1:] or ["no output"]
             where = folder / f"{name}.log"
-            raise UserError(f"the piece {name} failed with {made.status}: {last[0]}; see {where}")
+            raise UserError(
+                f"the piece {name} failed with {made.status}: {last[0]}; see {where}; the same "
+                "command tries it again"
+            )
     if left_over := [name for name, made in found.items() if made.status != 0]:
         console.print(f"left: {', '.join(left_over)}; run the same command again")
         sys.exit(MORE)
 
 
 def known(piece: Piece, folder: Path) -> Outcome:
-    """The outcome of this same command in earlier calls."""
+    """The outcome of a piece in earlier calls with the same command, or else a fresh one."""
     path, fresh = folder / f"{piece.name}.json", Outcome(list(piece.command))
     found = read_record(Outcome, path) if path.exists() else fresh
     return found if found.command == fresh.command else fresh
@@ -139,7 +142,7 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
     """Run a piece for at most `seconds`, then interrupt it as Ctrl-C does, and kill it if it does
     not end. A piece that cannot resume has then failed."""
     device = {"DRAFTSMITH_TEST_DEVICE": "cuda"}
-    if dry:  # compiling would take minutes: leave it out, too
+    if dry:  # without compiling, which would take minutes
         device = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     started = time.monotonic()
     log = folder / f"{piece.name}.log"

@@ -36,13 +36,13 @@ def lossless(
     new: Annotated[int, "new tokens per answer"] = 128,
     trees: Annotated[bool, "dynamic trees as well as chains"] = False,
     batches: Sequence[int] = (1,),
-    gamma: Annotated[int | None, "default: as trained, 5 at most; trees 4"] = None,
-    keep: Annotated[Path | None, "folder for answers, to resume from"] = None,
+    gamma: Annotated[int | None, "default: as trained, but at most 5; trees: at most 4"] = None,
+    keep: Annotated[Path | None, "folder for results, to resume from"] = None,
 ) -> None:
-    """Greedy identity with plain decoding in float32: every draft × chain and tree × batch.
+    """Greedy identity with plain decoding in float32: every draft × shape × batch.
 
-    All combinations take many hours. Each line is printed as soon as it is known; with `keep`,
-    answers are kept in that folder, and an interrupted run continues where it stopped.
+    Many combinations take many hours. Each line is printed as soon as it is known. With `keep`,
+    results are kept in that folder, and an interrupted run continues where it stopped.
     """
     at_hand = setting(drafts, Timing(prompts, new, "float32"))
     target, asked = at_hand.target, at_hand.prompts
@@ -72,7 +72,7 @@ def lossless(
                     made = partial(answer, asked[rows], drafter=drafter, shape=shape)
                     key = [*of, label, repr(shape), weights, start]
                     totals.update(kept(keep, key, partial(_counts, made, plain[rows])))
-                    so_far = f"{label}: {totals['same']} the same"
+                    so_far = f"{label}: {totals['same']} identical"
                     progress.update(task, advance=len(asked[rows]), description=so_far)
                 progress.remove_task(task)
                 same = f"{totals['same']} of {len(asked)}"
@@ -81,8 +81,8 @@ def lossless(
 
 
 def kept(folder: Path | None, key: list[object], measure: Callable[[], Any]) -> Any:
-    """The result of `measure`, or the one that an earlier run kept for the same `key` in `folder`,
-    which several processes may share."""
+    """The result of `measure`, or the one that was kept for the same `key` in `folder` before.
+    Several processes may share the folder."""
     if folder is None:
         return measure()
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=12).hexdigest()
@@ -115,9 +115,10 @@ def samples(
 ) -> None:
     """A two-sample test at T = 1: are plain and speculative continuations distributed alike?
 
-    For each prompt, it draws `samples` continuations of 3 tokens plainly and speculatively. A
-    chi-square test of homogeneity over the joint cells (rare ones pooled) is summed over prompts,
-    then repeated for a rule broken on purpose, which keeps every drafted token.
+    For each prompt, `samples` continuations of 3 tokens are drawn plainly, and as many
+    speculatively. Their χ² of homogeneity, with a cell for each continuation and rare ones pooled,
+    is summed over prompts. The speculative side is repeated with a rule that is broken on purpose:
+    it keeps every drafted token.
     """
     require(rule in RULES, f"--rule {rule} is unknown{nearest(rule, RULES)}")
     at_hand = setting([draft], Timing(prompts, 3, "float32"))
@@ -148,7 +149,7 @@ def samples(
         ):
             found = map(homogeneity, plain, drawn(side, partial(drafted, rule=judge)))
             chi, freedom = map(sum, zip(*found, strict=True))
-            require(freedom > 0, "no continuation occurred often enough: give more --samples")
+            require(freedom > 0, "no continuation occurred often enough: raise --samples")
             half = torch.tensor([freedom / 2, chi / 2]).double()
             p_value = float(torch.special.gammaincc(*half))
             verdict = "not rejected" if p_value > 0.001 else "rejected"
@@ -161,8 +162,8 @@ def samples(
 
 
 def homogeneity(one: Counter, two: Counter, least: int = 10) -> tuple[float, int]:
-    """χ² of two samples under one distribution, and its degrees of freedom; cells with fewer than
-    `least` draws in both together are pooled."""
+    """χ² of two samples if both have the same distribution, and its degrees of freedom. Cells with
+    fewer than `least` draws in both samples together are pooled."""
     pairs = [(one[cell], two[cell]) for cell in set(one) | set(two)]
     cells = [pair for pair in pairs if sum(pair) >= least]
     if rare := [pair for pair in pairs if sum(pair) < least]:
@@ -177,7 +178,7 @@ def homogeneity(one: Counter, two: Counter, least: int = 10) -> tuple[float, int
 
 
 def _keeps_all(proposal: Proposal, p_BMV: torch.Tensor) -> Law:
-    """Every drafted token is kept: what a decoder without verification would do."""
+    """The law that keeps every drafted token, as a decoder without verification would."""
     stop = torch.zeros_like(p_BMV[..., 0])
     stop[:, -1] = 1
     return Law(stop, p_BMV)

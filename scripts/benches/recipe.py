@@ -1,8 +1,9 @@
 """Recipes compared at equal tokens: what start and objective add, and which objective is best.
 
-Every arm is trained with every seed at every learning rate, each in its own process, and is judged
-at its best rate. All drafts are measured on the same text: the target's plain answers, which do
-not depend on the draft, so that arms are compared prompt by prompt and seed by seed.
+Every arm is trained with every seed at every learning rate, each time in a process of its own, and
+is judged at its best rate. α is measured on the same text for all drafts, the target's plain
+answers, which do not depend on the draft. So arms are compared prompt by prompt, with the counts of
+each prompt added over the seeds.
 """
 
 import subprocess
@@ -69,12 +70,12 @@ class Arm:
 
 
 class Refused(UserError):
-    """The error of a run whose configuration is wrong, such as a drafter for another target."""
+    """Raised for a run whose configuration is wrong, such as a drafter for another target."""
 
 
 def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str) -> Results:
     """The report of runs/NAME. If that run is not finished, print `said` and train it, at size
-    `SIZE`, with the `overrides` of all runs and its `own`. Raises UserError if it fails."""
+    `SIZE`, with the `overrides` of all runs and its `own` ones. Raises UserError if that fails."""
     report = ROOT / "runs" / name / "report"
     if not (report / FILE).exists():
         console.print(f"{said}: {name}")
@@ -85,17 +86,18 @@ def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str
             raise Refused(f"runs/{name}: {lines[-1].removeprefix('error: ')}")
         print(done.stderr or "", end="", file=sys.stderr)
         if done.returncode:
-            raise UserError(f"{name} failed: see above; the same command tries it again")
+            raise UserError(f"runs/{name} failed: see above; the same command tries it again")
     return Results.read(report)
 
 
 def tokens_of_each(runs: Iterable[Results], folder: Path) -> int:
-    """How many tokens each of the runs in `folder` was trained on. Raises UserError unless all are
-    of one drafter and equally long."""
+    """How many tokens each of the runs in `folder` was trained on. Raises UserError unless they
+    trained the same drafter on equally many tokens."""
     alike = {(run.drafter, run.training.tokens) for run in runs if run.training}
     require(
         len(alike) == 1,
-        f"the runs in runs/{folder} are of different drafters or lengths: give another --folder",
+        f"the runs in runs/{folder} did not all train the same drafter on equally many tokens: "
+        "give another --folder",
     )
     return alike.pop()[1]
 
@@ -119,7 +121,7 @@ def trained(
         runs.setdefault((arm, rate), []).append(made)
     found = [Arm(arm, rate, of) for (arm, rate), of in runs.items()]
     first = found[0].runs[0]
-    # a seed orders the rows, whose lengths differ, so only runs of one seed read as many tokens
+    # the seed orders the rows, whose lengths differ: only runs of one seed read equally many tokens
     tokens = [tokens_of_each([arm.runs[seed] for arm in found], folder) for seed in range(seeds)]
     counts = ", ".join(f"{n:,}" for n in dict.fromkeys(tokens))
     console.print(
@@ -136,16 +138,16 @@ def trained(
 
 
 def recipe(
-    overrides: Annotated[Sequence[str], "of train.py for all arms, as data.limit=200"] = (),
+    overrides: Annotated[Sequence[str], "of train.py for all arms, e.g. data.limit=200"] = (),
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("recipe"),
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates"] = ("3e-4", "1e-3", "2e-3"),
 ) -> None:
-    """Six arms of start and objective, by seeds, each at the best of the learning rates.
+    """Six arms of start and objective, over several seeds, each at its best learning rate.
 
-    Trains the arms that `folder` lacks. After an interruption, the same command continues: finished
-    runs are not trained again, the others are resumed.
+    Trains the runs that `folder` lacks. After an interruption, the same command continues: finished
+    runs are not trained again, and the others are resumed.
     """
     arms = {
         f"{start}-{objective}": [f"drafter.start={start}", f"objective={objective}"]
@@ -172,7 +174,7 @@ def recipe(
         *(("kl → nla", f"start {x}", f"{x}-nla", f"{x}-kl") for x in STARTS),
         *((f"random → {to}, kl → nla", "", f"{to}-nla", "random-kl") for to in STARTS[:2]),
     ]
-    brought = []  # the gain from each part while the other stays, at the best rates
+    brought = []  # the gain from changing one part, or both; every arm is at its best rate
     for what, same, ours, theirs in pairs:
         a, b = best[ours], best[theirs]
         more = difference_interval(a.sampled(), b.sampled()), difference_interval(a.tau(), b.tau())
@@ -191,11 +193,12 @@ def objectives(
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates; null is the family's own"] = ("null",),
 ) -> None:
-    """Objectives on one drafter at equal tokens and over seeds, each at its best learning rate.
+    """Objectives for one drafter at equal tokens, over several seeds, each at its best rate.
 
     Trains the runs that `folder` lacks, and continues after an interruption, as recipe does. Walked
     τ is that of a decoder that walks the plain answers: its actual τ at T = 0, and its expected τ
-    at T = 1. An arm may have overrides of its own: "adaspec objective.reference=runs/NAME/best".
+    at T = 1. An arm may have overrides of its own, as in
+    "adaspec objective.reference=runs/NAME/best".
     """
     named = {arm.split()[0]: f"objective={arm}".split() for arm in arms}
     _, best = trained(named, overrides, folder, seeds, rates)

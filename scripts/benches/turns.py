@@ -1,5 +1,5 @@
 """Ways of answering the same prompts, which take turns so that a change in the machine's speed
-affects all of them; and the table that compares them."""
+affects all of them, and the table that compares them."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ class Answer(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a prompt is answered, what is drafted in a round, and the names of the ways to compare
-    it with."""
+    """How a prompt is answered, how much a round drafts, and the names of the ways to compare this
+    one with. `compiled` says whether passes go through torch.compile."""
 
     answer: Callable[[list[int]], Answer]
     drafted: str = ""
@@ -58,8 +58,8 @@ def in_turn(
     ways: dict[str, Way], prompts: list[list[int]], first: list[list[int]] | None = None
 ) -> dict[str, list[Answer]]:
     """The answers of every way to every prompt. Each way first warms up: if its passes are
-    compiled, on all prompts, so that no graph is built on the clock; otherwise on `first` (by
-    default the first prompt and the longest)."""
+    compiled, on all prompts, so that no graph is built while the clock runs; otherwise on `first`
+    (by default the first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
     made: dict[str, list[Answer]] = {name: [] for name in ways}
     with bars(console) as progress:
@@ -79,7 +79,7 @@ def in_turn(
 def compare(ways: dict[str, Way], made: dict[str, list[Answer]]) -> None:
     """Print a table of what `in_turn` made: each way beside the fastest of its rivals."""
     seconds = {name: [a.seconds / len(a.ids) for a in of] for name, of in made.items()}
-    middle = {name: statistics.median(of) for name, of in seconds.items()}  # a token
+    middle = {name: statistics.median(of) for name, of in seconds.items()}  # per token
     rows = []
     for name, answers in made.items():
         shares = accepted(answers)
@@ -101,13 +101,13 @@ def accepted(answers: Sequence[Answer]) -> list[float]:
 
 
 def tau(answers: Sequence[Answer]) -> str:
-    """τ of the answers together; empty where nothing was drafted."""
+    """τ over all the answers; empty if nothing was drafted."""
     shares = accepted(answers)
     return f"{1 + sum(shares):.3f}" if shares else ""
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> str:
-    """How many times faster, as the median over prompts with its quartiles."""
+    """The factor by which `fast` is faster: its median over prompts, and its quartiles."""
     ratios = [s / f for s, f in zip(slow, fast, strict=True)]
     if len(ratios) == 1:
         return f"{ratios[0]:.2f} (one prompt)"
@@ -121,7 +121,7 @@ def line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table, as BENCHMARKS.md has it; shorter rows end in empty cells."""
+    """Print a Markdown table, as BENCHMARKS.md has it. Empty cells are added to short rows."""
     filled = [[*row, *[""] * (len(columns) - len(row))] for row in (columns, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*filled, strict=True)]
     filled.insert(1, ["-" * width for width in widths])
