@@ -39,18 +39,18 @@ class PackedLinear(nn.Linear):
         self.train(layer.training)
         self._copy: Tensor | None = None
         self._copied: tuple[int, int] | None = None  # address and version of the copied weight
+        self._faster: dict[tuple[torch.dtype, int], bool] = {}  # by dtype and number of rows
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight, rows = self.weight, x.numel() // self.in_features
         if (
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or not x.is_cpu
-            or not x.numel()
+            or not rows
             or x.dtype is not weight.dtype
-            or x.dtype not in DTYPES
             or torch.is_autocast_enabled("cpu")
-            or not probe(*weight.shape, x.dtype, bucket(x.numel() // self.in_features)).used
+            or not self.faster(x.dtype, rows)
         ):
             return F.linear(x, weight, self.bias)
         at = weight.data_ptr(), weight._version
@@ -58,6 +58,16 @@ class PackedLinear(nn.Linear):
             self._copy, self._copied = packed(weight.detach()), at
         assert self._copy is not None
         return product(x, self._copy, self.bias)
+
+    def faster(self, dtype: torch.dtype, rows: int) -> bool:
+        """Whether the copy is used for so many rows. The answer is kept, because a pass asks each of
+        its many layers."""
+        key = dtype, rows
+        if key not in self._faster:
+            size = self.out_features, self.in_features
+            used = dtype in DTYPES and probe(*size, dtype, bucket(rows)).used
+            self._faster[key] = used
+        return self._faster[key]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the copy, which can be neither pickled nor copied."""

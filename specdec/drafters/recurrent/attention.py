@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    rotate_half,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.runtime.probes import Answer, compare
 
@@ -72,7 +68,7 @@ class Sight(NamedTuple):
 
 
 class Rope(nn.Module):
-    """Rotary factors, from a table that grows as needed."""
+    """Rotary factors for `rotated`, from a table that grows as needed."""
 
     def __init__(self, llama: LlamaConfig) -> None:
         super().__init__()
@@ -80,13 +76,14 @@ class Rope(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., E] at positions below `end`."""
+        """cos and sin [..., E] at positions below `end`; the first half of sin is negated."""
         device, table = position.device, self._table
         if table is None or len(table[0]) < end or table[0].device != device:
             with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
                 steps = torch.arange(max(2 * end, 1024), device=device)[None]
                 cos, sin = self.rotary(torch.zeros((), device=device), steps)
-            table = self._table = cos[0], sin[0]
+            first, second = sin[0].chunk(2, -1)
+            table = self._table = cos[0], torch.cat([-first, second], -1)
         return table[0][position], table[1][position]
 
 
@@ -284,6 +281,7 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) 
 
 
 def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of heads, given cos and sin [B, A, E]."""
+    """Rotary position embedding of heads, given cos and sin [B, A, E] as `Rope` has them: Llama's
+    x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2 are the halves of x."""
     cos, sin = (t[:, None].to(x_BHAE.dtype) for t in rope)
-    return x_BHAE * cos + rotate_half(x_BHAE) * sin
+    return torch.addcmul(x_BHAE * cos, x_BHAE.roll(x_BHAE.shape[-1] // 2, -1), sin)
