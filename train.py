@@ -1,5 +1,5 @@
-"""`python train.py [overrides]`: Hydra composes the configuration, `train.run(cfg)` runs it and
-returns the objective."""
+"""`python train.py [overrides]`: Hydra composes the configuration, and `train.run` does the job
+that it describes and returns the objective."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ INTERRUPTED = "interrupted: run the same command again to continue from the last
 
 
 def run(cfg: DictConfig) -> float:
-    """One run. In a sweep, a trial that diverges gets the worst objective."""
+    """Do one run and return its objective. In a sweep, a trial that diverges gets the worst one."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         return train.run(resolve(cfg), folder)
@@ -37,11 +37,11 @@ def run(cfg: DictConfig) -> float:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
-    return command(lambda: run(cfg), INTERRUPTED)  # otherwise Hydra prints its own lines first
+    return command(lambda: run(cfg), INTERRUPTED)  # else Hydra would print an error first
 
 
 def composed() -> None:
-    """Run `main`; report overrides that Hydra rejects as a user's mistake."""
+    """Run `main`, and turn Hydra's errors about overrides into UserErrors."""
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

@@ -1,7 +1,8 @@
-"""What a run needs to continue exactly where it stopped: weights, optimiser, generator, position.
+"""What a run needs to continue exactly where it stopped: weights, optimisers, generator, position.
 
-A checkpoint is a folder: `training.safetensors` (weights and optimiser state, float32) and
-`training.json` (position, learning rates, the best figures so far). It appears whole or not at all.
+A checkpoint is a folder: `training.safetensors` (the weights and the optimisers' state in float32,
+and the random generator's) and `training.json` (position, settings of the optimisers, the best
+figures so far). It appears whole or not at all.
 """
 
 import json
@@ -35,7 +36,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 @dataclass
 class Best:
-    """The best held-out value so far, the step it was found at, and all its figures."""
+    """The best held-out value so far, the step at which it was found, and all figures there."""
 
     value: float
     step: int
@@ -51,11 +52,11 @@ class State:
     seconds: float = 0.0
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
-    optimizer: list[dict[str, Any]] = field(default_factory=list)  # its groups, when last saved
+    optimizer: list[dict[str, Any]] = field(default_factory=list)  # groups, as last saved
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict, on the main process, even of a sharded model. A collective call."""
+    """The whole state dict, even of a sharded model, on the main process. All processes call it."""
     return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
 
 

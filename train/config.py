@@ -34,8 +34,8 @@ from train.tracking import TrackConfig
 @dataclass
 class Config:
     """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
-    the same command continues it. `also` is a family that copies: the run ends by
-    measuring a hybrid of that family and the draft, which it saves as with-FAMILY."""
+    the same command continues it. `also` is a family that copies: the run ends by measuring a
+    hybrid of that family and the draft, and saves this hybrid as with-FAMILY."""
 
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -53,7 +53,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     also: str | None = None
-    export: str | None = "hf"  # layout written at the end of a run; null: none
+    export: str | None = "hf"  # layout of the export at the end of a run; null: no export
 
     @property
     def family(self) -> type[Drafter]:
@@ -72,14 +72,15 @@ class Config:
 
     @property
     def trains_at_visits(self) -> bool:
-        """Whether training is at the anchors of a decoder's rounds, instead of all positions."""
+        """Whether training is at the anchors of a decoder's rounds instead of at all positions."""
         return self.data.rounds is not None or self.rounds.data == "on_policy"
 
     @property
     def reads_plain_answers(self) -> bool:
-        """Whether the target's plain answers to the training prompts are read. On-policy rounds
-        write answers of their own, and a log has them; only a fresh draft's vocabulary and start,
-        tokens added to a vocabulary and drafters that are fitted to texts need the plain ones."""
+        """Whether the run reads the target's plain answers to the training prompts. If it trains on
+        a log, it does not: the log has the answers. On-policy rounds write answers of their own, so
+        the plain ones are then read only for the vocabulary and start of a fresh draft, for tokens
+        added to a vocabulary, and to fit a drafter or the hybrid of `also` to texts."""
         continued = self.stage.draft is not None and self.stage.new_tokens == 0
         fitted = self.also is not None or self.family.fit is not Drafter.fit
         on_policy = self.rounds.data == "on_policy"
@@ -96,7 +97,7 @@ def register() -> None:
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
     schema.objective.terms = {}  # objective=NAME fills it
-    # the code that reads these checks their keys
+    # the keys of these are checked by the code that reads them
     open_ended = schema.decode.settings, schema.objective.terms, schema.objective.constants
     for free in (*open_ended, schema.optim.rates):
         OmegaConf.set_struct(free, False)
@@ -110,8 +111,8 @@ def register() -> None:
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
-    """Overrides as Hydra accepts them. A value with an equals sign in it, as in
-    decode.rule=lenience:factor=0.8, is quoted, since Hydra's grammar refuses it otherwise;
+    """Overrides in a form that Hydra accepts. A value that contains an equals sign, as in
+    decode.rule=lenience:factor=0.8, is quoted, since Hydra's grammar refuses it otherwise.
     drafter.from= becomes stage.draft=, since no dataclass can have a field called `from`."""
     plain = re.compile(r"\A([+~]{0,2}[\w./@-]+=)([^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*)\Z")
     named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
@@ -119,8 +120,9 @@ def quoted(arguments: Sequence[str]) -> list[str]:
 
 
 def resolve(cfg: DictConfig) -> Config:
-    """Hydra's composition as a `Config`. Raises UserError for an unknown key (even one added with
-    `+`), for a value of the wrong type, and for a missing value."""
+    """Hydra's composition as a `Config`, with `optim.lr` filled in. Raises UserError for an unknown
+    key (even one added with `+`), for a value that is missing or of the wrong type, and for
+    settings that cannot go together."""
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
@@ -131,7 +133,7 @@ def resolve(cfg: DictConfig) -> Config:
         f"no drafter is chosen: add drafter=NAME, one of {', '.join(DRAFTERS)}",
     )
     for name, path in (("target", config.target.path), ("data", config.data.path)):
-        require(bool(path), f"{name}.path is missing: add {name}.path=…, see the README")
+        require(bool(path), f"{name}.path is missing: add {name}.path=… (see README.md)")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
     config.objective.require_complete(config.decode.paths)
     drafter = config.drafter
@@ -147,13 +149,14 @@ def resolve(cfg: DictConfig) -> Config:
         Hybrid.copying_family(config.also)
         require(
             not config.family.copies,
-            f"also={config.also}: {drafter.name} copies too: give also=null, or another drafter",
+            f"also={config.also} cannot be combined with drafter={drafter.name}, which copies too: "
+            "give also=null, or another drafter",
         )
     decoded = config.rounds.answers_again or config.data.rounds or config.also
     require(
         not (config.family.adapts_target(drafter) and decoded),
-        f"drafter={drafter.name} adapts the target here, and also=, rounds.data= and data.rounds= "
-        "need it as it is: leave them out",
+        f"drafter={drafter.name} adapts the target with these settings, but also=, rounds.data= "
+        "and data.rounds= need the target as it is: leave them out",
     )
     if isinstance(layers := getattr(drafter, "layers", None), list):
         require(
@@ -170,14 +173,15 @@ def resolve(cfg: DictConfig) -> Config:
     outside = not where.parts or where.is_absolute() or ".." in where.parts
     require(
         not outside and bool(config.name.strip()) and "\0" not in config.name,
-        f"name={config.name!r} is not the name of a folder inside runs/: give such a name",
+        f"name={config.name!r} is not the name of a folder inside runs/: give one, such as "
+        "name=my-draft",
     )
     return config
 
 
 def of_hydra(error: Exception) -> UserError:
-    """An error of Hydra or OmegaConf as a user's mistake, in one line; for an unknown key, it
-    suggests the nearest key of its owner."""
+    """An error of Hydra or OmegaConf as a UserError of one line. If it is about an unknown key, the
+    message suggests the nearest key of the same owner."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
         cause = cause.__cause__

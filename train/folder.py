@@ -24,7 +24,7 @@ GROUPS = ["target", "drafter", "stage", "data", "answers", "sampler", "objective
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a run's folder. Raises UserError if another process has locked it."""
+    """Lock a run's folder during the block. Raises UserError if another process has locked it."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,12 +36,12 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def require_same_run(folder: Path, cfg: Config) -> None:
-    """Raise UserError if a folder holds another run. An earlier start of this one is continued."""
+    """Raise UserError if a folder holds another run. A run of the same settings may continue."""
     if not (theirs := config_of(folder)):
         return
     for group in GROUPS:
         ours = _plain(getattr(cfg, group))
-        # a setting added after the run began had its default value then
+        # a setting that did not exist when the run began had its default value
         was = _plain(type(getattr(cfg, group))()) | (theirs.get(group) or {})
         for key, value in ours.items():
             require(
@@ -62,7 +62,8 @@ def require_same_texts(folder: Path, of: dict[str, str]) -> None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The config.json of a run's folder; empty where there is none."""
+    """The config.json of a run's folder, as today's version would have written it; empty if there
+    is none. Raises UserError if the file is damaged."""
     path = folder / "config.json"
     if not path.exists():
         return {}
@@ -74,7 +75,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def data_of_run(folder: Path) -> DataConfig:
     """A run's data settings, limited to the records it read (if it noted how many), so that the
-    held-out side stays the same. Raises UserError if the folder holds no run."""
+    held-out side stays the same. Raises UserError if the folder holds no run or is damaged."""
     try:
         described = read_json(folder / "config.json")
         data = dict(described["data"])
@@ -83,14 +84,14 @@ def data_of_run(folder: Path) -> DataConfig:
         return record(DataConfig, data, "data")
     except (UserError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder} has no run's config.json, so its held-out prompts are unknown "
+            f"{folder} has no readable config.json of a run, so its held-out prompts are unknown "
             f"({error}): give --prompts"
         ) from error
 
 
 def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
-    """The configuration with the dtype that `target.dtype=auto` stands for, and the reason. A run
-    keeps the dtype it began with, even on another kind of machine."""
+    """The configuration with the dtype that `target.dtype=auto` stands for, and the reason for this
+    dtype. A run keeps the dtype that it began with, even on another kind of machine."""
     if cfg.target.dtype != "auto":
         return cfg, ""
     dtype = (config_of(folder).get("target") or {}).get("dtype", "auto")
@@ -113,7 +114,7 @@ def digest(documents: Sequence[Document]) -> str:
 
 def _upgraded(written: dict[str, Any]) -> dict[str, Any]:
     """A run's config.json as today's version would have written it. Older ones have a `loss`
-    instead of an `objective`, and lack `start` for families that then had only one."""
+    instead of an `objective`, and lack `start` for families that had only one start then."""
     drafter = written.get("drafter")
     if isinstance(drafter, dict) and "name" in drafter:
         written = written | {"drafter": family(drafter["name"]).upgraded(drafter)}

@@ -1,4 +1,4 @@
-"""Held-out figures by teacher forcing: they monitor a run and decide which draft is its best."""
+"""Held-out figures by teacher forcing: they show how a run is doing and which draft is its best."""
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
             first = start or 0
             batch = held_out.batch(range(first, min(first + rows, len(held_out.rows))))
             table = model(batch, measure=True)
-            real = start is not None  # a surplus one counts for nothing
+            real = start is not None  # a surplus forward counts for nothing
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
             sums = sums + real * torch.stack([c.sum(0) for c in columns])
             for answer in answers(table, batch) if real else ():
@@ -34,7 +34,7 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
     model.train()
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")
     count_K, sampled_K, greedy_draft_K, greedy_K = sums.cpu()
-    require(bool(walks[1]), "held-out answers are too short to measure τ: lower drafter.depth")
+    require(bool(walks[1]), "the held-out answers are too short to measure τ: lower drafter.depth")
     shares = ((x / count_K.clamp_min(1)).tolist() for x in (sampled_K, greedy_draft_K, greedy_K))
     return HeldOut(
         tau_greedy=float(walks[0] / walks[1]),

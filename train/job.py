@@ -13,7 +13,7 @@ from train.tracking import Tracker
 
 @dataclass
 class Job:
-    """A run at work in its folder, in one of its processes."""
+    """One process of a run: its settings, its folder, and what it works with."""
 
     cfg: Config
     folder: Path

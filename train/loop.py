@@ -35,11 +35,11 @@ OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
 class LoopConfig:
     """How long and in what portions to train.
 
-    `rows` is the packed rows per micro-batch, `accumulate` the micro-batches per step and process.
-    `max_tokens` ends training early, even within an epoch (the learning rate decays to fit).
-    `eval_every` and `save_every` are in steps (0: only at the end); `patience` evaluations
-    without a better `objective` end the run (null: never). `precision` is bf16 or no; auto uses
-    bf16 if the target does.
+    `rows` is the number of packed rows per micro-batch, `accumulate` that of micro-batches per step
+    and process. `max_tokens` ends training early, even within an epoch (the learning rate decays to
+    fit). `eval_every` and `save_every` are in steps (0: only at the end). `objective` is the
+    held-out figure by which drafts are compared; `patience` evaluations without a better one end
+    training (null: never). `precision` is bf16 or no (float32); auto is bf16 if the target is.
     """
 
     epochs: int = 1
@@ -70,7 +70,8 @@ class Diverged(UserError):
 
 @dataclass
 class TrainRecord:
-    """Training figures since the last record; lists are by depth."""
+    """Training figures. The lists, by depth, are means since the last record; `lr` and
+    `gradient_norm` are those of the last step, and the speed is that of the whole run so far."""
 
     loss: list[float]
     sampled: list[float]
@@ -88,12 +89,13 @@ class TrainRecord:
 def train(
     job: "Job", forcing: TeacherForcing, data: Callable[[int, Keep], Source], held_out: Source
 ) -> Training:
-    """Train a drafter; leaves the best draft in the folder's `best`, and checkpoints.
+    """Train a drafter. The best draft goes to the folder's `best`, checkpoints to `checkpoints`.
 
     `data(epoch, keep)` is called at the start of an epoch and gives its rows. They may differ from
-    the last epoch's and depend on the current draft, which `keep(folder)` writes. Continues from
-    the folder's newest checkpoint, bit for bit in float32 on one process. Raises `Diverged` before
-    the update if the loss or gradient is not finite; what was saved stays.
+    the last epoch's and depend on the current draft, which `keep(folder)` writes. Training
+    continues from the newest checkpoint, bit for bit in float32 on one process. Raises `Diverged`
+    before the update if the loss or the gradient is not finite, and UserError if the rows do not
+    fill a step; what was saved stays.
     """
     cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
     accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
@@ -127,8 +129,10 @@ def train(
 
     def rows(epoch: int) -> Source:
         on_gpu = accelerator.device.type == "cuda"
-        with torch.random.fork_rng([accelerator.device] if on_gpu else []):  # a resumed run may
-            return data(epoch, keep)  # load and answer more or less than an uninterrupted one
+        # a resumed run may load and answer more or less than an uninterrupted one, and this must
+        # not change the random numbers that training draws
+        with torch.random.fork_rng([accelerator.device] if on_gpu else []):
+            return data(epoch, keep)
 
     planned = _plan(cfg, rows, cfg.rows * cfg.accumulate * world)
     for step, (source, chosen, steps) in enumerate(planned):
@@ -154,7 +158,7 @@ def train(
             last = n + 1 == cfg.accumulate
             with nullcontext() if last else accelerator.no_sync(model):
                 loss, seen = model(batch, [anchors[i] for i in mine], moment)
-                loss = loss / max(count, 1) * world  # DDP and FSDP average over processes
+                loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
                 _require_finite(float(loss.detach()), "loss", step, mine)
                 accelerator.backward(loss)
             statistics += accelerator.reduce(seen.detach(), "sum").cpu()
@@ -204,9 +208,10 @@ def train(
 def _plan(
     cfg: LoopConfig, data: Callable[[int], Source], portion: int
 ) -> Iterator[tuple[Source, list[int], int]]:
-    """Every step of a run: the `portion` rows of a source that it reads, and how many steps are now
-    planned. A run is whole epochs, or as many steps as `max_tokens` allows. Each epoch is a new
-    permutation; rows that do not fill a step are left out."""
+    """For every step of a run: its source, the indices of the `portion` rows that it reads, and how
+    many steps are now planned for the run. A run lasts whole epochs, or as many steps as
+    `max_tokens` allows. Each epoch is a new permutation; rows that do not fill a step are left out.
+    Raises UserError if an epoch has fewer rows than a step."""
     step = 0
     for epoch in range(cfg.epochs):
         source = data(epoch)
@@ -214,7 +219,7 @@ def _plan(
         per_epoch = len(lengths) // portion
         if per_epoch == 0:
             raise UserError(
-                f"{len(lengths)} packed rows are fewer than one step of {portion}: lower "
+                f"there are only {len(lengths)} packed rows, but one step reads {portion}: lower "
                 "loop.rows or loop.accumulate, or give more data"
             )
         steps = step + per_epoch * (cfg.epochs - epoch)

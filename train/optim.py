@@ -19,14 +19,14 @@ HIDDEN = ("adamw", "muon")
 class OptimConfig:
     """`hidden` is what trains the matrices of the hidden layers, AdamW or Muon; AdamW trains the
     rest. The learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then
-    falls along a cosine to `final` · `lr`. In a configuration, `lr` null is the family's own.
-    `clip` bounds the global gradient norm. `rates` multiplies the learning rate of parameters whose
-    names match a shell pattern: optim.rates={*.bias:0.5}.
+    falls along a cosine to `final` · `lr`. If `lr` is null, the configuration takes the drafter
+    family's own. `clip` bounds the global gradient norm. `rates` multiplies the learning rate of
+    parameters whose names match a shell pattern: optim.rates={*.bias:0.5}.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
     are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
     `weight_decay` mean the same for both. A matrix with one row or column for each token of a
-    vocabulary is not of a hidden layer. Muon multiplies in bfloat16: on a CPU that does not do so
+    vocabulary does not count as hidden. Muon multiplies in bfloat16: on a CPU that does not do so
     natively, a step takes several times as long.
     """
 
@@ -57,20 +57,20 @@ class OptimConfig:
 def build(
     model: nn.Module, cfg: OptimConfig, sizes: Sizes, of_drafter: Mapping[str, float] | None = None
 ) -> list[torch.optim.Optimizer]:
-    """The optimisers over the trained parameters of `model`, without weight decay on vectors. The
-    learning rate of a group is `scale` times the common one: the product of the `rates` of the
-    config and those `of_drafter` that match. `sizes` are the drafter's, which give the sizes of the
-    vocabularies. Raises UserError if a pattern of the config's matches nothing."""
+    """The optimisers over the trained parameters of `model`, without weight decay on vectors. A
+    group's learning rate is the common one times its `scale`, the product of the matching factors
+    in the config's `rates` and in `of_drafter`. `sizes` are those of the drafter, with the sizes of
+    both vocabularies. Raises UserError if a pattern in the config matches no parameter."""
     vocabularies = {sizes.target_vocab, sizes.draft_vocab}
     rates = [*(of_drafter or {}).items(), *cfg.rates.items()]
     named = {n.removeprefix("drafter."): p for n, p in model.named_parameters() if p.requires_grad}
     for pattern in cfg.rates:
         require(
             any(fnmatchcase(name, pattern) for name in named),
-            f"optim.rates: no trained parameter is named like {pattern!r}; some are "
+            f"optim.rates: no trained parameter matches {pattern!r}: match names such as "
             f"{', '.join(list(named)[:3])}",
         )
-    assert cfg.lr is not None  # the configuration resolves it
+    assert cfg.lr is not None  # `train.config.resolve` sets it
     groups: dict[tuple[bool, float, float], list[Tensor]] = {}
     for name, p in named.items():
         hidden = cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}

@@ -43,10 +43,12 @@ from train.tracking import Tracker, curve
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
-    """Run the whole job in `folder` (default runs/NAME); returns the held-out objective. An
-    interrupted run of the same configuration is continued there; a finished one is not trained
-    again. Raises UserError for the user's mistakes, and `Diverged` if the loss or the gradient is
-    not finite.
+    """Run the whole job in `folder` (default runs/NAME). Returns the best held-out objective or, if
+    the drafter has no weights to train, τ at the first temperature.
+
+    An interrupted run of the same configuration is continued there; a finished one is measured and
+    exported again, but not trained again. Raises UserError for the user's mistakes, and `Diverged`
+    if the loss or the gradient is not finite.
     """
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
@@ -63,7 +65,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     )
     require(
         cfg.data.rounds is None or cfg.rounds == RoundsConfig(),
-        "data.rounds trains on the rounds of a log: leave out rounds.count and rounds.data",
+        "data.rounds trains on the rounds of a log: leave out all rounds.* settings",
     )
     require(
         not cfg.trains_at_visits or cfg.budget.minutes is None,
@@ -85,7 +87,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         bars(console, main) as progress,
     ):
         device = str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
-        with accelerator.main_process_first():  # a GGUF target is made dense once
+        with accelerator.main_process_first():  # one process makes a GGUF target dense
             target = TargetOnDemand(replace(cfg.target, device=device))
             fingerprint = target.parts.fingerprint()
         if cfg.needs_layers:
@@ -102,7 +104,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.objective.reference is not None:
             of["reference draft"] = drafts.digest(cfg.objective.reference)
         require_same_texts(folder, of)
-        if main:  # the folder now belongs to this run; after an earlier error it is free
+        if main:  # until here, an error leaves the folder free for another run
             described = asdict(cfg) | {"of": of, "records": texts.records}
             write_whole(folder / "config.json", json.dumps(described, indent=1))
 
@@ -116,7 +118,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
 
 def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
-    """Raise UserError for texts that are too long, and for decoding that must fail at the end."""
+    """Raise UserError for texts that are too long, and for decoding that would fail later."""
     parts, documents = job.target.parts, [*texts.train, *texts.held_out]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)
     for name, room in (("target", parts.positions), ("drafter", drafter.positions)):
@@ -134,7 +136,8 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
 
 
 def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
-    """Write the drafter to the folder's `best`, trained if its family has weights to train."""
+    """Train the drafter and write it to the folder's `best`. A drafter that has no weights to train
+    is only written, and the result is None."""
     cfg = job.cfg
     if not cfg.trains:
         if job.main:
@@ -159,7 +162,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     fresh = cfg.stage.draft is None and not checkpoint.steps(job.folder / "checkpoints")
     if fresh and drafter.regresses:
         texts_read = data
-        if not data.rows:  # training reads a decoder's rounds, whose rows are made later
+        if not data.rows:  # on-policy training makes its rows later
             (texts_read,) = _sources(job, drafter, [texts.train])
         regress(job, drafter, texts_read)
     known = {} if on_policy else {0: data}
@@ -177,7 +180,8 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
 def _of_round(
     job: Job, drafter: Drafter, texts: Texts, latest: dict[int, Source], epoch: int, keep: Keep
 ) -> Source:
-    """The rows of the round of an epoch; `latest` holds those of the latest round, if any."""
+    """The rows that an epoch reads: those of its round. `latest` maps the number of the latest
+    round to its rows, and is updated when a new round begins."""
     rounds, number = job.cfg.rounds, epoch // job.cfg.loop.epochs
     if number not in latest:
         documents = written(job, number, texts, keep)
@@ -188,8 +192,8 @@ def _of_round(
 
 
 def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
-    """A source of rows for each set of texts. With features on disk, the target's layers are in
-    memory only while it computes those that are missing."""
+    """A source of rows for each list of documents. If features are kept on disk, the missing ones
+    are computed first; then the target's layers are freed, unless the drafter runs them."""
     cfg, target, accelerator = job.cfg, job.target, job.accelerator
     sides = [pack(side, cfg.data.max_length) for side in texts]
     needs, sampler = drafter.needs, cfg.sampler
@@ -200,7 +204,7 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     if missing:
         size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
         console.print(f"feature cache {store.folder}: {size} to be added")
-    accelerator.wait_for_everyone()  # all processes have seen the same rows missing
+    accelerator.wait_for_everyone()  # until all have seen which rows are missing
     if mine := missing[accelerator.process_index :: accelerator.num_processes]:
         store.fill(Online(target.whole(), needs, sampler, mine), job.progress)
     accelerator.wait_for_everyone()
@@ -212,7 +216,7 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
 
 
 def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -> Results:
-    """Measure the best draft with the decoder; write the report, log to W&B and export."""
+    """Calibrate the best draft, measure it with the decoder, write and log a report, and export."""
     cfg, folder, original, also = job.cfg, job.folder, target, None
     drafter, target = drafts.load_pair(folder / "best", original)
     prompts = [p.ids.tolist() for p in texts.prompts]
@@ -244,5 +248,5 @@ def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
         if target is not original:
             export.write_target(folder / "export-target", target)
-            console.print(f"exported to {folder / 'export-target'}: the adapted target, to serve")
+            console.print(f"exported the adapted target to {folder / 'export-target'}")
     return results

@@ -1,8 +1,8 @@
 """How much of the data fits a budget of minutes on this machine.
 
 `timed` times the target's passes and the drafter's training steps for a few seconds. `fitted` sets
-a share of the budget aside for the final evaluation and takes as many training conversations as fit
-into the rest. The plan is kept in the run's folder, so that a resumed run keeps its size.
+time aside for the final evaluation and takes as many training conversations as fit into the rest of
+the budget. The plan is kept in the run's folder, so that a resumed run keeps its size.
 """
 
 import json
@@ -38,18 +38,19 @@ if TYPE_CHECKING:
     from train.config import Config
     from train.job import Job
 
-TOKENS, NEW = 48, 5  # tokens that are timed: those of a text that is only read, and new ones
+# tokens of each timed text if the target answers none, and new tokens timed after a batch of them
+TOKENS, NEW = 48, 5
 SINGLE = 25  # new tokens timed on a single row, as the final evaluation decodes
 STEPS = 3  # training steps that are timed, after a warm-up step
-SAID = 0.9  # share of answers.max_new_tokens that answers used in quickstarts
-FORWARD = 1 / 3  # a forward pass's share of a training step's time; solving takes as much
-KEEPING = 1.15  # answers take this many times as long if features are kept (BENCHMARKS.md)
-BESIDE = 1.3  # steps of a run take this many times as long as timed ones (1.0 to 1.35)
-IN_TURN = 1.15  # the same for decoding in the final evaluation, plainly and with drafts in turn
+SAID = 0.9  # share of answers.max_new_tokens that answers took up in quickstarts
+FORWARD = 1 / 3  # share of a training step that a forward pass takes, or solving for a start
+KEEPING = 1.15  # answering takes this many times as long if features are kept (BENCHMARKS.md)
+BESIDE = 1.3  # a run's steps take this many times as long as the timed ones (1.0 to 1.35 seen)
+IN_TURN = 1.15  # the same for the final evaluation, where plain and drafted decoding take turns
 POOR = 300  # with fewer training conversations, a head has hardly begun to learn
-AFTER = 30.0  # seconds for imports, costs, checkpoints, report and export
+AFTER = 30.0  # seconds for imports, measuring costs, checkpoints, report and export
 PLANNED = 0.92  # share of the time left that is planned: stages overran their plan by up to 5 %
-MEASURED = 0.4  # share of a budget that the final evaluation may take before it drops prompts
+MEASURED = 0.4  # share of the time that the final evaluation may take before it drops prompts
 FEWEST = 12  # prompts of the final evaluation, however slow the machine
 
 
@@ -87,11 +88,11 @@ class Work:
     """The work of a run: for each conversation, and independently of their number."""
 
     epochs: int
-    new: int  # tokens per answer that the target writes; 0: the data has the answers
+    new: int  # the most tokens that the target writes per answer; 0: the data has the answers
     kept: bool  # whether features are stored while the target answers, without another pass
     prompts: int  # of the final evaluation
     decoded: int  # tokens written for each of them, with and without drafts, in total
-    learned: int  # tokens written for other prompts, however many are measured
+    learned: int  # single-row steps spent on other prompts, however many prompts are measured
     watched: float  # held-out evaluations per training token
     regresses: bool = False  # whether the start is solved for
 
@@ -129,8 +130,9 @@ class Plan:
 def planned(
     job: "Job", train: Sequence[Document | Prompt], held_out: Sequence[Document | Prompt]
 ) -> tuple[int, int]:
-    """The numbers of training conversations and of final prompts that fit the budget. Prints them
-    and the time each stage should take. A resumed run keeps the numbers in its plan.json."""
+    """The numbers of training conversations and of final prompts that fit the budget (all, if there
+    is no budget). Prints the numbers and the time that each stage should take. A resumed run keeps
+    to the numbers in its plan.json."""
     cfg, path = job.cfg, job.folder / "plan.json"
     if path.exists():
         kept = read_record(Plan, path)
@@ -146,13 +148,13 @@ def planned(
     answering, target = cfg.data.answers == "target", job.target.whole()
     batch = cfg.answers.batch if answering else cfg.loop.rows
     rehearsed, regresses = rehearsal(cfg, target, train, job.accelerator)
-    context = TOKENS  # while answering, it is half an answer longer than the prompt on average
+    context = TOKENS  # a text that is being answered has on average half an answer so far
     if answering:
         asked = statistics.mean(len(t.ids) for t in train)
         context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
     speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed, context)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
-    step = cfg.loop.rows * cfg.data.max_length  # at most, in tokens
+    step = cfg.loop.rows * cfg.data.max_length  # tokens of a micro-batch, at most
     work = Work(
         epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
         new=cfg.answers.max_new_tokens if answering else 0,
@@ -182,8 +184,8 @@ def planned(
 def rehearsal(
     cfg: "Config", target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
 ) -> tuple[Callable[[], int], bool]:
-    """A training step of a throwaway draft, on texts as long as the run's; and whether such a draft
-    `regresses`."""
+    """A function that does a training step of a throwaway draft, on texts as long as the run's, and
+    returns the number of tokens read; and whether such a draft `regresses`."""
     documents = []
     if not cfg.trains:
         return lambda: 1, False
@@ -221,9 +223,9 @@ def fitted(
     train: Sequence[int],
     held_out: Sequence[int],
 ) -> Plan:
-    """The largest plan that takes at most `seconds`, but has at least `floor` conversations.
-    `train` and `held_out` count the tokens of each conversation before the target answers it, in
-    the order in which they are taken. The held-out side is always taken whole."""
+    """The largest plan that takes at most `seconds`, but never one of fewer than `floor`
+    conversations. `train` and `held_out` count the tokens of each conversation before the target
+    answers it, in the order in which they are taken. The held-out side is always taken whole."""
     answer = SAID * work.new
     step = speeds.step * IN_TURN
     fixed, each = work.learned * step + AFTER, work.decoded * step
@@ -265,8 +267,9 @@ def timed(
     train_step: Callable[[], int],
     context: int = TOKENS,
 ) -> Speeds:
-    """Time the target on prompts that are cut or repeated to `context` tokens, `batch` rows at a
-    time, and `train_step`, which runs one training step and returns how many tokens it read."""
+    """Time the target on prompts that are cut or repeated to `context` tokens, in one batch of
+    `batch` rows and on a single row; and time `train_step`, which does one training step and
+    returns how many tokens it read."""
     rows = [np.resize(p, context).tolist() for p in prompts[:batch]]
     many = decode(target, rows, max_new_tokens=NEW, eos=())
     one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]

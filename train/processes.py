@@ -20,17 +20,17 @@ from train.config import Config
 def accelerator_of(cfg: Config) -> Accelerator:
     """The processes as `accelerate launch` started them, plain or sharded.
 
-    accelerate 1.15 shards only on accelerators: asked for FSDP on CPU processes, it silently
-    replicates the model. Its FSDP2 does run on CPUs once its state is set by hand; no public option
-    does that. Every process starts from the same weights, so none are broadcast. Raises UserError
-    if `target.dtype=auto` stands for different types on the machines.
+    accelerate 1.15 shards only on GPUs and the like: if asked for FSDP on CPU processes, it
+    silently replicates the model. Its FSDP2 does run on CPUs once its state is set by hand, which
+    no public option does. Every process starts from the same weights, so none are broadcast. Raises
+    UserError for FSDP1, and if `target.dtype=auto` stands for different types on the machines.
     """
-    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the slowest process
+    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # wait for the slowest process
     sharding = None
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         require(
             os.environ.get("FSDP_VERSION") == "2",
-            "drafters are sharded by FSDP2: give --fsdp_version 2 to accelerate launch",
+            "drafters are sharded by FSDP2 only: give --fsdp_version 2 to accelerate launch",
         )
         sharding = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
     AcceleratorState._reset_state()  # an earlier run in this process may have another precision

@@ -1,4 +1,4 @@
-"""Rounds: training continues on text that the previous round's draft helped to write."""
+"""Rounds of training: a new round can train on text that the current draft helps to write."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,21 +23,25 @@ DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")
 class RoundsConfig:
     """Training in `count` rounds of `loop.epochs` each, on one learning-rate schedule.
 
-    `data` is what the rounds after the first train on. "target": the target's answers, sampled anew
-    if `answers.temperature` is above 0, otherwise the same. "draft": answers that the draft, as it
-    is when the round begins, and the target write together: it proposes `gamma` tokens at a time
-    (null: its depth), those that `rule` accepts are kept, and the target adds the next. "mixed":
-    the target alone answers every second conversation, both together the others. "draft_alone",
-    "mixed_alone": the same, but the draft writes without the target, as in DistillSpec (Zhou et al.
-    2024, arXiv 2310.08461); it must not read the target's features. "on_policy": in every round,
-    even the first, the prompts are decoded losslessly with the draft, and it is trained at the
-    anchors that the decoder visits, on the tokens drafted there, as in Draft-OPD (arXiv
-    2605.29343); `objective` may be on_policy or any other.
+    `data` says what the rounds after the first train on:
+    - target: the target's answers, sampled anew if `answers.temperature` is above 0, otherwise the
+      same.
+    - draft: answers that the target and the draft, as it is when the round begins, write together.
+      The draft proposes `gamma` tokens at a time (null: its depth), those that `rule` accepts are
+      kept, and the target adds the next one.
+    - mixed: every second conversation is answered as with draft; the others keep the target's
+      first answers.
+    - draft_alone, mixed_alone: the same, except that the draft writes without the target, as in
+      DistillSpec (Zhou et al. 2024, arXiv 2310.08461). Only drafts that do not read the target's
+      features can do so.
+    - on_policy: in every round, even the first, the prompts are decoded losslessly with the current
+      draft. The draft is then trained at the anchors that the decoder visited, on the tokens
+      drafted there, as in Draft-OPD (arXiv 2605.29343), with any objective.
 
     `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
-    distribution. By default a draft token is kept with probability min(1, p / (factor · q)), so
-    that the text goes where the draft would go; the draft still learns the target's own p after
-    that text.
+    distribution. The default keeps a drafted token with probability min(1, p / (factor · q)), or at
+    temperature 0 if p >= factor · max p. The text then goes where the draft would go, while the
+    draft still learns the target's own p after that text.
     """
 
     count: int = 1
@@ -52,14 +56,14 @@ class RoundsConfig:
 
     @property
     def answers_again(self) -> bool:
-        """Whether prompts are answered in any of the rounds."""
+        """Whether a draft helps to answer the prompts in any of the rounds."""
         return self.data == "on_policy" or (self.data != "target" and self.count > 1)
 
 
 def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
-    """The texts of round `number`. `texts` are those of round 0, unless rounds are on-policy. The
-    round's folder holds the draft that helps to write them (saved by `keep`) and the answers so
-    far, so that an interrupted round continues where it stopped."""
+    """The texts that round `number`, from 0, trains on. `texts` are those of round 0, unless
+    rounds are on-policy. If a draft helps to write, the round's folder holds this draft (saved by
+    `keep`) and the answers so far, so that an interrupted round continues where it stopped."""
     cfg, answers, documents = job.cfg.rounds, job.cfg.answers, list(texts.train)
     if cfg.data == "target":
         if answers.temperature == 0 or not texts.asked:
@@ -68,7 +72,7 @@ def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Docum
         return answered(job.target, texts.asked, other, job.accelerator, job.progress)
     folder = job.folder / "rounds" / str(number)
     missing = not (folder / "draft").exists()
-    job.accelerator.wait_for_everyone()  # all processes have seen the same
+    job.accelerator.wait_for_everyone()  # until all processes have looked for it
     if missing:
         keep(folder / "draft")
     step = 2 if cfg.data.startswith("mixed") else 1

@@ -23,7 +23,7 @@ from train.data.template import Document
 class StageConfig:
     """`draft`: the folder of the draft that training starts from, such as runs/NAME/best; on the
     command line, drafter.from= sets it. null: fresh weights. The draft's vocabulary is kept, and up
-    to `new_tokens` tokens are added: the most frequent ones in this data that it lacks."""
+    to `new_tokens` tokens that it lacks are added: those most frequent in the new answers."""
 
     draft: str | None = None
     new_tokens: int = 0
@@ -52,7 +52,7 @@ def starting(
     elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)
     drafter = kind.build(config, target, vocab_S, head).float()
-    if kind.fit is not Drafter.fit:  # lists take many times the memory of arrays
+    if kind.fit is not Drafter.fit:  # only then: lists take many times the memory of arrays
         drafter.fit([d.ids.tolist() for d in documents], [d.mask.tolist() for d in documents])
     return drafter
 
@@ -60,7 +60,8 @@ def starting(
 def _continued(
     folder: Path, new_tokens: int, config: Any, target: Parts, said: Sequence[NDArray[np.int32]]
 ) -> Drafter:
-    """The draft in `folder` with this config and up to `new_tokens` tokens of `said` added."""
+    """The draft in `folder` with this config, and with up to `new_tokens` tokens of `said` added to
+    its vocabulary. Raises UserError if the draft does not fit."""
     kind = family(config.name)
     require(
         kind.trains(config),
@@ -74,7 +75,10 @@ def _continued(
     )
     vocab_S, note = earlier.vocab_S, "its vocabulary is the target's"
     if vocab_S is None:
-        require(new_tokens == 0, f"stage.new_tokens={new_tokens}: {folder}: {note}")
+        require(
+            new_tokens == 0,
+            f"stage.new_tokens={new_tokens} cannot add to {folder}: {note}; omit stage.new_tokens",
+        )
     else:
         counts_V = np.bincount(np.concatenate(said), minlength=target.vocab_size)
         covered = counts_V[vocab_S.numpy()].sum() / max(1, counts_V.sum())
@@ -89,15 +93,15 @@ def _continued(
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
-    if hasattr(config, "start"):  # it decides the drafter's factors of learning rates
+    if hasattr(config, "start"):  # the start decides `Drafter.learning_rates`
         config = replace(config, start=earlier.config.start)
     both = (earlier.sizes, kind.plan(config, target))
     was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
     for name in sorted(was.keys() | now.keys()):
-        if name != "draft_vocab" and was.get(name) not in (now.get(name), []):  # [] may be added
+        if name != "draft_vocab" and was.get(name) not in (now.get(name), []):  # [] may be filled
             raise UserError(
-                f"drafter.from={folder} was trained with {name}={was.get(name)}, this run asks for "
-                f"{now.get(name)}: give the settings that the draft had"
+                f"drafter.from={folder} was trained with {name}={was.get(name)}, but this run asks "
+                f"for {now.get(name)}: give the settings that the draft had"
             )
     drafter = kind.build(config, target, vocab_S, earlier)
     console.print(f"training starts from {folder}: {note}")

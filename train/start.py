@@ -1,4 +1,4 @@
-"""A start in closed form (`Drafter.regress`), from a part of the training texts."""
+"""The start in closed form (`Drafter.regress`), solved for on a part of the training texts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,18 +16,19 @@ from train.features.source import Online, Source
 if TYPE_CHECKING:
     from train.job import Job
 
-REMEMBERED = 2**30  # bytes of features that a start may keep, so as not to compute them again
-REGRESSED = 80_000  # it reads this many tokens, or up to twice as many
-AT_ONCE = 4096  # tokens that it reads at a time, or one packed row if that is longer
+REMEMBERED = 2**30  # the most bytes of features kept in memory, so as not to compute them again
+REGRESSED = 80_000  # a start reads about one to two times as many tokens, or all if there are fewer
+AT_ONCE = 4096  # tokens that a start reads at a time, or one packed row if that is longer
 
 
 def stride(tokens: int) -> int:
-    """n, if every n-th row of texts with this many tokens in all is read."""
+    """The n for which a start reads every n-th row of texts that have this many tokens in all."""
     return max(1, tokens // REGRESSED)
 
 
 def regress(job: "Job", drafter: Drafter, data: Source) -> None:
-    """Start the drafter in closed form, from about `REGRESSED` tokens, in evenly spaced rows."""
+    """Solve for the drafter's first weights, on evenly spaced rows (see `REGRESSED`). The weights
+    stay as they are if no answer is long enough."""
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
     at_once = max(1, AT_ONCE // job.cfg.data.max_length)
     task = job.progress.add_task("least squares", total=len(rows))
@@ -60,5 +61,5 @@ def regress(job: "Job", drafter: Drafter, data: Source) -> None:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
-    none = f"no answer has as many as {drafter.regressed} tokens, so nothing can be solved for"
+    none = f"no answer has as many as {drafter.regressed} tokens, so no weights are solved for"
     console.print(f"start: {said if solvable else none}")

@@ -23,12 +23,12 @@ from train.plan import planned
 class Texts:
     """What training and evaluation read."""
 
-    train: list[Document]  # on-policy rounds may need only their prompts, which are then unanswered
+    train: list[Document]  # prompts without answers if on-policy rounds need no more
     held_out: list[Document]
     prompts: list[Prompt]  # held out, for the decoder
     measured: int  # how many of these the final evaluation answers
     records: int  # number of records read from the data
-    asked: list[Prompt] = field(default_factory=list)  # the prompts answered in `train`
+    asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
 
 
 def texts_of(job: Job) -> Texts:
@@ -41,7 +41,7 @@ def texts_of(job: Job) -> Texts:
     answering = cfg.data.answers == "target"
     split: Split[Any] = (split_prompts if answering else split_documents)(cfg.data, parts.tokenizer)
     console.print(f"data from {cfg.data.path}\n{split.tally}")
-    for name, side in (("train", split.train), ("held out", split.held_out)):
+    for name, side in (("training", split.train), ("held-out", split.held_out)):
         require(bool(side), f"no {name} conversation: give more data or change data.held_out")
     most, new, asked, keep = cfg.data.max_prompt, cfg.answers.max_new_tokens, [], None
     require(
@@ -52,8 +52,8 @@ def texts_of(job: Job) -> Texts:
     require(
         not answering or longest + new <= cfg.data.max_length,
         f"a prompt of {longest} tokens and answers.max_new_tokens={new} do not fit "
-        f"data.max_length={cfg.data.max_length}: raise it, or lower data.max_prompt={most} "
-        "or answers.max_new_tokens",
+        f"data.max_length={cfg.data.max_length}: raise data.max_length, or lower "
+        f"data.max_prompt={most} or answers.max_new_tokens",
     )
     size, measured = planned(job, split.train, split.held_out)
     train, held_out = split.train[:size], split.held_out

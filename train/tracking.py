@@ -23,7 +23,7 @@ MODES = ("offline", "online", "disabled")
 
 @dataclass
 class TrackConfig:
-    """`mode`: offline (no key, no network; `wandb sync` uploads later), online or disabled."""
+    """`mode`: offline (needs no key or network; `wandb sync` uploads later), online or disabled."""
 
     mode: str = "offline"
     project: str = "draftsmith"
@@ -34,8 +34,8 @@ class TrackConfig:
 
 
 class Tracker:
-    """Appends each record to metrics.jsonl, and logs it to W&B under the same names; does nothing
-    except on the main process."""
+    """Appends each record to metrics.jsonl, and logs it to W&B under the same names. Only the main
+    process writes anything."""
 
     def __init__(self, cfg: "Config", folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
@@ -61,7 +61,7 @@ class Tracker:
         )
 
     def log(self, step: int, figures: Figures) -> None:
-        """Figures at a step; the entries of a list become `name/0`, `name/1`, … in W&B."""
+        """Log the figures of a step. In W&B, the entries of a list become `name/0`, `name/1`, …"""
         if not self.main:
             return
         with self.path.open("a") as file:
@@ -70,7 +70,7 @@ class Tracker:
             self._run.log(_flat(figures), step=step)
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`: a resumed run writes them again."""
+        """Drop the records after `step` from metrics.jsonl: a resumed run writes them again."""
         if self.main and self.path.exists():
             kept = [r for r in read_lines(self.path, ("step",)) if r["step"] <= step]
             write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))

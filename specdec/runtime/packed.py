@@ -60,8 +60,8 @@ class PackedLinear(nn.Linear):
         return product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether the copy is used for so many rows. The answer is kept, because a pass asks each of
-        its many layers."""
+        """Whether the copy is used for this many rows. The answer is kept, since every pass asks
+        every layer."""
         key = dtype, rows
         if key not in self._faster:
             size = self.out_features, self.in_features

@@ -203,7 +203,7 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("loop.accumulate=0", ["loop.accumulate"]),
         ("loop.log_every=0", ["loop.log_every"]),
         ("loop.epochs=0", ["loop.epochs"]),
-        ("loop.rows=1000", ["loop.rows", "fewer than one step"]),
+        ("loop.rows=1000", ["loop.rows", "one step reads"]),
         ("optim.betas=[0.9]", ["optim.betas"]),
         ("objective.terms={k: 1}", [r"objective\.terms\.k is", "kl"]),
         ("objective.chunk=0", ["objective.chunk"]),

@@ -95,7 +95,7 @@ def test_too_few_conversations_for_a_held_out_side(
     for held_out in ("0.0001", "0.9999"):  # all on one side
         more = [f"data.path={path}", f"data.held_out={held_out}"]
         said = told(capsys, tiny.overrides("medusa", *more), tmp_path / f"run{held_out}")
-        require_one_line(said, "no (train|held out) conversation", "data.held_out")
+        require_one_line(said, "no (training|held-out) conversation", "data.held_out")
 
 
 def test_a_tokenizer_without_chat_template(

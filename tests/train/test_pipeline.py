@@ -64,7 +64,7 @@ def target(tiny: Tiny) -> Target:
         ("eagle3", ["decode.tree=best_first"], "parallel heads"),
         ("medusa", ["decode.max_new_tokens=5000"], "do not fit the 512 positions"),
         ("medusa", ["data.answers=target", "data.max_length=20"], "do not fit data.max_length=20"),
-        ("medusa", ["data.answers=target", "data.held_out=0"], "no held out conversation"),
+        ("medusa", ["data.answers=target", "data.held_out=0"], "no held-out conversation"),
     ],
     ids=lambda x: x if isinstance(x, str) else x[-1],
 )

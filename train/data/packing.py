@@ -13,7 +13,7 @@ from train.data.template import Document
 
 @dataclass(eq=False)
 class Row:
-    """Whole documents one after another, as arrays of equal length, never above the limit."""
+    """Whole documents one after another, as arrays of one length, at most that given to `pack`."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]

@@ -48,15 +48,15 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def files_of(cfg: DataConfig) -> list[Path] | None:
-    """The files that `data.path` names; None if it is the name of a hub dataset. Raises
-    UserError if there is no such file."""
+    """The files that `data.path` names; None if it is the name of a hub dataset. Raises UserError
+    if there is no such file or folder, or no file of a known type in the folder."""
     path, suffixes = cfg.path, SUFFIXES
     suffixes += (".tsv",) * (cfg.format == "pairs") + (".txt",) * (cfg.format in TEXTS)
     if path.startswith("package:"):
         return [find_package_file(path.removeprefix("package:"), ".json")]
     file = Path(path)
     if file.is_dir():
-        skip = ("dataset_info.json", "state.json")  # datasets writes them beside its arrow files
+        skip = ("dataset_info.json", "state.json")  # datasets' own, beside its arrow files
         found = (f for f in file.rglob("*") if f.suffix in suffixes and f.name not in skip)
         files = sorted(f for f in found if f.is_file())
         require(bool(files), f"{path}: no {', '.join(suffixes)} file in this folder")
@@ -90,7 +90,7 @@ def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, bytes]]:
-    """The place and the content of each line, unless the line is too long."""
+    """The place and the content of each line. Lines that are too long are counted and left out."""
     with path.open("rb") as file:
         for n in count(1):
             line, place = file.readline(LARGEST), f"{path}, line {n}"
@@ -116,9 +116,9 @@ def _objects(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of tab-separated columns. If `pair` does not give column numbers, the first line names
-    the columns. Bytes that are not UTF-8 become surrogates, so that only the row they are in is
-    lost."""
+    """Rows of tab-separated columns, by column number if `pair` has numbers; otherwise the first
+    line names the columns. Bytes that are not UTF-8 become surrogates, so that only the row that
+    contains them is lost."""
     numbered, names = all(key.isdecimal() for key in pair), list[str]()
     for place, line in _lines(path, tally):
         cells = line.decode(errors="surrogateescape").rstrip("\r\n").split("\t")
@@ -138,8 +138,8 @@ def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str,
 
 
 def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]:
-    """Texts of one line each, or of several lines up to a blank one. The longest are cut into
-    several texts."""
+    """Texts of one line each, or of several lines up to a blank one. A text of several lines is cut
+    after the line with which it exceeds `LARGEST` characters."""
     lines: list[str] = []
     place, size = "", 0
     for at, line in chain(_lines(path, tally), [("", b"")]):
@@ -154,7 +154,8 @@ def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]
 
 def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """Elements of an array, parsed one by one from a window of text that moves over the file.
-    Bytes that are not UTF-8 become surrogates, so that only the record they are in is lost."""
+    Bytes that are not UTF-8 become surrogates, so that only the record that contains them is lost.
+    """
     decoder, n, text, at, ended = json.JSONDecoder(), 0, "", 0, False
     with (
         path.open("rb") as raw,
@@ -197,10 +198,10 @@ def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def read_prompts_file(path: str | Path) -> list[Conversation]:
-    """Prompts to evaluate on: a text file with one per line, or JSON lines or a JSON array of
-    strings or of records with "prompt", "messages", or "turns" (as in Spec-Bench; only the first
-    turn is used, since later ones depend on an answer). Raises UserError naming the line or item
-    that is none of these."""
+    """Prompts to evaluate on, from a text file with one prompt per line, or from JSON lines or a
+    JSON array. JSON holds strings, or records with "prompt", "messages" or "turns" (as in
+    Spec-Bench; only the first turn is used, since later ones depend on an answer). Raises UserError
+    naming the line or item that is none of these."""
     found, tally = [], Tally()
     for place, record in _prompt_records(Path(path), tally):
         messages: Any = None
@@ -218,7 +219,7 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
             ) from reason
     for what in tally.unread:
         raise UserError(f"{tally.examples[what][0]}: cannot be read ({what})")
-    require(bool(found), f"{path}: no prompt in it")
+    require(bool(found), f"{path}: no prompt in it: give one prompt per line")
     return found
 
 

@@ -17,7 +17,7 @@ from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unu
 from train.data.sources import files_of, records
 from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require_spans
 
-NEAR = 70  # percent: prompts whose word 3-shingles have this Jaccard similarity are the same
+NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
     '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one per line; '
@@ -39,8 +39,9 @@ class Split(Generic[T]):
 def read(
     cfg: DataConfig, tally: Tally, use: Callable[[Conversation], T]
 ) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg.path` in order, each with a unique id and the result of `use` on
-    it; Unusable ones are counted and left out. Raises UserError if there is no conversation."""
+    """The conversations of `cfg.path` in order, each with a unique id, and what `use` makes of it.
+    Unusable ones are counted and left out. Raises UserError if there is no conversation, and as
+    `require_spans` does if the first ones have no certain mask."""
     last, first_record, usable, seen = None, "", 0, Counter[str]()
     for name, record in records(cfg, tally):
         tally.read += 1
@@ -105,9 +106,9 @@ def load(
 ) -> Split[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
     the held-out ones. The side of a conversation depends only on its opening prompt
-    (`is_held_out`), so it stays the same when data or a limit is added. Near-duplicates that fall
-    on both sides are dropped from the training side. Raises UserError where the data is missing,
-    has no conversation, or none is usable."""
+    (`is_held_out`), so it stays the same when data or a limit is added. Training conversations
+    that nearly duplicate a held-out one are dropped. Raises UserError if the data is missing or
+    holds no usable conversation."""
     split, train = Split[T](), list[T]()
     openings: dict[bool, list[str]] = {True: [], False: []}
     for conversation, made in read(cfg, split.tally, use):
@@ -132,8 +133,8 @@ def load(
 
 
 def reader(cfg: DataConfig, tokenizer: Any) -> Chat | Plain:
-    """Turns conversations into token ids: with the tokenizer's chat template, unless they are plain
-    texts."""
+    """What turns conversations into token ids: the tokenizer's chat template or, for plain texts,
+    the tokenizer alone."""
     return Plain(tokenizer) if cfg.format in TEXTS else Chat(tokenizer)
 
 
@@ -187,10 +188,11 @@ def is_held_out(opening: str, fraction: float) -> bool:
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
     """Indices into `train` of the opening prompts that nearly equal a held-out one: the Jaccard
-    similarity of their word 3-shingles is at least NEAR percent. This is exact: if the shingles of
-    both are in one order, rarest first, two sets this similar share one of the first n −
-    ⌈n·NEAR/100⌉ + 1 (Chaudhuri et al. 2006, prefix filtering), so only those are looked up, and
-    each hit is verified."""
+    similarity of their word 3-shingles is at least NEAR percent. None is missed: if the shingles of
+    every prompt are sorted in one order, rarest first, then two prompts this similar have a shingle
+    in common among the first n − ⌈n·NEAR/100⌉ + 1 of each, where n is its number of shingles
+    (prefix filtering, Chaudhuri et al. 2006). So only those are looked up, and each hit is
+    verified."""
     theirs = list({_shingles(prompt) for prompt in held_out})
     frequency = Counter(s for shingles in theirs for s in shingles)
 
@@ -215,7 +217,7 @@ def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
 
 
 def _words(text: str) -> list[str]:
-    """Words in lower case; in scripts without spaces, characters."""
+    """Words in lower case; Chinese and Japanese characters count as words."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+", text)
 

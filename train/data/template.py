@@ -1,5 +1,5 @@
-"""One conversation → token ids by the target's chat template, and a mask over the assistant's
-tokens; or the prompt that the target answers itself. Plain texts need no template.
+"""A conversation → its token ids by the target's chat template, and a mask over the assistant's
+tokens; or the prompt that the target is to answer. Plain texts need no template.
 
 Whatever is uncertain is left out: a mask is never a guess.
 """
@@ -20,13 +20,14 @@ from specdec.errors import UserError, first_line
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 
 DISAGREE = "template and mask disagree"
-PATIENCE = 200  # if this many conversations all disagree, the template is at fault
+PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
 Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 
 @dataclass(eq=False)
 class Document:
-    """Token ids; `mask` is true where the assistant speaks, its end-of-turn token included.
+    """Token ids; `mask` is true where the assistant speaks, including its end-of-turn tokens (in a
+    plain text, at every token but the first).
 
     `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the answer: at each
     round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1."""
@@ -74,9 +75,9 @@ class Chat:
 
     def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
         """A conversation up to its last answer, with the ids of the chat template. The assistant's
-        spans come from the template's `{% generation %}` blocks or, without them, from comparing
-        the text that it renders up to a turn and past it. If a span is uncertain, or a token
-        crosses its edge, there is no document."""
+        spans come from the template's `{% generation %}` blocks or, if it has none, from comparing
+        what it renders before each answer with what it renders up to the end of that answer. A
+        conversation is Unusable if a span is uncertain, or if a token crosses the edge of one."""
         messages = conversation.messages
         while messages and messages[-1].role != "assistant":
             messages = messages[:-1]
@@ -92,7 +93,7 @@ class Chat:
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
         """The longest beginning of a conversation that ends with a user turn and has at most `most`
-        tokens (None: any number), including the generation prompt."""
+        tokens (None: any number), including the generation prompt. Unusable if there is none."""
         _require_no_control([m.content for m in conversation.messages], self.control)
         best = None
         for i, message in enumerate(conversation.messages, 1):
@@ -141,7 +142,7 @@ class Chat:
             if not text.startswith(before) or not after.startswith(before):
                 raise Unusable(DISAGREE)
             lead, content, tail = after[len(before) :].rpartition(messages[i].content)
-            # A template may write something before its last answer only, as "<think></think>".
+            # Some templates write something before the last answer alone, such as <think></think>.
             said = (lead + content + tail.rstrip(), content + tail.rstrip())
             found = [len(x) for x in said if content and text.startswith(x, len(before))]
             if not found:
@@ -168,7 +169,7 @@ class Plain:
         return _document(conversation.id, ids, np.arange(len(ids)) > 0, cfg)
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
-        """The beginning of a text, if it has at most `most` tokens (None: any number)."""
+        """The beginning of a text, Unusable if it is over `most` tokens long (None: any length)."""
         begins = conversation.messages[:1]
         if begins[0].role != "user" or len(conversation.messages) > 2:
             raise Unusable("several turns, and the target has no chat template")
@@ -201,7 +202,7 @@ def _document(name: str, ids: Sequence[int], mask: NDArray[np.bool_], cfg: DataC
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens are in a span. Raises Unusable if one crosses an edge, or might: some
+    """Which tokens are in a span. Raises Unusable if a token crosses an edge, or might: some
     tokenizers leave a token's leading space out of its offsets."""
     starts, mask = [start for start, _ in offsets], np.zeros(len(offsets), np.bool_)
     for span in spans:
@@ -229,18 +230,18 @@ def whole_prompts(
         if room is not None and len(found[-1].ids) > room:
             raise UserError(
                 f"{conversation.id}: the prompt has {len(found[-1].ids):,} tokens, and the target "
-                f"has room for {max(0, room):,} besides the answer: shorten it, or ask for shorter "
-                "answers"
+                f"has room for only {max(0, room):,} besides the answer: shorten it, or ask for "
+                "shorter answers"
             )
     return found
 
 
 def require_spans(tally: Tally, patience: int) -> None:
-    """Raise UserError once `patience` conversations have no certain mask: then the template is at
-    fault, not the conversations."""
+    """Raise UserError if `patience` conversations have no certain mask. It is called while none is
+    usable: then the template is at fault, not the conversations."""
     if (count := tally.dropped[DISAGREE]) >= patience:
         raise UserError(
-            f"chat template without assistant spans: in all of {count} conversations the "
-            "assistant's tokens cannot be identified; mark them in the target's chat template with "
-            "{% generation %} … {% endgeneration %}"
+            f"chat template without assistant spans: in {count} conversations the assistant's "
+            "tokens cannot be identified, and no other is usable: mark them in the target's chat "
+            "template with {% generation %} … {% endgeneration %}"
         )

@@ -19,12 +19,12 @@ from specdec.target.base import Target
 from train.data.packing import Row
 
 PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
-AFTER = "after_"  # precedes the names of the same parts after drafted tokens [R, K, …]
+AFTER = "after_"  # begins the names of the same parts after drafted tokens [R, K, …]
 Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
 
 class Source(Protocol):
-    """Packed rows with the target's features of them."""
+    """Packed rows, with the target's features for them."""
 
     @property
     def rows(self) -> Sequence[Row]: ...
@@ -70,8 +70,8 @@ class Online:
 
 
 def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
-    """The tensors to store, in the target's dtype: the final hidden state [..., D], the summary of
-    p, each [...], and the layers that the drafter reads [..., F], if any."""
+    """The tensors to store: the final hidden state [..., D] and the layers that the drafter reads
+    [..., F], if any, in the target's dtype, and the three numbers of p's summary, each [...]."""
     parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
     return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
 
@@ -79,7 +79,7 @@ def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features
 def assembled(
     rows: Sequence[Row], device: torch.device, needs: Needs, read: Callable[[Row, slice], Features]
 ) -> Batch:
-    """A batch from the features of single documents, which `read` gives."""
+    """A batch put together from the features of single documents, which `read` gives."""
     ctx, mask_BT = texts(rows, device)
     found = [[read(row, x) for x in documents(row)] for row in rows]
 
@@ -110,7 +110,7 @@ def assembled(
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
-    """Rows as tensors [B, T], padded on the right to the longest, and their mask; no features."""
+    """Rows as tensors [B, T] padded on the right to the longest, without features; their mask."""
 
     def padded(name: str, fill: int = 0) -> Tensor:
         parts = [torch.from_numpy(getattr(row, name)).long() for row in rows]

@@ -1,6 +1,6 @@
 """The target's features on disk, by document: a `Store` is filled from any source, and `Disk` is
-a source that reads it. A document is looked up by its tokens, so runs that pack it into other rows,
-have other data or are larger find it too."""
+a source that reads it. A document is looked up by its tokens, so a run finds it whatever its other
+documents are and however it packs them into rows."""
 
 import hashlib
 import json
@@ -45,8 +45,9 @@ OPEN = 64  # files kept open at a time
 
 @dataclass
 class FeaturesConfig:
-    """`cache`: "disk" computes each document once and reads it back every epoch; "online" runs the
-    target at every step and stores nothing. `path` null: a folder of its own under `root`."""
+    """`cache`: "disk" computes each document's features once and reads them back in every epoch;
+    "online" runs the target at every step and stores nothing. `path` is the folder; null: one under
+    `root` that is named after what the features are made from."""
 
     cache: str = "disk"
     path: str | None = None
@@ -55,12 +56,15 @@ class FeaturesConfig:
     def __post_init__(self) -> None:
         require_known("features", self, cache=("disk", "online"))
         require(bool(self.root.strip()), "features.root is empty: give a folder")
-        require(self.path is None or bool(self.path.strip()), "features.path is empty: give null")
+        require(
+            self.path is None or bool(self.path.strip()),
+            "features.path is empty: give a folder, or null for one under features.root",
+        )
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the features of a store were made from: other kinds are never read in their place."""
+    """What the features of a store were made from. Features of another kind are never read."""
 
     fingerprint: str  # of the target
     dtype: str
@@ -90,7 +94,7 @@ class Store:
         self.refresh()
 
     def refresh(self) -> None:
-        """See what other processes have stored."""
+        """Find the documents that other processes have stored."""
         self._open.cache_clear()
         self._files.clear()
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -116,7 +120,7 @@ class Store:
         return after and name_of(row.ids[x]) in self._files
 
     def fill(self, source: Source, progress: Progress) -> None:
-        """Store all documents of a source's rows. Raises UserError if the disk is too small."""
+        """Store all documents of a source's rows. Raises UserError if the disk has no room."""
         tokens = sum(len(row.ids) for row in source.rows)
         rounds = (row.rounds for row in source.rows if row.rounds is not None)
         drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
@@ -142,16 +146,16 @@ class Store:
         progress.remove_task(task)
 
     def record(self, target: Target) -> Record:
-        """Makes `decode` keep, for `write` to store, the features that the target computes as it
-        answers, so that it need not read its own text again. It never reads the last token of an
-        answer, whose features are stored as 0 and used by nothing: that token's p is at the
-        position before it, and anchors end earlier still."""
+        """A record that makes `decode` keep the features that the target computes as it answers, so
+        that it need not read its answers again; `write` then stores them. The target never reads
+        the last token of an answer, so that token's features are stored as 0. Nothing uses them:
+        its p is at the position before it, and anchors read only positions before themselves."""
 
         def keep(text: list[int], ctx: Context) -> None:
             final = ctx.final_BTD
             assert final is not None
             parts = parts_of(final, summarise(target, final, self.kind.sampler), ctx.layers_BTF)
-            lacking = len(text) - final.shape[1]  # the last token
+            lacking = len(text) - final.shape[1]  # 1: the last token
             self._decoded[name_of(np.array(text, np.int32))] = {
                 n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu() for n, x in parts.items()
             }
@@ -171,8 +175,8 @@ class Store:
         require(
             short <= 0,
             f"the feature cache needs {megabytes(self.kind.bytes(tokens))} more, and the disk of "
-            f"{self.folder} is {megabytes(short)} short of that: set features.cache=online, or "
-            "another features.root",
+            f"{self.folder} is {megabytes(short)} short of that: give features.cache=online, "
+            "or another features.root",
         )
         write_whole(self.folder / "meta.json", json.dumps(asdict(self.kind), indent=1))
 
@@ -188,7 +192,7 @@ class Store:
         self._files |= dict.fromkeys(found, path)
 
     def read(self, row: Row, x: slice) -> Features:
-        """The features of the document at `x`; KeyError if they are not stored."""
+        """The features of the document at `x` in a row. Raises KeyError if they are not stored."""
         found = self._tensors(name_of(row.ids[x]), PARTS if self.kind.layers else PARTS[:-1])
         if row.rounds is not None:
             found |= self._tensors(name_of_rounds(row, x), [AFTER + n for n in PARTS[:-1]])
@@ -205,13 +209,13 @@ class Store:
             was = asdict(theirs)[name]
             require(
                 was == ours,
-                f"the feature cache {self.folder} was made with {name}={was!r}, this run has "
+                f"the feature cache {self.folder} was made with {name}={was!r}, but this run has "
                 f"{ours!r}: give another features.path, or delete that folder",
             )
 
 
 class Disk:
-    """Rows whose documents are all in a store."""
+    """Rows whose documents are all stored."""
 
     def __init__(
         self, store: Store, needs: Needs, rows: Sequence[Row], device: torch.device

@@ -133,7 +133,7 @@ def test_fails_closed_where_template_and_mask_disagree(template: str, tmp_path: 
     tokenizer = tokenizer_of(template)
     c = talk("q", "first answer", "r", "second answer")
     assert encode(c, tokenizer, DataConfig()) == DISAGREE
-    with pytest.raises(UserError, match="assistant spans: in all of 3 conversations"):
+    with pytest.raises(UserError, match="assistant spans: in 3 conversations"):
         split_documents(written(tmp_path, *[c] * 3), tokenizer)
 
 
@@ -147,7 +147,7 @@ def test_template_at_fault_is_found_early(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(WRONG["answers are changed"])
     for limit in (5, None):
         cfg = DataConfig(path=path, limit=limit, held_out=0)
-        with pytest.raises(UserError, match=f"assistant spans: in all of {data.PATIENCE} "):
+        with pytest.raises(UserError, match=f"assistant spans: in {data.PATIENCE} "):
             split_documents(cfg, tokenizer)
 
 
