@@ -24,7 +24,7 @@ from specdec.files import read_record, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure import costs
 from specdec.measure.confidence import AT_ONCE, CALIBRATING
-from specdec.measure.strategy import LEARNING
+from specdec.measure.strategy import LEARNING, steps_of_a_choice
 from specdec.progress import console
 from specdec.target.base import Target
 from train import optim
@@ -154,14 +154,17 @@ def planned(
         context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
     speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed, context)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
+    gamma = cfg.decode.gamma or cfg.drafter.depth
     step = cfg.loop.rows * cfg.data.max_length  # tokens of a micro-batch, at most
     work = Work(
         epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
         new=cfg.answers.max_new_tokens if answering else 0,
         kept=answering and cfg.stores_features,
         prompts=min(cfg.decode.prompts, len(held_out)),
-        decoded=(2 + (cfg.also is not None)) * drafted * cfg.decode.repeats,
-        learned=(LEARNING + CALIBRATING // AT_ONCE) * drafted,  # for the oracle and the calibration
+        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted * cfg.decode.repeats,
+        # for the oracle, the calibration and the choice of a shape
+        learned=(LEARNING + CALIBRATING // AT_ONCE) * drafted
+        + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
         regresses=regresses and cfg.stage.draft is None,
     )

@@ -19,7 +19,8 @@ TREES = ("static", "dynamic", "best_first")
 class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
     heads) or static. A static tree without `paths` takes those with the highest measured
-    acceptance; without `nodes` too, it is the tree or chain expected to be fastest."""
+    acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
+    measures that shape as well, in turn with chains."""
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
     prompts: int = 40
@@ -33,6 +34,7 @@ class DecodeConfig:
     nodes: int | None = None  # of a tree; null: 12, if not static
     branches: int = 4  # children that a node of a dynamic tree may have
     paths: list[list[int]] | None = None  # all the nodes of a static tree
+    fastest: bool = False  # also measure the fastest static tree or chain
     length: str = "fixed"  # a policy of length.py that shortens chains
     settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
     compile: bool = False  # the target, and the draft if its family can, through torch.compile
@@ -53,6 +55,11 @@ class DecodeConfig:
             f"decode.nodes={self.nodes} is the size of a tree, but chains are drafted: give "
             f"decode.tree, one of {', '.join(TREES)}",
         )
+        require(
+            not self.fastest or (self.tree is None and self.length == "fixed"),
+            "decode.fastest=true measures a tree in turn with chains of a fixed length: give "
+            "decode.tree=null and decode.length=fixed with it, or decode.fastest=false",
+        )
         if self.paths is not None:
             require(
                 self.tree == "static" and self.nodes is None,
@@ -72,7 +79,8 @@ class DecodeConfig:
             )
             sampler = Sampler(temperature, self.top_k, self.top_p)
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
-            fitting_rule(self.rule, like, sampler, self.greedy_draft)
+            for shape in (like, Static([[0]])) if self.fastest else (like,):
+                fitting_rule(self.rule, shape, sampler, self.greedy_draft)
 
 
 def is_measured(cfg: DecodeConfig) -> bool:
@@ -95,6 +103,11 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
         not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
         f"decode.tree=static: {name} copies tokens, so no tree can be chosen by the acceptance of "
         "each rank: give decode.tree=dynamic, or decode.paths",
+    )
+    require(
+        not drafter.copies or not cfg.fastest,
+        f"decode.fastest=true chooses a tree by the acceptance of each rank, but {name} copies "
+        "tokens: give decode.fastest=false",
     )
     settings = {"limit": gamma} | dict(cfg.settings)
     limit = record(policy, settings, "decode.settings").limit

@@ -26,7 +26,7 @@ from specdec.theory.intervals import Interval, median_interval
 T = TypeVar("T")
 TURNS = 31  # timings of each part
 OF_A_TABLE = 5  # timings behind each cell of a cost table
-TIMED = 48  # tokens decoded to time rounds
+TIMED = 24  # tokens decoded to time rounds
 OF_ROUNDS = 5  # timings of each shape whose rounds are compared
 
 

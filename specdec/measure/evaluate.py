@@ -64,9 +64,11 @@ def evaluate(
     words: Sequence[str] = (),
     log: Path | None = None,
 ) -> Results:
-    """Measure a drafter on the first `cfg.prompts` prompts; a tree or a length is chosen on those
-    after them. `words` are what the user says in each prompt, for the samples (default: the decoded
-    prompt). Rounds are appended to the file `log`. Raises UserError if there is no prompt."""
+    """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding and, if
+    asked for, with its fastest shape and with `subject.also`. A shape or a length is chosen on the
+    prompts after them. `words` are what the user says in each prompt, for the samples (default: the
+    decoded prompt). The draft's rounds are appended to the file `log`. Raises UserError if there is
+    no prompt."""
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:
@@ -74,32 +76,35 @@ def evaluate(
     cfg = replace(cfg, batch=min(cfg.batch, len(chosen)))
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     learning = others or chosen
-    cfgs = {drafter: cfg}
+    ways = [(drafter, cfg)]
+    if cfg.fastest:
+        ways.append((drafter, replace(cfg, tree="static", fastest=False)))
     if subject.also is not None:  # its chains have the length that it was built for
-        cfgs[subject.also] = replace(cfg, gamma=cfg.gamma if cfg.tree else None)
-    found = {each: list[AtTemperature]() for each in cfgs}
+        longest = cfg.gamma if cfg.tree else None
+        ways.append((subject.also, replace(cfg, gamma=longest, fastest=False)))
+    found = [list[AtTemperature]() for _ in ways]
     known: dict[tuple[Drafter, str], Costs] = {}
     progress = progress or bars(console, shown=False)
     task = progress.add_task("decoding", total=len(chosen) * len(cfg.temperatures))
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        setups = [Setup(target, each, cfgs[each], sampler) for each in cfgs]
+        setups = [Setup(target, *way, sampler) for way in ways]
         hows = [strategy(setup, learning) for setup in setups]
         answers = _answered(setups, hows, chosen, partial(progress.update, task))
-        for setup, how, made in zip(setups, hows, answers, strict=True):
+        for of_way, setup, how, made in zip(found, setups, hows, answers, strict=True):
             key = setup.drafter, repr(how.shape)
             cost = known[key] = known.get(key) or costs(setup, chosen[0], how.shape)
             at = _figures(setup, how, made, cost, words)
-            if setup.drafter is drafter:
+            if of_way is found[0]:
                 if log is not None:
                     log_rounds(log, made.drafted)
                 at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
-            found[setup.drafter].append(at)
+            of_way.append(at)
     progress.remove_task(task)
 
-    def results(each: Drafter, also: Results | None) -> Results:
-        setup = Setup(target, each, cfgs[each], sampler)
-        c_hat, step = operations(setup, chosen[0], found[each][0].gamma)
+    def results(way: tuple[Drafter, DecodeConfig], temperatures: list[AtTemperature]) -> Results:
+        (each, cfg), gamma = way, temperatures[0].gamma
+        c_hat, step = operations(Setup(target, each, cfg, sampler), chosen[0], gamma)
         return Results(
             name=subject.name,
             drafter=each.config.name,
@@ -112,17 +117,18 @@ def evaluate(
             length=cfg.length,
             compiled=cfg.compile,
             machine=machine_of(target),
-            temperatures=found[each],
+            temperatures=temperatures,
             learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
             calibrated_on=each.calibrations.prompts,
             operations=c_hat,
             target_operations=step,
             weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
-            also=also,
         )
 
-    other, before = subject.also, subject.original
-    measured = results(drafter, None if other is None else results(other, None))
+    measured, *others_measured = map(results, ways, found)
+    measured.fastest = others_measured.pop(0) if cfg.fastest else None
+    measured.also = others_measured.pop(0) if subject.also is not None else None
+    before = subject.original
     if before is not None and before is not target:
         measured.shift = shift(before, target, chosen, cfg.max_new_tokens, cfg.batch)
     return measured

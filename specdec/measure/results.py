@@ -223,13 +223,22 @@ class Results:
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
     training: Training | None = None
     also: "Results | None" = None  # another draft, which took turns with this one
+    fastest: "Results | None" = None  # this draft in the shape expected to be fastest, in turn too
     shift: Shift | None = None  # of the target, if it was trained too
+
+    @property
+    def others(self) -> dict[str, "Results"]:
+        """What took turns with this draft on the same prompts, by name."""
+        found = {"fastest": self.fastest}
+        if self.also is not None:
+            found[self.also.drafter] = self.also
+        return {name: other for name, other in found.items() if other is not None}
 
     def headline(self) -> dict[str, float]:
         """The figures for comparing runs, each under one flat name."""
         out: dict[str, float] = {}
-        if self.also is not None:
-            out = {f"{self.also.drafter}/{name}": x for name, x in self.also.headline().items()}
+        for title, other in self.others.items():
+            out |= {f"{title}/{name}": x for name, x in other.headline().items()}
         if self.shift is not None:
             out |= {"shift/kl": self.shift.kl.value, "shift/same": self.shift.same.value}
         for at in self.temperatures:

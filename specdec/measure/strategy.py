@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.decoding.config import is_measured, require_fitting
+from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.disco import Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, length
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
-from specdec.measure.costs import TIMED, cost_table, costs, rounds_in_turn
+from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths
 from specdec.theory.intervals import Interval
@@ -27,6 +27,7 @@ SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by 
 MORE = (1, 7, 15, 31, 63)  # on other devices
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
+WEIGHED = 48  # tokens of each answer that a drafter which chooses is shown
 
 
 @dataclass
@@ -100,7 +101,7 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
         found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_CHOICE)
         return found.c.value, found.v.value
 
-    new = min(TIMED, setup.cfg.max_new_tokens)
+    new = min(WEIGHED, setup.cfg.max_new_tokens)
     made = setup.answers(prompts, None, max_new_tokens=new, seeds=range(len(prompts)))
     texts = [[*g.prompt, *g.ids] for g in made]
     masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in made]
@@ -176,6 +177,14 @@ def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR:
     )
     of_tree = expected_static(acceptance_DR, tree.paths) / seconds(tree.depth, tree.nodes)
     return tree if of_tree > rate else Chain(best)
+
+
+def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
+    """At most how many passes over one row it takes on a CPU to choose the fastest shape, with
+    chains of up to γ tokens."""
+    shapes = gamma + len(SIZES["cpu"])
+    timed = (1 + OF_ROUNDS) * shapes * min(TIMED, cfg.max_new_tokens)
+    return timed + LEARNING * cfg.max_new_tokens
 
 
 def straight(depth: int) -> list[list[int]]:

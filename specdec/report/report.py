@@ -44,10 +44,11 @@ def summary(results: Results) -> str:
         )
     if results.shift is not None:
         lines.append(sections.shifted(results))
-    if (also := results.also) is not None:
-        for at in also.temperatures:
+    for name, other in results.others.items():
+        for at in other.temperatures:
+            shape = f" ({sections.drafted(other, at)})" * (other is results.fastest)
             lines.append(
-                f"T={at.temperature:g}, {also.drafter}: τ {at.tau}   "
+                f"T={at.temperature:g}, {name}{shape}: τ {at.tau}   "
                 f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s; "
                 f"repeated 4-grams {at.repetition.text(2)}"
             )

@@ -24,6 +24,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         shifted(results),
         by_temperature(results.temperatures, lambda at: _headline(at, results)),
         *_costs(results),
+        *_fastest(results),
         *_also(results.also),
         *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
         *_acceptance(results),
@@ -123,6 +124,20 @@ def _costs(results: Results) -> list[str]:
     slowest = " and the wait for a batch's slowest row" * (results.batch > 1)
     own = f"The measured speedup falls short of τ / (γc + v) by the decoder's own time{slowest}."
     return [*lines, own]
+
+
+def _fastest(results: Results) -> list[str]:
+    """The same draft in the shape that was expected to be fastest, which took turns with it."""
+    if (other := results.fastest) is None:
+        return []
+    shapes = (f"{drafted(other, at)} at T = {at.temperature:g}" for at in other.temperatures)
+    return [
+        "## In its fastest shape",
+        f"The same draft took turns in the shape that was expected to be fastest: "
+        f"{', '.join(shapes)}. Engines that draft chains accept what the table above says.",
+        by_temperature(other.temperatures, lambda at: _headline(at, other)),
+        *(line for at in other.temperatures for line in _learned(at, other.learned_on)),
+    ]
 
 
 def _also(results: Results | None) -> list[str]:
