@@ -37,7 +37,8 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = True) -> Target:
     """The target that a draft was trained for, or the one at `path`. Prints what was loaded."""
     theirs = checkpoint.read_card(draft).target
-    wanted = TargetConfig(path or theirs.name, dtype, revision=theirs.revision, packed=packed)
+    revision = theirs.revision if path is None else None
+    wanted = TargetConfig(path or theirs.name, dtype, revision=revision, packed=packed)
     target = load_target(wanted)
     console.print(opening(target, wanted))
     return target
@@ -59,7 +60,7 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--tree", choices=TREES, help="kind of the trees to draft; default: chains")
     option("--nodes", type=int, help="size of a tree; default: 12 or, if static, the fastest size")
     option("--branches", type=int, default=4, help="most children of a node in a dynamic tree")
-    option("--paths", type=json.loads, help="nodes of a static tree, such as [[0], [1], [0, 0]]")
+    option("--paths", type=paths_of, help="nodes of a static tree, such as [[0], [1], [0, 0]]")
     option("--length", default="fixed", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
     option("--settings", nargs="*", default=[], help="of that policy, such as threshold=0.4")
     option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
@@ -67,6 +68,14 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
     option("--seed", type=int, default=0)
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
+
+
+def paths_of(text: str) -> Any:
+    """The value of --paths, which is written as JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--paths {text}: give JSON, such as [[0], [1], [0, 0]]") from error
 
 
 def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:

@@ -60,7 +60,7 @@ def serve(
             speculative["parallel_drafting"] = True
         if draft:
             speculative["model"] = draft
-    overrides = Path(draft or "") / "target-overrides.json"
+    overrides = Path(draft or "no draft") / "target-overrides.json"
     engine = LLM(
         target,
         hf_overrides=json.loads(overrides.read_text()) if overrides.is_file() else {},

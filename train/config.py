@@ -152,6 +152,11 @@ def resolve(cfg: DictConfig) -> Config:
             f"also={config.also} cannot be combined with drafter={drafter.name}, which copies too: "
             "give also=null, or another drafter",
         )
+    require(
+        not (config.decode.fastest and config.family.copies),
+        f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies tokens: "
+        "give decode.fastest=false",
+    )
     decoded = config.rounds.answers_again or config.data.rounds or config.also
     require(
         not (config.family.adapts_target(drafter) and decoded),

@@ -19,7 +19,8 @@ from train.data.conversations import DataConfig
 from train.data.template import Document
 
 # the parts of a configuration that must stay the same when a run is continued
-GROUPS = ["target", "drafter", "stage", "data", "answers", "sampler", "objective", "optim", "loop"]
+GROUPS = ["target", "drafter", "stage", "rounds", "data", "answers", "sampler", "objective"]
+GROUPS += ["optim", "loop"]
 
 
 @contextmanager

@@ -225,12 +225,14 @@ def _plan(
         steps = step + per_epoch * (cfg.epochs - epoch)
         if cfg.max_tokens is not None:
             per_step = sum(lengths) / len(lengths) * portion
-            steps = min(steps, max(1, round(cfg.max_tokens / per_step)))
+            steps = min(steps, max(1, step, round(cfg.max_tokens / per_step)))
         generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
         order = torch.randperm(len(lengths), generator=generator).tolist()
         for n in range(min(per_epoch, steps - step)):
             yield source, order[n * portion : (n + 1) * portion], steps
             step += 1
+        if cfg.max_tokens is not None and step == steps:
+            return  # the sources of further epochs may be costly to make
 
 
 def _require_finite(value: float, what: str, step: int, rows: Sequence[int]) -> None:

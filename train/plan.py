@@ -155,7 +155,8 @@ def planned(
     speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed, context)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     gamma = cfg.decode.gamma or cfg.drafter.depth
-    step = cfg.loop.rows * cfg.data.max_length  # tokens of a micro-batch, at most
+    rows = cfg.loop.rows * cfg.loop.accumulate * job.accelerator.num_processes
+    step = rows * cfg.data.max_length  # tokens, at most
     work = Work(
         epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
         new=cfg.answers.max_new_tokens if answering else 0,

@@ -47,7 +47,7 @@ def starting(
     if stage.draft is not None:
         return _continued(Path(stage.draft), stage.new_tokens, config, target, said)
     kind, vocab_S, head = family(config.name), None, None
-    if (named := getattr(config, "head", None)) is not None and named not in DRAFTERS:
+    if (named := getattr(config, "head", None)) and named not in DRAFTERS:
         head = drafts.read(named, target)
     elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)

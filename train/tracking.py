@@ -87,10 +87,9 @@ class Tracker:
             table = wandb.Table(columns=["prompt", "answer", "tau"], data=rows)
             self._run.log({f"samples T={at.temperature:g}": table})
         self._run.log({name: wandb.Image(str(path)) for name, path in pictures.items()})
-        figures = results.headline()
-        self._run.summary.update(figures)
+        self._run.summary.update(results.headline())
         name = re.sub(r"[^\w.-]", "-", f"{results.name}-draft")
-        artifact = wandb.Artifact(name, type="model", metadata=dict(figures))
+        artifact = wandb.Artifact(name, type="model", metadata=main_figures(results))
         artifact.add_dir(str(draft))
         self._run.log_artifact(artifact)
 
@@ -98,6 +97,13 @@ class Tracker:
         """End the W&B run, so that the next trial of a sweep begins its own."""
         if self._run:
             self._run.finish()
+
+
+def main_figures(results: Results) -> dict[str, float]:
+    """τ and the speedup of everything measured. An artifact takes at most 100 figures, and there
+    may be more."""
+    figures = results.headline()
+    return {name: x for name, x in figures.items() if name.endswith(("/tau", "/speedup"))}
 
 
 def curve(path: Path) -> Curve | None:

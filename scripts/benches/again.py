@@ -45,7 +45,8 @@ def again(run: Path, name: str, of: Results, **changes: Any) -> Results:
     kept = run / name
     if not (kept / FILE).exists():
         at_hand = opened(run, of.prompts + 1)  # one more, to make choices on
-        cfg = record(DecodeConfig, at_hand.decode | {"prompts": of.prompts} | changes, "decode")
+        fixed = {"prompts": of.prompts, "fastest": False}
+        cfg = record(DecodeConfig, at_hand.decode | fixed | changes, "decode")
         subject = Subject(of.name, at_hand.target, at_hand.drafter, of.data)
         with bars(console) as progress:
             made = evaluate(subject, at_hand.prompts, cfg, progress, at_hand.words)

@@ -79,7 +79,7 @@ def families(
 
 def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
     """The row of a family in the table."""
-    zero, one = made.temperatures
+    zero, one = made.temperatures  # `recipe.FIXED`
     rates = NONE
     if made.training:
         lines = read_lines(run / "metrics.jsonl", ["train"])

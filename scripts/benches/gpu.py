@@ -110,7 +110,7 @@ def gpu(
         if before.status == 0 or (piece.after and found[piece.after].status != 0):
             continue
         if begun and left < (0 if dry else max(GRACE, 60 * piece.minutes)):
-            break
+            continue  # a later piece may be short enough
         begun = True
         console.print(f"{piece.name}: {' '.join(piece.command)}")
         found[piece.name] = carried_out(piece, before, max(left, 1), dry, folder)

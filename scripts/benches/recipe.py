@@ -24,7 +24,8 @@ from specdec.theory.intervals import Interval, difference_interval, ratio_interv
 
 STARTS, OBJECTIVES = ("regression", "target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
-FIXED = ("decode.temperatures=[0,1]", "track=none", "export=null", "also=null")
+FIXED = ("decode.temperatures=[0,1]", "decode.fastest=false", "also=null")
+FIXED += ("track=none", "export=null")
 ROOT = Path(__file__).resolve().parents[2]
 DEPTHS = 3  # how many depths α is shown for
 Counts = tuple[list[float], list[float]]  # numerators and denominators, one of each per prompt

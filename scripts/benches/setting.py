@@ -23,7 +23,7 @@ class Timing:
     """Which answers a benchmark makes: to how many held-out prompts, and with which settings."""
 
     prompts: int = 12
-    new: Annotated[int, "new tokens per answer"] = 96
+    new: Annotated[int, "new tokens per answer, at least 2"] = 96
     dtype: Annotated[str, "of target and draft"] = "auto"
     gamma: Annotated[int | None, "default: as trained; in speed, at most 5"] = None
     compiled: Annotated[bool, "use torch.compile; speed and engine time both ways"] = False
@@ -54,6 +54,7 @@ def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
     draft's run: those to answer, and up to `others` more. Prints a summary. Raises UserError if
     there is no prompt to answer or, with `others`, none besides."""
     run, count = drafts[0].parent, timing.prompts
+    require(timing.new > 1, f"--new {timing.new}: give 2 or more, since prefill emits the first")
     target = target_of(drafts[0], timing.dtype)
     # without these limits there are more held-out prompts, but the first ones are the same
     data = replace(data_of_run(run), limit=None, records=None)

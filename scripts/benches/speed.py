@@ -27,7 +27,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
-from specdec.theory.leviathan import best_gamma, walltime_factor
+from specdec.theory.leviathan import best_gamma, pass_cost, walltime_factor
 from train.data.conversations import DataConfig
 from train.data.split import split_prompts
 
@@ -55,7 +55,7 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
         figures = [str(at.gamma), *(f"{x:.3f}" for x in (at.tau.value, c, v)), at.speedup.text(2)]
         figures += [f"{bound:.2f}", f"{at.speedup.value / bound:.0%}"]
         figures.append(f"{walltime_factor(alpha[0], at.gamma, c):.2f}")
-        rows.append([name, *figures, str(best_gamma(alpha, c, at.gamma))])
+        rows.append([name, *figures, str(best_gamma(alpha, c, at.gamma, pass_cost({at.gamma: v})))])
         seconds = [s / at.rounds for s in at.seconds_spent.values()]
         parts.append([name, *(f"{1e3 * s:.2f}" for s in (*seconds, at.costs.step_seconds.value))])
     show(["draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ"], rows)
@@ -64,7 +64,7 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
         "decoder's own time: see the parts below. A round that drafts fewer than γ tokens (as when "
         "it copies) counts in proportion. Theorem 3.8 takes the acceptance measured at depth 0 as "
         "that of every position, and a verification as one plain step (v = 1). The best γ is the "
-        "best of those up to the measured one, by the acceptance at each depth and also at v = 1."
+        "best of those up to the measured one, by the acceptance at each depth and by v."
     )
     show(["ms per round", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
 

@@ -19,8 +19,8 @@ TREES = ("static", "dynamic", "best_first")
 class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
     heads) or static. A static tree without `paths` takes those with the highest measured
-    acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
-    measures that shape as well, in turn with chains."""
+    acceptance; without `nodes` too, it is the tree or chain expected to be fastest. With `fastest`,
+    chains are measured in turn with that shape."""
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
     prompts: int = 40
@@ -34,7 +34,7 @@ class DecodeConfig:
     nodes: int | None = None  # of a tree; null: 12, if not static
     branches: int = 4  # children that a node of a dynamic tree may have
     paths: list[list[int]] | None = None  # all the nodes of a static tree
-    fastest: bool = False  # also measure the fastest static tree or chain
+    fastest: bool = False
     length: str = "fixed"  # a policy of length.py that shortens chains
     settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
     compile: bool = False  # the target, and the draft if its family can, through torch.compile
@@ -56,9 +56,10 @@ class DecodeConfig:
             f"decode.tree, one of {', '.join(TREES)}",
         )
         require(
-            not self.fastest or (self.tree is None and self.length == "fixed"),
-            "decode.fastest=true measures a tree in turn with chains of a fixed length: give "
-            "decode.tree=null and decode.length=fixed with it, or decode.fastest=false",
+            not self.fastest
+            or (self.tree is None and self.length == "fixed" and not self.settings),
+            "decode.fastest=true measures a shape in turn with chains of γ tokens: leave out "
+            "decode.tree, decode.length and decode.settings, or give decode.fastest=false",
         )
         if self.paths is not None:
             require(

@@ -139,17 +139,16 @@ def cost_table(setup: Setup, prompt: Sequence[int], gamma: int) -> CostTable:
 
 def rounds_in_turn(
     setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
-) -> list[tuple[float, float]]:
-    """For each shape, the seconds of a whole round and of its drafting when `cfg.batch` prompts are
-    decoded together: medians of `OF_ROUNDS` timings, taken in turn after a warm-up."""
-    cfg, found = setup.cfg, [list[tuple[float, float]]() for _ in shapes]
+) -> list[float]:
+    """The seconds of a round of each shape when `cfg.batch` prompts are decoded together: medians
+    of `OF_ROUNDS` timings, taken in turn after a warm-up."""
+    cfg, found = setup.cfg, [list[float]() for _ in shapes]
     batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
     tokens = min(cfg.max_new_tokens, TIMED)
     for turn in range(1 + OF_ROUNDS):
         for shape, times in zip(shapes, found, strict=True):
             made = setup.answers(batch, shape, rule="auto", eos=(), max_new_tokens=tokens)
-            last = max(made, key=lambda g: g.seconds)
             rounds = max(1, max(len(g.rounds) for g in made))
             if turn:
-                times.append((last.seconds / rounds, last.spent["draft"] / rounds))
-    return [(statistics.median(w for w, _ in t), statistics.median(d for _, d in t)) for t in found]
+                times.append(max(g.seconds for g in made) / rounds)
+    return [statistics.median(times) for times in found]

@@ -5,7 +5,6 @@ of whole rounds, a draft length by costs or a stop classifier. Letters: D depths
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths
 from specdec.theory.intervals import Interval
-from specdec.theory.leviathan import interpolate
 
 NODES = 12  # nodes of a tree, unless given
-SIZES = {"cpu": (1, 3, 7, 15)}  # nodes of the trees whose rounds are timed, by device
-MORE = (1, 7, 15, 31, 63)  # on other devices
+SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose rounds are timed, by device
+MORE = (3, 7, 15, 31, 63)  # on other devices
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
 WEIGHED = 48  # tokens of each answer that a drafter which chooses is shown
@@ -144,45 +142,34 @@ def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> fl
     return 1 + float(sum(shares))
 
 
-def fastest_static(
-    acceptance_DR: Tensor, seconds: Callable[[int, int], float], most: int
-) -> Static:
-    """The static tree of at most `most` nodes that commits the most tokens per second (as Sequoia
-    chooses for the hardware, Chen et al. 2024), if a round takes `seconds(depth, nodes)`."""
-    depths, sizes = range(1, len(acceptance_DR) + 1), range(1, most + 1)
-    return max(
-        (best_static(acceptance_DR[:d], n) for d in depths for n in sizes),
-        key=lambda t: expected_static(acceptance_DR, t.paths) / seconds(t.depth, t.nodes),
-    )
+def candidates(acceptance_DR: Tensor, sizes: Sequence[int]) -> list[Shape]:
+    """The shapes of depth D or less that may be fastest: chains, and the best static trees of
+    these sizes (as Sequoia fits its trees to the hardware, Chen et al. 2024)."""
+    depths = range(1, len(acceptance_DR) + 1)
+    trees = {tuple(best_static(acceptance_DR[:d], n).paths) for d in depths for n in sizes}
+    chains = {tuple(map(tuple, straight(d))) for d in depths}
+    by_size = sorted(sorted(trees - chains), key=len)
+    return [*map(Chain, depths), *map(Static, by_size)]
 
 
 def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
-    given acceptance (see `acceptance_by_rank`) and the seconds of rounds on `prompts`."""
-    depth = len(acceptance_DR)
-    sizes = SIZES.get(setup.target.device.type, MORE)
-    shapes: list[Shape] = [Chain(d) for d in range(1, depth + 1)]
-    shapes += [Static([[rank] for rank in range(nodes)]) for nodes in sizes]  # stars
-    times = rounds_in_turn(setup, prompts, shapes)
-    chains = times[:depth]
-    stars = list(accumulate((whole for whole, _ in times[depth:]), max))  # never falling
+    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds on `prompts`."""
+    shapes = candidates(acceptance_DR, SIZES.get(setup.target.device.type, MORE))
+    seconds = rounds_in_turn(setup, prompts, shapes)
 
-    def seconds(d: int, nodes: int) -> float:
-        return interpolate(sizes, stars, nodes) + chains[d - 1][1] - chains[0][1]
+    def rate(i: int) -> float:
+        shape = shapes[i]
+        paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
+        return expected_static(acceptance_DR, paths) / seconds[i]
 
-    tree = fastest_static(acceptance_DR, seconds, sizes[-1])
-    rate, best = max(
-        (expected_static(acceptance_DR, straight(d)) / chains[d - 1][0], d)
-        for d in range(1, depth + 1)
-    )
-    of_tree = expected_static(acceptance_DR, tree.paths) / seconds(tree.depth, tree.nodes)
-    return tree if of_tree > rate else Chain(best)
+    return shapes[max(range(len(shapes)), key=rate)]
 
 
 def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
     """At most how many passes over one row it takes on a CPU to choose the fastest shape, with
     chains of up to γ tokens."""
-    shapes = gamma + len(SIZES["cpu"])
+    shapes = gamma * (1 + len(SIZES["cpu"]))
     timed = (1 + OF_ROUNDS) * shapes * min(TIMED, cfg.max_new_tokens)
     return timed + LEARNING * cfg.max_new_tokens
 

@@ -46,9 +46,9 @@ def summary(results: Results) -> str:
         lines.append(sections.shifted(results))
     for name, other in results.others.items():
         for at in other.temperatures:
-            shape = f" ({sections.drafted(other, at)})" * (other is results.fastest)
+            said = sections.drafted(other, at) if other is results.fastest else name
             lines.append(
-                f"T={at.temperature:g}, {name}{shape}: τ {at.tau}   "
+                f"T={at.temperature:g}, {said}: τ {at.tau}   "
                 f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s; "
                 f"repeated 4-grams {at.repetition.text(2)}"
             )

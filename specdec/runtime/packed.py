@@ -70,8 +70,9 @@ class PackedLinear(nn.Linear):
         return self._faster[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the copy, which can be neither pickled nor copied."""
-        return self.__dict__ | {"_copy": None, "_copied": None}
+        """The state without the copy, which can be neither pickled nor copied, and without answers,
+        which hold on this machine alone."""
+        return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
 
 
 def packed(weight: Tensor) -> Tensor:

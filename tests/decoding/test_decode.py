@@ -25,7 +25,14 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import acceptance_by_rank, best_static, fastest_static, strategy
+from specdec.measure.strategy import (
+    acceptance_by_rank,
+    best_static,
+    candidates,
+    fastest_shape,
+    straight,
+    strategy,
+)
 from specdec.runtime.compiled import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
@@ -230,22 +237,43 @@ def test_best_static_takes_the_paths_of_largest_expected_length() -> None:
     "draft,verify,paths",
     [
         ([1.0, 1.0], lambda n: 8.0, [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]),  # all is free
-        ([0.0, 9.0], lambda n: 8.0, [[0], [1]]),  # depth is dear: 1.8 / 8, and 2.36 / 17
+        ([0.0, 9.0], lambda n: 8.0, [[0], [1]]),  # depth is dear: 1.8 / 8, and 2.18 / 17
         ([1.0, 1.0], lambda n: 1.0 + 5 * n, [[0]]),  # nodes are dear: 1.6 / 7, and 1.9 / 12
-        ([1.0, 1.5], lambda n: 8.0 + (n > 3), [[0], [1], [0, 0]]),  # 2.1 / 9.5; 2.28 / 10.5
+        ([1.0, 1.5], lambda n: 8.0 + (n > 3), [[0], [1], [0, 0]]),  # 2.1 / 9.5; 2.2 / 10.5
     ],
 )
-def test_fastest_static_weighs_tokens_against_seconds(
-    draft: list[float], verify: Callable[[int], float], paths: list[list[int]]
+def test_the_fastest_shape_weighs_tokens_against_seconds(
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    draft: list[float],
+    verify: Callable[[int], float],
+    paths: list[list[int]],
 ) -> None:
     """Acceptance .6 and .2 at depth 0, .5 and .1 at depth 1: [0] .6, [0, 0] .3, [1] .2, [1, 0] .1,
     [0, 1] .06, [1, 1] .02."""
     table = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
 
-    def seconds(depth: int, nodes: int) -> float:
-        return draft[depth - 1] + verify(nodes)
+    def times(_: Setup, __: Any, shapes: list[Shape]) -> list[float]:
+        return [draft[shape.depth - 1] + verify(shape.nodes) for shape in shapes]
 
-    assert [list(p) for p in fastest_static(table, seconds, 6).paths] == paths
+    monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
+    setup = Setup(target, make_drafter("lm", target), DecodeConfig(), Sampler(0.0))
+    shape = fastest_shape(setup, PROMPTS, table)
+    found = straight(shape.depth) if isinstance(shape, Chain) else shape.paths
+    assert [list(p) for p in found] == paths
+
+
+def test_no_shape_is_timed_twice() -> None:
+    """Of 2, 3, 4 and 6 nodes by the acceptance above, in one level and in two: a chain of 2 is the
+    best tree of 2 nodes; one level has 2 nodes at most."""
+    shapes = candidates(torch.tensor([[0.6, 0.2], [0.5, 0.1]]), (2, 3, 4, 6))
+    assert shapes[:2] == [Chain(1), Chain(2)]
+    assert [[list(p) for p in s.paths] for s in shapes[2:] if isinstance(s, Static)] == [
+        [[0], [1]],
+        [[0], [1], [0, 0]],
+        [[0], [1], [0, 0], [1, 0]],
+        [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]],
+    ]
 
 
 @pytest.mark.parametrize("dear", ["drafting", "nodes", "trees"])
@@ -261,11 +289,12 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
             draft = 1.0 + 20 * (shape.depth - 1) * (dear == "drafting")
             rest = 1.0 + 20 * shape.nodes * (dear == "nodes")
             rest += 20 * (dear == "trees" and isinstance(shape, Static))
-            found.append((draft + rest, draft))
+            found.append(draft + rest)
         return found
 
     monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
-    drafter = make_drafter("lm", target, noise=0.3)
+    noise = 0.0 if dear == "trees" else 0.3  # of equally fast shapes the shortest is taken
+    drafter = make_drafter("lm", target, noise=noise)
     cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
     how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
     if dear == "trees":

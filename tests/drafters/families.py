@@ -79,6 +79,8 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
 SHAPES: list[Shape] = [
     Chain(3),
     Static([[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0]]),
+    Static([[0], [1], [0, 0], [1, 0], [1, 0, 0]]),  # two grow at once, then one as in a chain
+    Static([[0], [0, 0], [0, 1], [0, 0, 0], [0, 1, 0]]),  # one as in a chain, then two
     Dynamic(3, 10, 4),
 ]
 VOCAB = torch.arange(0, V)[torch.arange(V) % 3 != 1][:40]

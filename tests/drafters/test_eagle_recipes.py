@@ -69,13 +69,19 @@ def attend(attention: Attention, query: Tensor, keys: Tensor, sees: Tensor, rope
     return attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(len(query), -1))
 
 
+def factors(drafter: Eagle | Eagle3, at: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [N, E] at these positions, by transformers."""
+    cos, sin = drafter.rope.rotary(torch.zeros(()), at[None])
+    return cos[0], sin[0]
+
+
 def finish(layer: Layer, stream: Tensor) -> Tensor:
     return stream + layer.mlp(layer.post_attention_layernorm(stream))
 
 
 def stacked(drafter: Eagle3, tokens: Tensor, feature: Tensor, at: Tensor, sees: Tensor) -> Tensor:
     """vLLM's LlamaModel before its last norm (llama_eagle3.py), over N pairs at once."""
-    rope = drafter.rope(at, 2 * T)
+    rope = factors(drafter, at)
     first = drafter.midlayer
     normed = first.hidden_norm(feature)
     both = torch.cat([first.input_layernorm(drafter.embed(tokens)), normed], -1)
@@ -113,7 +119,7 @@ def aligned(drafter: Eagle, ctx: Context) -> list[Tensor]:
     e, place = drafter.embed(ctx.ids_BT[0, 1:]), torch.arange(P)
     inputs = [drafter.fc(torch.cat([e, h], -1))]  # the true features, then those of each pass
     outputs: list[Tensor] = []
-    cos, sin = drafter.rope(place, P)
+    cos, sin = factors(drafter, place)
     for j in range(1, K + 1):
         back = [j - 1 - i for i in range(j)]  # how far back the newest key of each input is
         age = place[:, None] - place

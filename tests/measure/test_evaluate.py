@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/measure/test_evaluate.py
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +12,21 @@ import torch
 
 from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
-from specdec.drafters import Drafter
+from specdec.drafters import Drafter, with_copying
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.errors import UserError
 from specdec.measure import evaluate as module
-from specdec.measure import setup
+from specdec.measure import setup, strategy
 from specdec.measure.costs import Costs
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
+from specdec.measure.setup import Setup
 from specdec.report import sections
+from specdec.report.report import summary
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
 from specdec.theory.intervals import Interval
 from tests.tiny import architectures, lm, make_tokenizer, random_drafter, random_target
@@ -141,6 +147,75 @@ def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
     for at in (greedy, sampled):
         assert f"chosen for T = {at.temperature:g} on 3 other prompts" in text
     assert "Theorem 3.8" not in text and greedy.identical == 2
+
+
+@pytest.mark.parametrize("tree", [True, False])
+def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tree: bool
+) -> None:
+    """The rounds of a tree are said to take as long as those of chains, so that the largest tree
+    commits the most, or far longer."""
+
+    def times(_: Any, __: Any, shapes: Sequence[Shape]) -> list[float]:
+        return [1.0 if tree or isinstance(s, Chain) else 99.0 for s in shapes]
+
+    monkeypatch.setattr(strategy, "rounds_in_turn", times)
+    cfg = DecodeConfig(prompts=2, max_new_tokens=9, gamma=2, fastest=True)
+    head = lm(target)
+    subject = Subject("run", target, head, "prompts", with_copying(head, "ngram", target, 2))
+    results = evaluate(subject, PROMPTS, cfg)
+    (fastest, hybrid), chain = results.others.values(), results.temperatures
+    assert list(results.others) == ["fastest", "hybrid"]
+    assert [results.drafter, fastest.drafter, hybrid.drafter] == ["lm", "lm", "hybrid"]
+    for i, at in enumerate(fastest.temperatures):
+        assert at.chain != tree and at.learned.paths and len(at.learned.paths) == at.nodes
+        assert chain[i].chain and chain[i].gamma == 2 and not chain[i].learned.paths
+        assert at.plain_tokens_per_second == chain[i].plain_tokens_per_second
+    assert [way.temperatures[0].identical for way in (results, fastest, hybrid)] == [2, 2, 2]
+    tau = fastest.temperatures[0].tau
+    assert results.headline()["fastest/T0/tau"] == tau.value
+    page = sections.page(results, {})
+    assert "## In the shape expected to be fastest" in page and "## Hybrid" in page
+    assert tau.text() in page
+    drafted = "a static tree of 6 nodes, depth 2: τ" if tree else "chains of γ = "
+    assert f"T=0, {drafted}" in summary(results)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tree": "dynamic"},
+        {"length": "confidence"},
+        {"settings": {"limit": 1}},
+        {"rule": "block"},
+    ],
+    ids=str,
+)
+def test_the_fastest_shape_is_measured_beside_chains_alone(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"decode\.(fastest=true measures|rule=block judges)"):
+        DecodeConfig(fastest=True, **settings)
+
+
+def test_no_tree_is_chosen_for_a_draft_that_copies(target: Target) -> None:
+    copies = random_drafter(NgramConfig(), target, 0.0)
+    with pytest.raises(UserError, match=r"give decode\.fastest=false"):
+        measured(target, copies, replace(GREEDY, fastest=True))
+
+
+def test_a_choice_takes_no_more_passes_than_a_plan_counts(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, passes, step = replace(GREEDY, gamma=2, tree="static"), [0], type(target).step
+
+    def counted(self: Target, *args: Any, **options: Any) -> Any:
+        passes[0] += 1
+        return step(self, *args, **options)
+
+    monkeypatch.setattr(type(target), "step", counted)
+    setup = Setup(target, lm(target), cfg, Sampler(0.0))
+    strategy.strategy(setup, [[5, 9, 7]] * strategy.LEARNING)
+    # the draft is nearly the target, so a pass commits up to 3 tokens; a plan counts one of each
+    assert 1 / 3 < passes[0] / strategy.steps_of_a_choice(cfg, 2) <= 1
 
 
 def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None:

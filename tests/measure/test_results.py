@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import wandb
 
 from specdec.decoding.disco import StopClassifier
 from specdec.decoding.length import CostTable, Oracle
@@ -32,6 +33,7 @@ from specdec.measure.results import (
 from specdec.measure.strategy import Learned
 from specdec.report import report, sections
 from specdec.theory.intervals import Interval
+from train.tracking import main_figures
 
 
 def at(value: float, spread: float = 0.05, n: int = 900) -> Interval:
@@ -202,6 +204,18 @@ def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     text = sections.page(replace(first, also=replace(first, also=None, length=length)), {})
     (said,) = (line for line in text.splitlines() if line.startswith("This draft took turns"))
     assert said.count("at most") == 1
+
+
+def test_wandb_takes_the_main_figures_of_whatever_was_measured() -> None:
+    """At three temperatures, in two shapes and with a hybrid: 144 figures, of which an artifact
+    takes 100 at most."""
+    one = results()
+    one.temperatures.append(replace(one.temperatures[1], temperature=0.5))
+    many = replace(one, fastest=one, also=replace(one, drafter="hybrid"))
+    assert len(many.headline()) > 100
+    artifact = wandb.Artifact("run-draft", type="model", metadata=main_figures(many))
+    assert artifact.metadata["T0/tau"] == artifact.metadata["hybrid/T0/tau"] == 1.5
+    assert len(artifact.metadata) == 18
 
 
 def test_the_headline_is_flat() -> None:

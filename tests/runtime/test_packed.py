@@ -100,6 +100,7 @@ def test_each_number_of_rows_is_multiplied_as_its_probe_says(
             assert torch.equal(one(x), plain(one, x)) and one._copy is None
         for rows in (4, 5, 17, 65, 3000):
             one(torch.randn(rows, 300))
+            one(torch.randn(1, 300))  # its answer is remembered
     assert asked == [(500, 300, torch.float32, n) for n in (1, 2, 3, 4, 8, 64, 256, 256)]
     assert used == [4, 5, 17, 65, 3000]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.drafters import DRAFTERS
+from specdec.errors import UserError
 from specdec.objectives.losses import TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
@@ -57,8 +58,14 @@ def test_the_quickstart_composes_with_any_family() -> None:
     """Its own head has a smaller draft vocabulary, a setting that some families lack."""
     assert compose(["experiment=quickstart"]).drafter.draft_vocab == 4096
     for name in DRAFTERS:
-        chosen = compose(["experiment=quickstart", f"drafter={name}", "also=null"]).drafter
+        more = ["also=null", "decode.fastest=false"] if DRAFTERS[name].copies else []
+        chosen = compose(["experiment=quickstart", f"drafter={name}", *more]).drafter
         assert getattr(chosen, "draft_vocab", None) != 4096
+
+
+def test_a_copying_draft_has_no_fastest_tree() -> None:
+    with pytest.raises(UserError, match=r"drafter=suffix, which copies tokens: give decode\.fast"):
+        compose(["experiment=quickstart", "drafter=suffix", "also=null"])
 
 
 def test_options_are_there() -> None:

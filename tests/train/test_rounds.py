@@ -83,6 +83,20 @@ def test_interrupted_rounds_equal_whole_ones(
         assert written(tmp_path / "run", number) == written(whole, number)
 
 
+def test_a_run_that_continues_keeps_its_rounds(tiny: Tiny, tmp_path: Path, whole: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    for change in ("rounds.count=4", "rounds.rule=rejection", "rounds.data=mixed"):
+        with pytest.raises(UserError, match=change.split("=")[0]):
+            tiny.job(tmp_path / "run", "medusa", *ROUNDS, "rounds.data=draft", change)
+
+
+def test_no_text_is_written_for_rounds_without_a_step(tiny: Tiny, tmp_path: Path) -> None:
+    """The first round, of 4 steps, uses up the tokens that one step reads."""
+    tiny.job(tmp_path / "run", "medusa", *ROUNDS, "rounds.data=draft", "loop.max_tokens=1")
+    assert [step for step, _ in losses(tmp_path / "run")] == [1]
+    assert not written(tmp_path / "run", 1) and not written(tmp_path / "run", 2)
+
+
 def test_by_a_lossless_rule_the_text_is_the_target_s(tiny: Tiny, tmp_path: Path) -> None:
     """At temperature 0 that is the very same text, token for token."""
     more = [*ROUNDS, "rounds.count=2", "rounds.data=draft", "rounds.rule=rejection"]

@@ -124,6 +124,7 @@ def test_what_does_not_fit_is_told_in_one_line(
     assert "a draft of the family medusa: give drafter=medusa" in refused("eagle3", start)
     assert "tensor 'blocks.2" in refused("medusa", start, "drafter.depth=3")
     assert "no weights to train" in refused("ngram", start)
+    assert "drafter.head and drafter.copying: give both" in refused("hybrid", "drafter.head=")
     assert "holds no draft" in refused("medusa", f"drafter.from={tmp_path}")
     assert "drafter.from=FOLDER" in refused("medusa", "stage.new_tokens=3")
     other = save_target(tmp_path / "other", seed=5)

@@ -1,0 +1,43 @@
+"""How static trees drive a drafter's growth.
+
+Run alone: python -m pytest tests/sampling/test_trees.py
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.sampling.choose import Choose
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Growth, Static
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        # one node after the one that grew last, or first after the anchor, continues a chain
+        ([[0], [0, 0], [0, 0, 0]], [None, None]),
+        ([[0], [1], [2], [0, 0], [0, 0, 0]], [None, None]),
+        ([[0], [1], [1, 0], [1, 0, 0]], [None, None]),
+        # two nodes at once name their parents, and so does one after the first of two
+        ([[0], [1], [0, 0], [1, 0]], [[-1, -1]]),
+        ([[0], [1], [0, 0], [1, 0], [0, 0, 0]], [[-1, -1], [0]]),
+        ([[0], [1], [0, 0], [1, 0], [1, 0, 0]], [[-1, -1], None]),
+    ],
+    ids=str,
+)
+def test_parents_are_named_where_growth_is_no_chain(
+    paths: list[list[int]], expected: list[list[int] | None]
+) -> None:
+    found: list[list[int] | None] = []
+
+    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        found.append(None if parents_BW is None else parents_BW[0].tolist())
+        return torch.arange(7.0).expand(1, tokens_BW.shape[1], -1)
+
+    choose = Choose(Sampler(0.0), "fixed", [torch.Generator()])
+    proposal = Static(paths).draft(Growth(torch.arange(7.0)[None], grow), choose)
+    leaves = [p for p in paths if [*p, 0] not in paths]
+    inner = {len(p) for p in paths if p not in leaves}  # depths at which nodes grow
+    assert found == expected and len(found) == len(inner)
+    assert proposal.tokens_BN[0].tolist() == [6 - path[-1] for path in sorted(paths, key=len)]
