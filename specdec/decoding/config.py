@@ -19,8 +19,8 @@ TREES = ("static", "dynamic", "best_first")
 class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
     heads) or static. A static tree without `paths` takes those with the highest measured
-    acceptance; without `nodes` too, it is the tree or chain expected to be fastest. With `fastest`,
-    chains are measured in turn with that shape."""
+    acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
+    measures that shape too, in turn with chains."""
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
     prompts: int = 40
@@ -58,7 +58,7 @@ class DecodeConfig:
         require(
             not self.fastest
             or (self.tree is None and self.length == "fixed" and not self.settings),
-            "decode.fastest=true measures a shape in turn with chains of γ tokens: leave out "
+            "decode.fastest=true compares a shape of its own with chains of γ tokens: leave out "
             "decode.tree, decode.length and decode.settings, or give decode.fastest=false",
         )
         if self.paths is not None:
@@ -107,8 +107,8 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
     )
     require(
         not drafter.copies or not cfg.fastest,
-        f"decode.fastest=true chooses a tree by the acceptance of each rank, but {name} copies "
-        "tokens: give decode.fastest=false",
+        f"decode.fastest=true: {name} copies tokens, so no tree can be chosen by the acceptance of "
+        "each rank: give decode.fastest=false",
     )
     settings = {"limit": gamma} | dict(cfg.settings)
     limit = record(policy, settings, "decode.settings").limit

@@ -140,8 +140,8 @@ def cost_table(setup: Setup, prompt: Sequence[int], gamma: int) -> CostTable:
 def rounds_in_turn(
     setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[float]:
-    """The seconds of a round of each shape when `cfg.batch` prompts are decoded together: medians
-    of `OF_ROUNDS` timings, taken in turn after a warm-up."""
+    """For each shape, the seconds of a whole round when `cfg.batch` prompts are decoded together:
+    medians of `OF_ROUNDS` timings, taken in turn after a warm-up."""
     cfg, found = setup.cfg, [list[float]() for _ in shapes]
     batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
     tokens = min(cfg.max_new_tokens, TIMED)

@@ -64,11 +64,11 @@ def evaluate(
     words: Sequence[str] = (),
     log: Path | None = None,
 ) -> Results:
-    """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding and, if
-    asked for, with its fastest shape and with `subject.also`. A shape or a length is chosen on the
-    prompts after them. `words` are what the user says in each prompt, for the samples (default: the
-    decoded prompt). The draft's rounds are appended to the file `log`. Raises UserError if there is
-    no prompt."""
+    """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
+    fastest shape if `cfg.fastest`, and with `subject.also` if there is one. A shape or a length is
+    chosen on the prompts that follow those. `words` are what the user says in each prompt, for the
+    samples (default: the decoded prompt). The draft's rounds are appended to the file `log`. Raises
+    UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:

@@ -223,12 +223,12 @@ class Results:
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
     training: Training | None = None
     also: "Results | None" = None  # another draft, which took turns with this one
-    fastest: "Results | None" = None  # this draft in the shape expected to be fastest, in turn too
+    fastest: "Results | None" = None  # this draft in the shape expected to be fastest
     shift: Shift | None = None  # of the target, if it was trained too
 
     @property
     def others(self) -> dict[str, "Results"]:
-        """What took turns with this draft on the same prompts, by name."""
+        """The other ways of decoding that took turns on the same prompts, by name."""
         found = {"fastest": self.fastest}
         if self.also is not None:
             found[self.also.drafter] = self.also

@@ -25,7 +25,7 @@ SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose rounds are timed, by d
 MORE = (3, 7, 15, 31, 63)  # on other devices
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
-WEIGHED = 48  # tokens of each answer that a drafter which chooses is shown
+WEIGHED = 48  # tokens of each answer that `Drafter.weigh` learns from
 
 
 @dataclass
@@ -143,8 +143,8 @@ def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> fl
 
 
 def candidates(acceptance_DR: Tensor, sizes: Sequence[int]) -> list[Shape]:
-    """The shapes of depth D or less that may be fastest: chains, and the best static trees of
-    these sizes (as Sequoia fits its trees to the hardware, Chen et al. 2024)."""
+    """The shapes of depth D or less that may be fastest: chains, and the best static trees with
+    these numbers of nodes (as Sequoia fits its trees to the hardware, Chen et al. 2024)."""
     depths = range(1, len(acceptance_DR) + 1)
     trees = {tuple(best_static(acceptance_DR[:d], n).paths) for d in depths for n in sizes}
     chains = {tuple(map(tuple, straight(d))) for d in depths}
@@ -167,8 +167,8 @@ def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR:
 
 
 def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
-    """At most how many passes over one row it takes on a CPU to choose the fastest shape, with
-    chains of up to γ tokens."""
+    """An upper bound on the passes, over one prompt at a time, that it takes on a CPU to choose the
+    fastest shape of depth γ or less."""
     shapes = gamma * (1 + len(SIZES["cpu"]))
     timed = (1 + OF_ROUNDS) * shapes * min(TIMED, cfg.max_new_tokens)
     return timed + LEARNING * cfg.max_new_tokens

@@ -127,19 +127,19 @@ def _costs(results: Results) -> list[str]:
 
 
 def _fastest(results: Results) -> list[str]:
-    """The same draft in the shape that was expected to be fastest, which took turns with it."""
+    """The same draft in the shape that was expected to be fastest, measured in turn with it."""
     if (other := results.fastest) is None:
         return []
     pairs = zip(other.temperatures, results.temperatures, strict=True)
     said = "; ".join(
-        f"at T = {at.temperature:g} {drafted(other, at)}, measured at {at.speedup.value:.2f} times "
-        f"plain decoding where the chains above have {chain.speedup.value:.2f}"
+        f"{drafted(other, at)} at T = {at.temperature:g}, {at.speedup.value:.2f} times as fast as "
+        f"plain decoding, against {chain.speedup.value:.2f} for the chains above"
         for at, chain in pairs
     )
     return [
         "## In the shape expected to be fastest",
-        f"The same draft took turns in the shape that was expected to be fastest: {said}. vLLM "
-        "drafts chains only.",
+        f"The same draft was also measured, in turn, in that shape: {said}. What an engine that "
+        "drafts chains accepts is in the tables for chains.",
         by_temperature(other.temperatures, lambda at: _headline(at, other)),
         *_costs(other),
         *(line for at in other.temperatures for line in _learned(at, other.learned_on)),

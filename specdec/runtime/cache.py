@@ -129,7 +129,7 @@ class SlotCache(Cache):
                 if self.fixed or (self.offset and T > 1):
                     seen_P = torch.arange(self.shown, device=device)
                     mask = (seen_P <= fresh_T[:, None]).expand(B, -1, -1)
-                    mask = mask.contiguous() if self.fixed else mask  # compiled as for a tree
+                    mask = mask.contiguous() if self.fixed else mask  # laid out as a tree's
                 return Place(fresh_T.expand(B, -1), mask)
         length_B1 = torch.tensor(self.lengths, device=device)[:, None]
         if not alike:

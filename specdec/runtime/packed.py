@@ -60,8 +60,8 @@ class PackedLinear(nn.Linear):
         return product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether the copy is used for this many rows. The answer is kept, since every pass asks
-        every layer."""
+        """Whether the copy is faster for this many rows. Answers are kept, since every pass asks
+        every layer for one."""
         key = dtype, rows
         if key not in self._faster:
             size = self.out_features, self.in_features
@@ -70,8 +70,8 @@ class PackedLinear(nn.Linear):
         return self._faster[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the copy, which can be neither pickled nor copied, and without answers,
-        which hold on this machine alone."""
+        """The state without the copy, which can be neither pickled nor copied, and without the
+        answers of `faster`, which hold for this machine only."""
         return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
 
 

@@ -152,7 +152,7 @@ class Static(Shape):
         logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         parents_BN = tokens_BN.new_tensor(self._parents).expand(len(tokens_BN), -1)
         qs: list[Tensor] = []
-        front, last = [-1], -1  # the nodes that grew last, and the number of the last of them
+        front, last = [-1], -1  # the nodes that grew last; the last one's number among those grown
         while front:
             level = [i for i, parent in enumerate(self._parents) if parent in front]
             above, ranks = [self._parents[i] for i in level], [self._ranks[i] for i in level]
@@ -170,7 +170,7 @@ class Static(Shape):
             front = [i for i in level if i in self._grown]
             if front:
                 numbers = [self._grown.index(self._parents[i]) - 1 for i in front]
-                at_BW = None  # a single node after the last one continues a chain
+                at_BW = None  # None: a single node below the one that grew last
                 if numbers != [last]:
                     at_BW = tokens_BN.new_tensor(numbers).expand(len(tokens_BN), -1)
                 logits_BWS = growth.grow(tokens_BN[:, front].clamp_min(0), at_BW)

@@ -192,7 +192,7 @@ def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     ids=str,
 )
 def test_the_fastest_shape_is_measured_beside_chains_alone(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"decode\.(fastest=true measures|rule=block judges)"):
+    with pytest.raises(UserError, match=r"decode\.(fastest=true compares|rule=block judges)"):
         DecodeConfig(fastest=True, **settings)
 
 

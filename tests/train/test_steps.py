@@ -189,7 +189,7 @@ def test_rates_scale_the_learning_rate_of_what_they_match(
     given = "optim.rates={blocks.*:0.1,blocks.*.bias:0}"
     tiny.job(tmp_path / "run", "medusa", given, "optim.lr=1e-3", "drafter.bias=true")
     assert used[0] == pytest.approx([0, 1e-4, 1e-3])
-    with pytest.raises(UserError, match=r"no trained parameter is named like 'heads\*'"):
+    with pytest.raises(UserError, match=r"no trained parameter matches 'heads\*'"):
         tiny.job(tmp_path / "none", "medusa", "optim.rates={heads*:4}")
 
 

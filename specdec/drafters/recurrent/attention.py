@@ -281,7 +281,7 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) 
 
 
 def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of heads, given cos and sin [B, A, E] as `Rope` has them: Llama's
-    x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2 are the halves of x."""
+    """Rotary position embedding of heads, given cos and sin [B, A, E] from `Rope`. It is Llama's
+    x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2 are the halves of x; here sin has the sign."""
     cos, sin = (t[:, None].to(x_BHAE.dtype) for t in rope)
     return torch.addcmul(x_BHAE * cos, x_BHAE.roll(x_BHAE.shape[-1] // 2, -1), sin)
