@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import wandb
 from accelerate import Accelerator
 from rich.console import Console
 from safetensors import SafetensorError
@@ -332,3 +333,18 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     path = min((tmp_path / "x").rglob("*.jsonl"), key=lambda p: p.read_text().count("\n"))
     path.write_text("{\x00}\n" + json.dumps({"ids": [1]}) + "\n" + path.read_text()[:-3])
     assert made(prompts) == apart and asked == [2, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_job_measured_in_three_ways_is_logged_offline(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """144 figures, more than an artifact of W&B takes. A tiny job draws no real pictures."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb, "Image", lambda path: str(path))
+    ways = ["also=suffix", "decode.fastest=true", "decode.gamma=2"]
+    tiny.job(tmp_path / "run", "eagle3", *ways, "track=wandb", "drafter.depth=4", "export=hf")
+    results = Results.read(tmp_path / "run" / "report")
+    assert list(results.others) == ["fastest", "hybrid"] and len(results.headline()) > 100
+    assert (tmp_path / "run" / "export" / "config.json").exists()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
