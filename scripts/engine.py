@@ -60,10 +60,10 @@ def serve(
             speculative["parallel_drafting"] = True
         if draft:
             speculative["model"] = draft
-    overrides = Path(draft or "no draft") / "target-overrides.json"
+    overrides = Path(draft) / "target-overrides.json" if draft else None
     engine = LLM(
         target,
-        hf_overrides=json.loads(overrides.read_text()) if overrides.is_file() else {},
+        hf_overrides=json.loads(overrides.read_text()) if overrides and overrides.is_file() else {},
         dtype=dtype,
         enforce_eager=not compiled,
         enable_prefix_caching=False,

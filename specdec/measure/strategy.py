@@ -70,8 +70,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
             shape = fastest_shape(setup, learning, found_DR)
         else:
             shape = best_static(found_DR, cfg.nodes)
-        paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
-        return Strategy(shape, None, Learned([list(p) for p in paths], found_DR.tolist()))
+        return Strategy(shape, None, Learned(paths_of(shape), found_DR.tolist()))
     chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Strategy(Chain(length("fixed", settings).limit))
@@ -147,9 +146,9 @@ def candidates(acceptance_DR: Tensor, sizes: Sequence[int]) -> list[Shape]:
     these numbers of nodes (as Sequoia fits its trees to the hardware, Chen et al. 2024)."""
     depths = range(1, len(acceptance_DR) + 1)
     trees = {tuple(best_static(acceptance_DR[:d], n).paths) for d in depths for n in sizes}
-    chains = {tuple(map(tuple, straight(d))) for d in depths}
-    by_size = sorted(sorted(trees - chains), key=len)
-    return [*map(Chain, depths), *map(Static, by_size)]
+    chains = [Chain(d) for d in depths]
+    trees -= {tuple(map(tuple, paths_of(chain))) for chain in chains}
+    return [*chains, *map(Static, sorted(sorted(trees), key=len))]
 
 
 def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
@@ -158,12 +157,9 @@ def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR:
     shapes = candidates(acceptance_DR, SIZES.get(setup.target.device.type, MORE))
     seconds = rounds_in_turn(setup, prompts, shapes)
 
-    def rate(i: int) -> float:
-        shape = shapes[i]
-        paths = shape.paths if isinstance(shape, Static) else straight(shape.depth)
-        return expected_static(acceptance_DR, paths) / seconds[i]
-
-    return shapes[max(range(len(shapes)), key=rate)]
+    tokens = [expected_static(acceptance_DR, paths_of(shape)) for shape in shapes]
+    rates = [n / of_round for n, of_round in zip(tokens, seconds, strict=True)]
+    return shapes[rates.index(max(rates))]
 
 
 def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
@@ -174,6 +170,8 @@ def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
     return timed + LEARNING * cfg.max_new_tokens
 
 
-def straight(depth: int) -> list[list[int]]:
-    """A chain as paths of a tree."""
-    return [[0] * (d + 1) for d in range(depth)]
+def paths_of(shape: Shape) -> list[list[int]]:
+    """The paths of a static tree, or of a chain as a tree with one branch."""
+    if isinstance(shape, Static):
+        return [list(path) for path in shape.paths]
+    return [[0] * (d + 1) for d in range(shape.depth)]

@@ -30,7 +30,7 @@ from specdec.measure.strategy import (
     best_static,
     candidates,
     fastest_shape,
-    straight,
+    paths_of,
     strategy,
 )
 from specdec.runtime.compiled import Compiled
@@ -259,8 +259,7 @@ def test_the_fastest_shape_weighs_tokens_against_seconds(
     monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
     setup = Setup(target, make_drafter("lm", target), DecodeConfig(), Sampler(0.0))
     shape = fastest_shape(setup, PROMPTS, table)
-    found = straight(shape.depth) if isinstance(shape, Chain) else shape.paths
-    assert [list(p) for p in found] == paths
+    assert paths_of(shape) == paths
 
 
 def test_no_shape_is_timed_twice() -> None:
@@ -268,7 +267,8 @@ def test_no_shape_is_timed_twice() -> None:
     best tree of 2 nodes; one level has 2 nodes at most."""
     shapes = candidates(torch.tensor([[0.6, 0.2], [0.5, 0.1]]), (2, 3, 4, 6))
     assert shapes[:2] == [Chain(1), Chain(2)]
-    assert [[list(p) for p in s.paths] for s in shapes[2:] if isinstance(s, Static)] == [
+    assert all(isinstance(shape, Static) for shape in shapes[2:])
+    assert [paths_of(shape) for shape in shapes[2:]] == [
         [[0], [1]],
         [[0], [1], [0, 0]],
         [[0], [1], [0, 0], [1, 0]],
