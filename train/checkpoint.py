@@ -7,12 +7,13 @@ figures so far). It appears whole or not at all.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,11 +24,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from specdec.errors import UserError
 from specdec.files import read_record, replaced
 from specdec.formats.draft import require_same, untied
 from specdec.measure.results import HeldOut
+from train.processes import from_main
 
 TENSORS, STATE = "training.safetensors", "training.json"
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -56,16 +59,27 @@ class State:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict, even of a sharded model, on the main process. All processes call it."""
+    """The whole state dict, even of a sharded model, on the main process; elsewhere it is empty.
+    All processes call it."""
     return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of this model holds, by name, in every process and without
+    gathering anything: where the model is sharded, a tensor has the shape of the whole, but only
+    this process's part of the numbers. A tensor of two names (tied embeddings) has the first."""
+    ours: dict[str, Any] = dict(get_model_state_dict(model))
+    parts = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in ours.items()}
+    return {n: ours[n] for n in untied(parts)}
 
 
 def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: State, main: bool) -> None:
     """Write the checkpoint `step-N` of this state and drop all but the newest two."""
-    tensors = {f"model.{n}": x for n, x in untied(weights(model)).items()}
+    names, gathered = list(named(model)), weights(model)
     whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers, options=WHOLE))
     if not main:  # only the main process has the whole state
         return
+    tensors = {f"model.{n}": gathered[n] for n in names}
     for name, entry in whole["state"].items():
         tensors |= {f"optimizer.{name}|{key}": value for key, value in entry.items()}
     tensors["generator"] = torch.get_rng_state()
@@ -83,27 +97,46 @@ def steps(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal())
 
 
-def load(folder: Path, model: nn.Module, optimizers: Optimizers) -> State | None:
-    """Restore the newest checkpoint in `folder`; return its state, or None if there is none. Raises
-    UserError if it is damaged or belongs to another model."""
-    if not (found := steps(folder)):
+def load(
+    folder: Path, model: nn.Module, optimizers: Optimizers, accelerator: Accelerator
+) -> State | None:
+    """Restore the newest checkpoint in `folder`; return its state, or None if there is none. The
+    main process reads it and hands each other one its part, one tensor at a time. Raises UserError,
+    in every process, if the checkpoint is damaged or belongs to another model."""
+    tensors: dict[str, Tensor] = {}
+    ours = named(model)
+
+    def read() -> State | None:
+        if not (found := steps(folder)):
+            return None
+        try:
+            tensors.update(load_file(found[-1] / TENSORS))
+            state = read_record(State, found[-1] / STATE)
+        except (UserError, SafetensorError, OSError) as error:
+            raise UserError(
+                f"{found[-1]} cannot be read ({error}): delete that folder to use the one before it"
+            ) from error
+        require_same(_of("model.", tensors), ours, found[-1] / TENSORS)
+        return state
+
+    state = from_main(accelerator, read)
+    if state is None:
         return None
-    try:
-        tensors = load_file(found[-1] / TENSORS)
-        state = read_record(State, found[-1] / STATE)
-    except (UserError, SafetensorError, OSError) as error:
-        raise UserError(
-            f"{found[-1]} cannot be read ({error}): delete that folder to use the one before it"
-        ) from error
-    ours = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
-    require_same(ours, untied(weights(model)), found[-1] / TENSORS)
-    set_model_state_dict(model, ours, options=WHOLE)  # type: ignore[arg-type]
-    entries: dict[str, dict[str, Tensor]] = {}
-    for name, x in tensors.items():
-        if name.startswith("optimizer."):
-            parameter, key = name.removeprefix("optimizer.").split("|")
+    handed = accelerator.num_processes > 1
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=handed, strict=False)
+    set_model_state_dict(model, _of("model.", tensors), options=options)  # type: ignore[arg-type]
+    whole: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        entries: dict[str, dict[str, Tensor]] = {}
+        for name, x in _of("optimizer.", tensors).items():
+            parameter, key = name.split("|")
             entries.setdefault(parameter, {})[key] = x
-    whole: dict[str, Any] = {"state": entries, "param_groups": state.optimizer}
-    set_optimizer_state_dict(model, optimizers, whole, options=WHOLE)
-    torch.set_rng_state(tensors["generator"])
+        whole = {"state": entries, "param_groups": state.optimizer}
+    set_optimizer_state_dict(model, optimizers, whole, options=options)
+    torch.set_rng_state(from_main(accelerator, lambda: tensors["generator"]))
     return state
+
+
+def _of(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}

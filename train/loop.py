@@ -105,7 +105,7 @@ def train(
     model, *optimizers = accelerator.prepare(forcing, *built)
     parameters = [p for p in model.parameters() if p.requires_grad]
     checkpoints = job.folder / "checkpoints"
-    state = checkpoint.load(checkpoints, model, optimizers) or State()
+    state = checkpoint.load(checkpoints, model, optimizers, accelerator) or State()
     tracker.rewind(state.step)
 
     task = progress.add_task("training", completed=state.step)

@@ -1,7 +1,9 @@
 """The processes of a run, plain or sharded, as accelerate starts them."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -10,14 +12,19 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    broadcast_object_list,
     gather_object,
 )
 
 from specdec.errors import UserError, require
-from train.config import Config
+
+if TYPE_CHECKING:
+    from train.config import Config
+
+T = TypeVar("T")
 
 
-def accelerator_of(cfg: Config) -> Accelerator:
+def accelerator_of(cfg: "Config") -> Accelerator:
     """The processes as `accelerate launch` started them, plain or sharded.
 
     accelerate 1.15 shards only on GPUs and the like: if asked for FSDP on CPU processes, it
@@ -50,3 +57,18 @@ def accelerator_of(cfg: Config) -> Accelerator:
             "target.dtype=float32 or target.dtype=bfloat16"
         )
     return accelerator
+
+
+def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """What `work` returns in the main process, which alone does it, in all processes. A UserError
+    there is raised in all of them, so that none waits for the others."""
+    outcome: list[T | UserError | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [work()]
+        except UserError as error:
+            outcome = [error]
+    (result,) = broadcast_object_list(outcome)
+    if isinstance(result, UserError):
+        raise result
+    return result
