@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import train
 from specdec.errors import command
+from specdec.progress import tell
 from train.config import of_hydra, quoted, register, resolve
 from train.loop import Diverged
 
@@ -31,7 +32,7 @@ def run(cfg: DictConfig) -> float:
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             raise
         (folder / "diverged").write_text(str(error))
-        print(f"diverged: {error}", file=sys.stderr)
+        tell(f"diverged: {error}")
         return 0.0  # finite and the worst, so that the sweep continues
 
 

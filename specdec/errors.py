@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
+from specdec.terminal import one_line
+
 T = TypeVar("T")
 OF_FILES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -100,7 +102,7 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         except (OSError, SafetensorError) as error:
             raise of_files(error) from error
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

@@ -6,9 +6,43 @@ from functools import cache
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
-console = Console(highlight=False, soft_wrap=True)  # quiet in all processes but the first
+from specdec.terminal import one_line, plain
+
+
+class Terminal(Console):
+    """A console that prints text as it is: brackets are no markup, and control characters are
+    shown, not obeyed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(plain(text), **options)
+
+
+class Description(TextColumn):
+    """What a bar is about, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        return Text(one_line(task.description), style="progress.description")
+
+
+console = Terminal()  # quiet in all processes but the first
 SECONDS = 20.0  # between two lines if the output is not a terminal
 
 
@@ -29,18 +63,18 @@ class Lines(Progress):
         if time.monotonic() - self._last >= SECONDS:
             self._last = time.monotonic()
             task = self._tasks[task_id]
-            self.console.print(f"  {task.percentage:3.0f}%  {task.description}")
+            self.console.print(f"  {task.percentage:3.0f}%  {one_line(task.description)}")
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
     """Bars in a terminal; `Lines` elsewhere; nothing unless `shown`."""
     if shown and not console.is_terminal:
         return Lines(console=console, disable=True)
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not shown)
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TimeElapsedColumn())
+    return Progress(Description(), *columns, console=console, disable=not shown)
 
 
 @cache
 def tell(line: str) -> None:
     """Print a line about this process on stderr, once; it appears above any bars."""
-    print(line, file=sys.stderr, flush=True)
+    print(one_line(line), file=sys.stderr, flush=True)

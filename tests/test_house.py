@@ -20,7 +20,14 @@ from specdec.drafters import DRAFTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits its name
-    ("specdec", "specdec.errors", "specdec.files", "specdec.progress", "specdec.context"),
+    (
+        "specdec",
+        "specdec.terminal",
+        "specdec.errors",
+        "specdec.files",
+        "specdec.progress",
+        "specdec.context",
+    ),
     ("specdec.runtime",),
     ("specdec.sampling",),
     ("specdec.theory",),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from specdec.errors import require_known
 from specdec.files import read_lines, write_whole
 from specdec.measure.results import Curve, Results
+from specdec.terminal import plain
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -83,7 +84,7 @@ class Tracker:
         import wandb
 
         for at in results.temperatures:
-            rows = [[s.prompt, s.answer, s.tau] for s in at.samples]
+            rows = [[plain(s.prompt), plain(s.answer), s.tau] for s in at.samples]
             table = wandb.Table(columns=["prompt", "answer", "tau"], data=rows)
             self._run.log({f"samples T={at.temperature:g}": table})
         self._run.log({name: wandb.Image(str(path)) for name, path in pictures.items()})

@@ -74,7 +74,7 @@ def families(
     columns = ["", "parameters", "training tokens/s", "γ", *alpha, *tau, "c", *speedup]
     show(columns, [*rows, *([name, "not measured: see below"] for name in refused)])
     for reason in refused.values():
-        console.print(reason, markup=False)
+        console.print(reason)
 
 
 def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
@@ -116,5 +116,5 @@ def tree_of(run: Path, chain: Results) -> Results | None:
     try:
         return again(run, TREE, chain, tree="dynamic")
     except UserError as error:
-        console.print(f"{chain.drafter} drafts no trees: {error}", markup=False)
+        console.print(f"{chain.drafter} drafts no trees: {error}")
         return None

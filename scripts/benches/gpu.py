@@ -117,7 +117,7 @@ def gpu(
         write_whole(folder / f"{piece.name}.json", dumps(asdict(found[piece.name])) + "\n")
     rows = "\n".join(section(p, found[p.name]) for p in todo if found[p.name].status == 0)
     write_whole(folder / "rows.md", rows)
-    console.print(rows, markup=False)
+    console.print(rows)
     for name, made in found.items():
         if made.failed:
             last = made.output.strip().splitlines()[-1:] or ["no output"]

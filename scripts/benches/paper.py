@@ -18,7 +18,7 @@ from specdec.errors import UserError, require
 from specdec.files import make_folder, read_record, write_whole
 from specdec.measure.results import AtTemperature, Results
 from specdec.progress import console
-from specdec.report.markdown import table, write
+from specdec.report.markdown import escaped, table, write
 from specdec.report.plots import PALETTE, Line, Panel, curves
 from specdec.report.theory import FURTHEST, PASS, of_pass
 from specdec.theory import leviathan as theory
@@ -170,7 +170,7 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
         try:
             made = again(run, f"gamma-{gamma}", base, gamma=gamma, temperatures=[0.0])
         except UserError as error:
-            console.print(f"{best} is not measured with γ = {gamma}: {error}", markup=False)
+            console.print(f"{best} is not measured with γ = {gamma}: {error}")
         else:
             (by_gamma[gamma],) = made.temperatures
     by_rule = dict[str, AtTemperature]()
@@ -202,9 +202,10 @@ def beams_of(run: Path, base: Results) -> Beams:
 
 def blocks(m: Measured, folder: Path) -> list[str]:
     """The page's text on a causal target; its plots are written into `folder`."""
-    base = m.found[m.best]
     gamma_plot(folder / "gamma.png", m)
     tokens_plot(folder / "tokens.png", m)
+    m = escaped(m)  # names and paths are no markup
+    base = m.found[m.best]
     training = next(made.training for made in m.found.values() if made.training)
     v = cost_of_a_pass(m.found, m.by_gamma.values())
     return [

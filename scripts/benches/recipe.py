@@ -20,6 +20,7 @@ from benches.turns import show
 from specdec.errors import UserError, require
 from specdec.measure.results import FILE, PromptCounts, Results
 from specdec.progress import console
+from specdec.terminal import plain
 from specdec.theory.intervals import Interval, difference_interval, ratio_interval
 
 STARTS, OBJECTIVES = ("regression", "target", "random"), ("nla", "kl")
@@ -85,7 +86,7 @@ def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str
         lines = (done.stderr or "").splitlines()
         if done.returncode == 2 and lines and lines[-1].startswith("error: "):
             raise Refused(f"runs/{name}: {lines[-1].removeprefix('error: ')}")
-        print(done.stderr or "", end="", file=sys.stderr)
+        print(plain(done.stderr or ""), end="", file=sys.stderr)
         if done.returncode:
             raise UserError(f"runs/{name} failed: see above; the same command tries it again")
     return Results.read(report)

@@ -27,7 +27,7 @@ from specdec.errors import UserError
 from specdec.files import make_folder, write_whole
 from specdec.measure.results import Results
 from specdec.progress import console
-from specdec.report.markdown import table
+from specdec.report.markdown import escaped, table
 from specdec.target.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
 from train.data.split import load
@@ -153,9 +153,10 @@ def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict
 
 
 def blocks(found: Mapping[str, Results]) -> list[str]:
-    """The page's text on translation."""
+    """The page's text on translation. What a model wrote, names and paths are no markup."""
+    found = escaped(dict(found))
     (base, *_), (trained, *_) = found.values(), (x.training for x in found.values() if x.training)
-    samples = {s.prompt.replace("|", "/"): [s.answer] for s in base.temperatures[0].samples[:3]}
+    samples = {s.prompt: [s.answer] for s in base.temperatures[0].samples[:3]}
     return [
         "## An encoder-decoder (Section 4.1, Tables 2 and 3)",
         f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "

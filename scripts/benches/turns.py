@@ -126,4 +126,4 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(3, *map(len, column)) for column in zip(*filled, strict=True)]
     filled.insert(1, ["-" * width for width in widths])
     for row in filled:
-        console.print(line(row, widths), markup=False)
+        console.print(line(row, widths))

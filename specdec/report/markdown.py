@@ -1,12 +1,30 @@
-"""Tables in Markdown, and pages of Markdown that are also written as HTML."""
+"""Tables in Markdown, and pages of Markdown that are also written as HTML.
 
+Names, paths and what models wrote are no markup: `text` writes one of them as Markdown that shows
+it as it is, and `escaped` does so for all that stand in a dataclass.
+"""
+
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import Any, TypeVar
 
 from markdown_it import MarkdownIt
 
 from specdec.measure.results import AtTemperature
+from specdec.terminal import one_line
+
+T = TypeVar("T")
+MARKUP = re.compile(
+    r"""[\\`*\[\]<>|~\#!&@$^{}]  # markup wherever it stands
+    | (?<![^\W_])_ | _(?![^\W_])  # but not within a word
+    | :(?=//) | (?<=www)\.  # what some readers make a link without any markup
+    | ^[-+=]  # a list or an underline, at the start of a line
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
 
 STYLE = (
     "body{max-width:64rem;margin:2rem auto;padding:0 1rem;font:16px/1.5 sans-serif;color:#1f2937}"
@@ -14,6 +32,29 @@ STYLE = (
     "th,td{border-bottom:1px solid #e5e7eb;padding:.3rem .7rem .3rem 0;text-align:left}"
     "img{max-width:100%}blockquote{margin-left:0;padding-left:1rem;border-left:3px solid #e5e7eb}"
 )
+
+
+def text(value: str) -> str:
+    """Markdown, in one line, that shows a text as it is, with control characters as escapes."""
+    line = MARKUP.sub(r"\\\g<0>", one_line(value))
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", line)  # the start of a numbered list
+
+
+def escaped(value: T) -> T:
+    """A dataclass, list, tuple or dict with every text in it, keys included, as `text` writes
+    it."""
+    found: Any = value
+    if isinstance(value, str):
+        found = text(value)
+    elif isinstance(value, list | tuple):
+        parts = map(escaped, value)
+        found = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif isinstance(value, dict):
+        found = {escaped(key): escaped(x) for key, x in value.items()}
+    elif is_dataclass(value):
+        named = {f.name: escaped(getattr(value, f.name)) for f in fields(value) if f.init}
+        found = replace(value, **named)  # type: ignore[type-var]
+    return found  # type: ignore[no-any-return]
 
 
 def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
@@ -34,9 +75,10 @@ def by_temperature(
 
 
 def write(path: Path, page: str) -> None:
-    """Write a page as Markdown to `path`, and beside it as HTML. Samples never become markup."""
+    """Write a page as Markdown to `path`, and beside it as HTML. Foreign text is `escaped`."""
     path.write_text(page)
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(page)
-    title = escape(page.partition("\n")[0].removeprefix("# "))
+    first = page.partition("\n")[0].removeprefix("# ")
+    title = escape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", first))
     head = f"<meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
     path.with_suffix(".html").write_text(f"<!doctype html>{head}\n{body}")

@@ -31,6 +31,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "savefig.dpi": 140,
+    "text.parse_math": False,  # a name with dollars is no formula
 }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report import theory
-from specdec.report.markdown import by_temperature, table
+from specdec.report.markdown import by_temperature, escaped, table
 
 VARIANTS = {
     "sampled": "sampled, Σ min(p, q)",
@@ -16,7 +16,8 @@ SAMPLES = 3
 
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
-    """The whole report."""
+    """The whole report. No text in the results is markup in it."""
+    results = escaped(results)
     blocks = [
         f"# {results.name}: {results.drafter} for {results.target}",
         _setting(results),

@@ -195,7 +195,7 @@ def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
     page = sections.page(results(), {})
     machine = "EPYC with AVX512, 2 threads, bfloat16 (this CPU is fast), torch 2.13.0"
     assert f"\nMachine: {machine}.\n" in page and machine in report.summary(results())
-    assert "> Why is the sky <b>blue?\n\nBecause. *(τ 1.50)*" in page
+    assert "> Why is the sky \\<b\\>blue?\n\nBecause. *(τ 1.50)*" in page
 
 
 @pytest.mark.parametrize("length", ["fixed", "optimal"])

@@ -1,0 +1,33 @@
+"""Text that a terminal only shows.
+
+What a model writes and what stands in a file's name or contents may hold control characters: an
+escape sequence recolours or clears the screen, retitles the window or answers for the user, a
+carriage return overwrites what was said before, and a change of direction reorders it. Whatever is
+printed goes through `plain`. A sequence is disarmed by its single characters, so it does not matter
+how a stream divides it.
+"""
+
+import unicodedata
+
+# control and format characters, lone surrogates, private use, separators of lines and paragraphs
+NOT_SHOWN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+KEPT = frozenset(
+    "\n\t\u200c\u200d"
+)  # joiners only shape the letters or emoji that they stand between
+
+
+def plain(text: str) -> str:
+    """A text with every character that a terminal would obey or hide written as Python escapes it,
+    such as \\x1b. Line feeds and tabs stay."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def one_line(text: str) -> str:
+    """A `plain` text in one line, its white space reduced to single spaces."""
+    return plain(" ".join(text.split()))
+
+
+def _shown(character: str) -> str:
+    if character in KEPT or unicodedata.category(character) not in NOT_SHOWN:
+        return character
+    return character.encode("unicode_escape").decode()

@@ -1,0 +1,328 @@
+"""Text from a model, a name or a file is shown as it is: never markup, never control.
+
+Run alone: python -m pytest tests/test_hostile_text.py
+"""
+
+import ast
+import io
+import sys
+import unicodedata
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from rich.text import Text
+
+from specdec import errors
+from specdec.decoding.stream import Stream
+from specdec.errors import UserError, command
+from specdec.measure.results import Results, Sample
+from specdec.progress import Terminal, bars, tell
+from specdec.report import markdown, plots, sections
+from specdec.terminal import KEPT, NOT_SHOWN, one_line, plain
+from tests.measure.test_results import results as measured
+from tests.test_house import modules, path_of
+from tests.tiny import REPOSITORY, Tiny
+from train.config import Config
+from train.tracking import TrackConfig, Tracker
+
+HOSTILE = (
+    "![](http://beacon.example/x.png)",
+    "[click](javascript:alert(1)) <http://a.example> https://a.example www.a.example",
+    "<img src=x onerror=alert(1)><script>alert(1)</script><!-- ",
+    "```\n# swallowed\n~~~",
+    "| a | b |\n|---|---|\n| c | d |",
+    "\n\n# heading\n\n- item\n1. one\n> quote\n---\n===\n    code",
+    "1. first",
+    "- first",
+    "*em* **strong** _em_ __strong__ `code` ~~gone~~ $x$ \\ &lt; &#60; &amp;",
+    "[red]x[/red] [/x] [link=http://a.example]a[/link] :smile:",
+    "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b]8;;http://a.example\x1b\\a\x1b]8;;\x1b\\",
+    "\x9b31m \x9d0;title\x9c \x85 \r over \x08\x08 \x00 \x7f",
+    "\u202egnp.exe \u2066a\u2069 \u200b\ufeff\u2028\u2029\u00ad \U000e0041",
+    "\ud800 lone",
+    "[a]: http://a.example\n\n[a]",
+    "trailing\\",
+)
+MARKS = "\x1b\r\n\t\x9b\u202e\u200b[]()<>!|`*_~#&\\-+=$.:/ 1aw\x07"
+ANY = st.one_of(
+    st.sampled_from(HOSTILE), st.text(), st.text(st.sampled_from(list(MARKS)), max_size=40)
+)
+
+
+def controls(text: str) -> set[str]:
+    return {c for c in text if unicodedata.category(c) in NOT_SHOWN and c not in KEPT}
+
+
+# The terminal
+
+
+@given(ANY, ANY)
+def test_what_is_printed_controls_nothing_however_it_is_divided(one: str, two: str) -> None:
+    assert controls(plain(one)) == set()
+    assert plain(one) + plain(two) == plain(one + two)
+    assert plain(plain(one)) == plain(one)
+    assert "\n" not in one_line(one) and controls(one_line(one)) == set()
+
+
+def test_other_text_stays_as_it_is() -> None:
+    for text in ("Grüße, 你好 👩\u200d🚀 می\u200cخواهم\n\tτ\u00a0= 1.50", ""):
+        assert plain(text) == text
+    assert plain("\x1b[2J\r\x9b") == "\\x1b[2J\\r\\x9b"
+
+
+@given(ANY)
+def test_a_console_prints_text_as_it_is(text: str) -> None:
+    text, out = text.replace("\t", " "), io.StringIO()  # rich fills up tabs by width
+    Terminal(file=out).print(text)
+    assert out.getvalue().rstrip("\n") == plain(text).rstrip("\n")
+
+
+def test_a_styled_stream_disarms_a_sequence_that_is_divided_over_tokens() -> None:
+    """ESC, "[2J" and BEL come as tokens of their own; only rich's own sequences are left."""
+    pieces = {0: "\x1b", 1: "[2J", 2: "]0;x", 3: "\x07", 4: "a", 5: "\x9b"}
+    tokenizer = SimpleNamespace(
+        added_tokens_decoder={}, decode=lambda ids, **_: "".join(pieces[i] for i in ids)
+    )
+    out, stream = io.StringIO(), Stream(tokenizer)
+    console = Terminal(file=out, force_terminal=True, color_system="standard")
+    for token in (4, 0, 1, 0, 2, 3, 5, 4):
+        console.print(stream.add([token]), end="", style="green")
+    shown = Text.from_ansi(out.getvalue().replace("\x1b[32m", "").replace("\x1b[0m", "")).plain
+    assert shown == "a\\x1b[2J\\x1b]0;x\\x07\\x9ba"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_bar_shows_its_description_as_it_is(text: str, terminal: bool) -> None:
+    out = io.StringIO()
+    console = Terminal(file=out, force_terminal=terminal, color_system=None, width=400)
+    with bars(console) as progress:
+        task = progress.add_task(text, total=2)
+        progress.update(task, description=f"again {text}")
+        progress.advance(task)
+        progress.refresh()
+    shown = out.getvalue()
+    assert one_line(f"again {text}") in shown
+    assert controls(one_line(text)) == set()
+    for sequence in ("\x1b[31m", "\x1b]", "\x9b", "\u202e", "\x08"):
+        assert sequence not in shown
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_an_error_and_a_note_are_one_plain_line(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mistaken() -> None:
+        raise UserError(f"runs/{text}: not there")
+
+    with pytest.raises(SystemExit):
+        command(mistaken)
+    tell(f"note {text}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"error: {one_line(f'runs/{text}: not there')}", one_line(f"note {text}")]
+
+
+def test_nothing_is_printed_past_these_places() -> None:
+    """`print`, the standard streams and rich's markup are used where their text is made plain, or
+    is no one's but ours."""
+    known = {
+        ("specdec/errors.py", "print"),  # one_line; and a constant
+        ("specdec/progress.py", "print"),  # one_line
+        ("specdec/progress.py", "Console"),  # Terminal
+        ("scripts/benches/recipe.py", "print"),  # plain
+        ("scripts/engine.py", "print"),  # JSON, to the process that started it
+    }
+    watched = {"print", "Console", "from_markup", "write_stdout", "rprint", "RichHandler"}
+    seen = set()
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name in watched or name.endswith((".from_markup", "stdout.write", "err.write")):
+                    seen.add((path_of(module), name))
+                markup = [k for k in node.keywords if k.arg == "markup"]
+                assert all(ast.unparse(k.value) == "False" for k in markup), path_of(module)
+            elif isinstance(node, ast.ClassDef):
+                seen |= {
+                    (path_of(module), "Console") for b in node.bases if ast.unparse(b) == "Console"
+                }
+    assert seen == known
+
+
+# Markdown and HTML
+
+PICTURES = {"alpha": Path("alpha.png")}
+
+
+def hostile_results(text: str) -> Results:
+    """Results in which every name, and what was asked and answered, is this text."""
+    base = measured()
+    ats = [replace(at, samples=[Sample(text, text, 1.5)] * 3) for at in base.temperatures]
+    named: dict[str, Any] = {"name": text, "drafter": text, "target": text, "data": text}
+    machine = replace(base.machine, processor=text, reason=text)
+    training = base.training and replace(base.training, trained_on=text)
+    one = replace(base, **named, machine=machine, temperatures=ats, learned_on=text)
+    one = replace(one, training=training)
+    return replace(one, also=one, fastest=one)
+
+
+def markup(page: str) -> set[str]:
+    """Kinds of markup that no text of ours makes."""
+    kinds = " ".join(structure(page)).replace("_", " ").split()
+    return {"html", "link", "fence"} & set(kinds)
+
+
+def structure(page: str) -> list[str]:
+    """The kinds of all blocks and of all inline parts that are not plain text, in order."""
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    kinds = []
+    for token in parser.parse(page):
+        kinds.append(token.type)
+        inline = [t for t in token.children or () if t.type not in ("text", "text_special")]
+        kinds += [f"{t.type} {t.attrs.get('src', '')}" for t in inline if t.type != "softbreak"]
+    return kinds
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[Any]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[Any]) -> None:
+        self.seen.append((tag, attrs))
+
+
+BENIGN = "benign"
+
+
+@given(ANY.filter(str.strip))
+@example("![a](http://a.example)")
+def test_text_shows_as_it_is_and_nothing_else(value: str) -> None:
+    """Alone in a paragraph, in a heading, and in a cell of a table."""
+    line = markdown.text(value)
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    row = markdown.table("x", ["a"], {f"n {line}": [f"b {line}"]})
+    for page, before in ((line, ""), (f"# {line}", ""), (f"word {line} word", "word ")):
+        inline = next(t for t in parser.parse(page) if t.type == "inline")
+        assert [t.type for t in parser.parse(page)][1:2] == ["inline"]
+        shown = "".join(t.content for t in inline.children or ())
+        assert {t.type for t in inline.children or ()} <= {"text", "text_special"}
+        assert shown.removeprefix(before).removesuffix(" word" if before else "") == one_line(value)
+    cells = [t for t in parser.parse(row) if t.type == "inline"]
+    assert [c.content for c in cells[:2]] == ["x", "a"] and len(cells) == 4
+    shown = ["".join(t.content for t in c.children or ()) for c in cells[2:]]
+    assert shown == [f"n {one_line(value)}", f"b {one_line(value)}"]
+    assert "://" not in line.replace("\\:", "") and "www." not in line.lower()
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_report_has_the_same_structure_whatever_the_names_and_samples(
+    value: str, tmp_path: Path
+) -> None:
+    """No image, link, heading, table or HTML comes from a name or a sample."""
+    benign, hostile = (sections.page(hostile_results(x), PICTURES) for x in (BENIGN, value))
+    assert structure(hostile) == structure(benign)
+    assert structure(hostile).count("image alpha.png") == 1
+    assert not any(
+        "html" in kind or "link" in kind or "fence" in kind for kind in structure(hostile)
+    )
+    pages = []
+    for name, page in (("benign", benign), ("hostile", hostile)):
+        markdown.write(tmp_path / f"{name}.md", page)
+        pages.append((tmp_path / f"{name}.html").read_text())
+    assert Tags(pages[1]).seen == Tags(pages[0]).seen
+    assert controls(pages[1]) == set()
+
+
+def test_every_text_of_the_results_is_escaped() -> None:
+    """A field that is added later is escaped, too: all of them are, whatever they are called."""
+
+    def texts(value: Any) -> list[str]:
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list | tuple):
+            return [x for part in value for x in texts(part)]
+        return texts(list(vars(value).values())) if hasattr(value, "__dict__") else []
+
+    before, after = texts(hostile_results("a|b")), texts(markdown.escaped(hostile_results("a|b")))
+    assert before.count("a|b") > 20
+    assert [markdown.text(x) for x in before] == after
+
+
+def test_a_plot_takes_dollars_for_dollars(tmp_path: Path) -> None:
+    line = plots.Line([0, 1], [0, 1], plots.BLUE, r"$\nonsense{")
+    plots.curves(tmp_path / "a.png", [plots.Panel(r"$\nonsense{", "x", [line])])
+    assert (tmp_path / "a.png").exists()
+
+
+# Weights & Biases, scripts, and a whole job
+
+
+def test_a_table_of_samples_is_plain(tmp_path: Path) -> None:
+    logged: list[Any] = []
+    tracker = Tracker(Config(track=TrackConfig(mode="disabled")), tmp_path)
+    tracker._run = SimpleNamespace(  # type: ignore[assignment]
+        log=logged.append, summary={}, log_artifact=lambda _: None
+    )
+    (tmp_path / "draft").mkdir()
+    tracker.report(hostile_results("\x1b]0;x\x07 \u202e"), {}, tmp_path / "draft")
+    tables = [table for entry in logged for table in entry.values()]
+    assert tables
+    for table in tables:
+        for prompt, answer, _ in table.data:
+            assert controls(prompt + answer) == set()
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A script as a module, without running it."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    monkeypatch.setattr(errors, "command", lambda main: None)
+
+    def loaded(name: str) -> ModuleType:
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        loader = SourceFileLoader(f"script_{name}", str(REPOSITORY / "scripts" / name))
+        spec = spec_from_loader(loader.name, loader)
+        assert spec is not None
+        module = module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_generate_says_what_a_model_wrote_as_it_is(
+    script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    generate = script("generate")
+    for piece in text:
+        generate.say(piece, "green")
+    assert capsys.readouterr().out == plain(text)
+
+
+def test_a_job_with_a_hostile_name_and_folder_ends_well(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that a run prints or writes after its training ends it."""
+    data = tmp_path / "[red] \x1b[31m![](http:" / "chats [/x].jsonl"
+    data.parent.mkdir(parents=True)
+    data.write_bytes(tiny.data.read_bytes())
+    folder = tmp_path / "[/x] $a$ \x1b]0;t\x07"
+    tiny.job(folder, "ngram", "name='[/x] <b>![](http://a.example)'", f"data.path='{data}'")
+    out = capsys.readouterr().out
+    assert "[/x] $a$ \\x1b]0;t\\x07" in out and controls(out) == set()
+    page = (folder / "report" / "report.md").read_text()
+    assert markup(page) == set()
+    assert all(kind.endswith(".png") for kind in structure(page) if "image" in kind)
