@@ -93,6 +93,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.needs_layers:
             target.whole()
         console.print(opening(target.parts, cfg.target, reason))
+        if cfg.export is not None and export.layout_names(cfg.drafter.name):
+            export.require_exportable(cfg.drafter, target.parts, cfg.export)
         job = Job(cfg, folder, accelerator, target, tracker, progress, started)
         texts = texts_of(job)
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)

@@ -3,8 +3,9 @@
 Read from vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py): the target may be any model that
 gives the states of its layers. The target's embedding and LM head are shared, unless the file has
 an `lm_head.weight`: for a pruned draft vocabulary, that tensor holds the rows of the target's head
-for the tokens kept. In vLLM a block is the anchor and as many mask tokens as are drafted, so a
-bidirectional block drafts as it does here only with num_speculative_tokens = `depth`.
+for the tokens kept. Both are scaled by `logit_scale`. In vLLM a block is the anchor and as many
+mask tokens as are drafted, so a bidirectional block drafts as it does here only with
+num_speculative_tokens = `depth`.
 """
 
 import torch
@@ -12,7 +13,15 @@ import torch
 from specdec.drafters.parallel.block import Block
 from specdec.errors import require
 from specdec.formats import eagle3
-from specdec.formats.layout import Description, Layout, Tensors, special_tokens
+from specdec.formats.layout import (
+    Description,
+    Layout,
+    Tensors,
+    layers_of,
+    refuse_biased_head,
+    shared_head,
+    special_tokens,
+)
 from specdec.target.base import Target
 
 HEAD = "lm_head.weight"
@@ -21,7 +30,7 @@ HEAD = "lm_head.weight"
 def config(drafter: Block, target: Target) -> Description:
     """`architectures: [DFlashDraftModel]`, a Qwen3. Its layer ids are one less than ours."""
     return {
-        **drafter.llama.to_dict(),
+        **layers_of(drafter.llama),
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": drafter.config.num_layers,
@@ -33,7 +42,7 @@ def config(drafter: Block, target: Target) -> Description:
             "target_layer_ids": [k - 1 for k in drafter.needs.layers],
             "causal": drafter.causal,
         },
-        "logit_scale": getattr(target.config, "logit_scale", None) or 1.0,
+        **shared_head(target),
         "tie_word_embeddings": False,
         **special_tokens(target),
     }
@@ -41,7 +50,7 @@ def config(drafter: Block, target: Target) -> Description:
 
 def write(drafter: Block, tensors: Tensors) -> Tensors:
     if drafter.vocab_S is not None:
-        tensors[HEAD] = drafter.target.own_head(drafter.vocab_S)
+        tensors[HEAD] = drafter.target.head.weight[drafter.vocab_S]
     return eagle3.write(drafter, tensors)
 
 
@@ -49,11 +58,10 @@ def read(drafter: Block, tensors: Tensors) -> Tensors:
     """Raises UserError for a head that is not the target's."""
     if drafter.vocab_S is not None:
         rows_SD = tensors.pop(HEAD, None)
-        fits = rows_SD is not None and torch.equal(
-            rows_SD, drafter.target.own_head(drafter.vocab_S).cpu()
-        )
+        kept_SD = drafter.target.head.weight[drafter.vocab_S]
+        fits = rows_SD is not None and torch.equal(rows_SD, kept_SD.cpu())
         require(fits, f"tensor {HEAD!r} is not the target's head for the draft vocabulary")
     return eagle3.read(drafter, tensors)
 
 
-LAYOUTS = {"hf": Layout("dflash", config, write, read)}
+LAYOUTS = {"hf": Layout("dflash", config, write, read, refuse_biased_head)}

@@ -7,24 +7,22 @@ precision they were trained in. Letters: B batch, T time, N positions, S draft v
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters import Drafter
+from specdec.drafters import Drafter, family
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import replaced
-from specdec.formats import dflash, eagle, eagle3, lm, medusa, mlp, mtp, peagle
+from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
-from specdec.formats.layout import Layout, renamed
+from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS, Layout, renamed
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
-
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served
-MARK = "draftsmith.json"  # marks our own exports, which a new one may replace
+from specdec.target.parts import Parts
 
 FAMILIES = {
     "eagle": eagle,
@@ -58,14 +56,27 @@ def layout_of(family: str, name: str) -> Layout:
     return LAYOUTS[family, name]
 
 
+def require_exportable(config: Any, target: Parts, layout: str) -> None:
+    """Raise UserError if no draft with this config could be exported for this target, whatever its
+    weights turn out to be. Nothing is computed, so this can be asked before training."""
+    chosen = layout_of(config.name, layout)
+    if chosen.refuse is not None:
+        kind = family(config.name)
+        with torch.device("meta"):
+            drafter = kind(config, kind.plan(config, target))
+        chosen.refuse(drafter, target)
+
+
 def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "hf") -> str:
     """Export a draft; returns a line that says what was compared. The folder appears only if the
     draft read back gives the same logits. Raises UserError for a layout that this family does not
     have, for a weight that is missing or not finite, for a draft that an engine would read
     differently, and for a folder that is not an earlier export."""
-    folder, family = Path(folder), drafter.config.name
-    chosen = layout_of(family, layout)
+    folder, name = Path(folder), drafter.config.name
+    chosen = layout_of(name, layout)
     require_free(folder)
+    if chosen.refuse is not None:
+        chosen.refuse(drafter, target)
     tensors = chosen.write(drafter, untied(drafter.state_dict()))
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{folder}: not written")
@@ -76,10 +87,10 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
         theirs = renamed(tensors, chosen.prefixes)
         save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        _mark(partial, family, layout, target)
+        _mark(partial, name, layout, target)
         if chosen.overrides:
             (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
-        if chosen.whole_model:
+        if chosen.whole_model and target.tokenizer is not None:
             target.tokenizer.save_pretrained(partial)
         again = read(partial, drafter, target, layout)
         before, after = (logits(d, target) for d in (drafter, again))
@@ -87,7 +98,17 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
             raise UserError(f"{folder}: not written, because {said}")
         if (gap := float((before - after).abs().max())) > 0:
             raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
-    return f"{len(tensors)} tensors read back, logits identical"
+        elsewhere, most = foreign.gap(partial, drafter, target), foreign.limit(target)
+        if not elsewhere <= most:
+            raise UserError(
+                f"{folder}: not written: an engine that reads {CONFIG} would compute logits that "
+                f"differ by {elsewhere:.2g} of the largest (rounding: {most:.2g}): this is a bug, "
+                "please report it with the target's config"
+            )
+    return (
+        f"{len(tensors)} tensors read back, logits identical; transformers' own layers, built from "
+        f"{CONFIG}, compute the same to {elsewhere:.0e} of the largest logit"
+    )
 
 
 def write_target(folder: Path, target: Target) -> None:

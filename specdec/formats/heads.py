@@ -5,9 +5,11 @@ outside a pruned vocabulary get rows of zeros: their logit is 0, and the engine,
 greedily, never takes one while the best logit is above 0 (`objection` checks this on a text).
 """
 
+import torch
 from torch import Tensor
 
 from specdec.drafters.heads import Heads
+from specdec.errors import require
 from specdec.formats.layout import Tensors
 
 HEAD = "lm_heads."  # followed by the number of the head
@@ -24,12 +26,19 @@ def write(drafter: Heads, tensors: Tensors) -> Tensors:
 
 
 def read(drafter: Heads, tensors: Tensors) -> Tensors:
-    """Heads over the draft vocabulary: the rows that are not zero."""
+    """Heads over the draft vocabulary, which is that of `drafter`: nothing else tells a token
+    outside it from one whose row happens to be zeros. Raises UserError for a head with other
+    tokens."""
     if drafter.vocab_S is None or f"{HEAD}0.weight" not in tensors:
         return tensors
-    vocab_S = tensors[f"{HEAD}0.weight"].any(-1).nonzero()[:, 0]
-    heads = {n: x[vocab_S] for n, x in tensors.items() if n.startswith(HEAD)}
-    return tensors | heads | {"vocab_S": vocab_S}
+    vocab_S = drafter.vocab_S.cpu()
+    outside_V = torch.ones(drafter.target_vocab, dtype=torch.bool)
+    outside_V[vocab_S] = False
+    found = {n: x for n, x in tensors.items() if n.startswith(HEAD)}
+    for name, whole_VD in found.items():
+        fits = len(whole_VD) == len(outside_V) and not whole_VD[outside_V].any()
+        require(fits, f"tensor {name!r} has tokens outside the draft vocabulary")
+    return tensors | {n: x[vocab_S] for n, x in found.items()} | {"vocab_S": vocab_S}
 
 
 def objection(drafter: Heads, logits_NS: Tensor) -> str | None:

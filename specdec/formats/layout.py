@@ -5,8 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import LlamaConfig
 
+from specdec.drafters.recurrent.rope import share_of
+from specdec.errors import require
 from specdec.target.base import Target
+from specdec.target.parts import Parts, head_factor
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served
+MARK = "draftsmith.json"  # marks our own exports, which a new one may replace
+
+OTHER = "train a family with a head of its own, such as eagle3, or give export=null"
 
 Tensors = dict[str, Tensor]
 Description = dict[str, Any]  # config.json
@@ -20,13 +30,16 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
 class Layout:
     """A family's weights as an engine names, shapes and describes them. `write` converts the
     drafter's tensors to the engine's before they are renamed; `read` converts them back after they
-    are renamed back. `objection` takes the drafter's logits on a short text and says why an engine
-    would draft differently, or returns None."""
+    are renamed back. `refuse` raises UserError if an engine would read any draft of this config for
+    this target differently; it reads no weights, so it can be asked before training. `objection`
+    takes the drafter's logits on a short text and says why an engine would draft differently, or
+    returns None."""
 
     method: str  # vLLM's name for drafting with such weights
     config: Callable[[Any, Target], Description]
     write: Callable[[Any, Tensors], Tensors] = unchanged
     read: Callable[[Any, Tensors], Tensors] = unchanged
+    refuse: Callable[[Any, Parts], None] | None = None
     objection: Callable[[Any, Tensor], str | None] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
     whole_model: bool = False  # it is written with the target's tokenizer
@@ -41,9 +54,39 @@ def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
     return {prefixes.get(old[n], "") + n.removeprefix(old[n]): x for n, x in tensors.items()}
 
 
+def layers_of(llama: LlamaConfig) -> Description:
+    """The config of a draft's layers as engines read it. The rotary parameters are those of `alike`
+    (recurrent/rope.py), which all engines read alike; vLLM takes the scale of LongRoPE's factors
+    from keys of its own."""
+    described = llama.to_dict()
+    rope: Description = dict(described["rope_parameters"])
+    if (rotary_dim := described.pop("rotary_dim", None)) is not None:
+        rope["partial_rotary_factor"] = share_of(rotary_dim, described["head_dim"])
+    if rope["rope_type"] == "longrope":
+        rope["short_mscale"] = rope["long_mscale"] = rope["attention_factor"]
+    return described | {"rope_parameters": rope}
+
+
 def one_layer(drafter: Any) -> Description:
     """The config of a one-layer Llama, for the layer of a recurrent drafter."""
-    return {**drafter.llama.to_dict(), "model_type": "llama", "num_hidden_layers": 1}
+    return {**layers_of(drafter.llama), "model_type": "llama", "num_hidden_layers": 1}
+
+
+def shared_head(target: Parts) -> Description:
+    """How the target's own head, which an engine shares with the draft, is scaled. Soft caps are
+    read by SGLang alone, and change no greedy draft."""
+    cap = getattr(target.config, "final_logit_softcapping", None)
+    scale = {"logit_scale": head_factor(target.config)}
+    return scale | ({"final_logit_softcapping": cap} if cap else {})
+
+
+def refuse_biased_head(drafter: Any, target: Parts) -> None:
+    """Raise UserError for a target whose head has a bias: an engine shares its weight alone."""
+    require(
+        target.head.bias is None,
+        f"the LM head of {target.name} has a bias, which vLLM leaves out for a draft that shares "
+        f"the head: {OTHER}",
+    )
 
 
 def special_tokens(target: Target) -> Description:

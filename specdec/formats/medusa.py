@@ -24,4 +24,4 @@ def config(drafter: Medusa, target: Target) -> Description:
     }
 
 
-LAYOUTS = {"hf": Layout("medusa", config, heads.write, heads.read, heads.objection)}
+LAYOUTS = {"hf": Layout("medusa", config, heads.write, heads.read, objection=heads.objection)}

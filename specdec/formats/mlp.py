@@ -2,13 +2,17 @@
 
 vLLM 0.32 still has that file but no longer registers its class, so no engine can check an export.
 The loader removes `speculator.` from names, drops unknown tensors in silence, and reads only the
-first name of tied weights. `top_k_tokens_per_head` must have an entry for each head, though nothing
+first name of tied weights, except that its heads are never tied: a tied head is written for each
+depth. `top_k_tokens_per_head` must have an entry for each head, though nothing
 reads it. The vocabulary is always whole.
 """
 
+import torch
+
 from specdec.drafters.recurrent.mlp import Mlp
+from specdec.errors import require
 from specdec.formats import heads
-from specdec.formats.layout import Description, Layout
+from specdec.formats.layout import Description, Layout, Tensors
 from specdec.target.base import Target
 
 
@@ -28,7 +32,27 @@ def config(drafter: Mlp, target: Target) -> Description:
     }
 
 
+def write(drafter: Mlp, tensors: Tensors) -> Tensors:
+    tensors = heads.write(drafter, tensors)
+    if drafter.config.tie_weights:
+        one = tensors[f"{heads.HEAD}0.weight"]
+        tensors |= {f"{heads.HEAD}{k}.weight": one.clone() for k in range(1, drafter.config.depth)}
+    return tensors
+
+
+def read(drafter: Mlp, tensors: Tensors) -> Tensors:
+    """Raises UserError if the copies of a tied head differ."""
+    if drafter.config.tie_weights:
+        for k in range(1, drafter.config.depth):
+            copy = tensors.pop(f"{heads.HEAD}{k}.weight", None)
+            alike = copy is not None and torch.equal(copy, tensors[f"{heads.HEAD}0.weight"])
+            require(alike, f"tensor 'speculator.head.{k}.weight' is not the tied head")
+    return heads.read(drafter, tensors)
+
+
 PREFIXES = {heads.HEAD: "speculator.head.", "": "speculator."}
 LAYOUTS = {
-    "hf": Layout("mlp_speculator", config, heads.write, heads.read, heads.objection, PREFIXES)
+    "hf": Layout(
+        "mlp_speculator", config, write, read, objection=heads.objection, prefixes=PREFIXES
+    )
 }

@@ -11,49 +11,40 @@ fit this module.
 
 from specdec.drafters.recurrent.mtp import MTP
 from specdec.errors import require
-from specdec.formats.layout import Description, Layout, one_layer, special_tokens
+from specdec.formats.layout import (
+    OTHER,
+    Description,
+    Layout,
+    one_layer,
+    refuse_biased_head,
+    special_tokens,
+)
 from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 def overrides(drafter: MTP, target: Target) -> Description:
-    """The keys of the module's attention and norms: MiMo-V2's own, so they change no target."""
-    llama = drafter.llama
-    found = {
-        "layernorm_epsilon": llama.rms_norm_eps,
-        "swa_num_attention_heads": llama.num_attention_heads,
-        "swa_num_key_value_heads": llama.num_key_value_heads,
-        "swa_head_dim": llama.head_dim,
-        "swa_rope_theta": (llama.rope_parameters or {}).get("rope_theta", 10000.0),
+    """The keys of the module's attention and norms: MiMo-V2's own, so they change no target. The
+    share of a head that is rotated is also the target's own (see `refuse`)."""
+    described = one_layer(drafter)
+    rope = described["rope_parameters"]
+    names = {
+        "layernorm_epsilon": "rms_norm_eps",
+        "swa_num_attention_heads": "num_attention_heads",
+        "swa_num_key_value_heads": "num_key_value_heads",
+        "swa_head_dim": "head_dim",
     }
-    return found if hasattr(target.config, "attention_bias") else {**found, "attention_bias": False}
+    keys = {theirs: described[ours] for theirs, ours in names.items()}
+    keys["swa_rope_theta"] = rope["rope_theta"]
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        keys["partial_rotary_factor"] = share
+    if not hasattr(target.model.config, "attention_bias"):
+        keys["attention_bias"] = False
+    return keys
 
 
 def config(drafter: MTP, target: Target) -> Description:
-    """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader. Raises UserError
-    for what the loader would read differently: several modules, scaled rotary positions, an MLP of
-    another size than the target's, attention biases, an activation other than SiLU."""
-    rope, theirs = drafter.llama.rope_parameters or {}, target.config
-    other = "export a draft of another family, such as eagle3"
-    require(
-        not drafter.several,
-        "engines run one module at every depth: train with drafter.modules=1 to export it",
-    )
-    require(
-        rope.get("rope_type", "default") == "default",
-        "vLLM's loader supports only plain rotary positions, but this target's are of type "
-        f"{rope.get('rope_type')}: {other}",
-    )
-    require(
-        getattr(theirs, "intermediate_size", None) == drafter.llama.intermediate_size,
-        "vLLM's loader gives the module an MLP of the target's size: train with "
-        "drafter.intermediate_size=null",
-    )
-    require(
-        not getattr(theirs, "attention_bias", False),
-        f"vLLM's loader gives the module attention biases, as in {target.name}: {other}",
-    )
-    act = theirs.hidden_act
-    require(act == "silu", f"vLLM's loader needs a target with silu, not {act}: {other}")
+    """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader."""
     return {
         **one_layer(drafter),
         **overrides(drafter, target),
@@ -63,8 +54,67 @@ def config(drafter: MTP, target: Target) -> Description:
     }
 
 
+def refuse(drafter: MTP, target: Parts) -> None:
+    """Raise UserError for what the loader would read differently: several modules, scaled rotary
+    positions, or a target whose config says what the module does not do."""
+    theirs, ours = target.model.config, drafter.llama
+    rope: Description = ours.rope_parameters  # type: ignore[assignment]
+    theirs_rope = getattr(theirs, "rope_parameters", None) or {}
+    by_kind = [key for key, x in theirs_rope.items() if isinstance(x, dict)]
+    act = getattr(theirs, "hidden_act", None)
+    partial = getattr(ours, "rotary_dim", None) is not None
+    require(
+        not drafter.several,
+        "engines run one module at every depth: train with drafter.modules=1 to export it, or give "
+        "export=null",
+    )
+    refuse_biased_head(drafter, target)
+    require(
+        rope["rope_type"] == "default",
+        "vLLM's loader of mtp supports only plain rotary positions, but this target's are of type "
+        f"{rope['rope_type']}: {OTHER}",
+    )
+    require(
+        not partial or not by_kind,
+        f"each kind of layer of {target.name} rotates another part of its heads, and vLLM's loader "
+        f"of mtp would make them alike: {OTHER}",
+    )
+    require(
+        partial or getattr(theirs, "partial_rotary_factor", None) in (None, 1),
+        f"vLLM's loader of mtp rotates as much of a head as {target.name} does: {OTHER}",
+    )
+    require(
+        getattr(theirs, "hidden_size", None) == ours.hidden_size
+        and getattr(theirs, "vocab_size", None) == target.vocab_size,
+        f"vLLM's loader of mtp reads its sizes in the config of {target.name}, which does not have "
+        f"them: {OTHER}",
+    )
+    require(
+        getattr(theirs, "intermediate_size", None) == ours.intermediate_size,
+        "vLLM's loader gives the module an MLP of the target's size: train with "
+        f"drafter.intermediate_size=null if it is {ours.intermediate_size}; else {OTHER}",
+    )
+    require(
+        act == "silu",
+        f"vLLM's loader of mtp needs a target whose config has hidden_act=silu, and that of "
+        f"{target.name} has {act}: {OTHER}",
+    )
+    for key in OBEYED:
+        require(
+            getattr(theirs, key, None) in (None, False, -1),
+            f"vLLM's loader gives the module the {key} of {target.name}: {OTHER}",
+        )
+
+
+OBEYED = (  # keys of a target's config that the loader obeys and the module does not have
+    "attention_bias",
+    "attention_value_scale",
+    "swa_v_head_dim",
+    "sliding_window_size",
+    "add_swa_attention_sink_bias",
+)
 PREFIXES = {
     "layers.0.post_attention_layernorm.": "model.mtp.layers.0.pre_mlp_layernorm.",
     "layers.": "model.mtp.layers.",
 }
-LAYOUTS = {"hf": Layout("mtp", config, prefixes=PREFIXES, overrides=overrides)}
+LAYOUTS = {"hf": Layout("mtp", config, refuse=refuse, prefixes=PREFIXES, overrides=overrides)}

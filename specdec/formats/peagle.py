@@ -3,12 +3,12 @@ with `"parallel_drafting": true`. SGLang does not have it."""
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from specdec.drafters.parallel.peagle import PEagle
+from specdec.errors import require
 from specdec.formats import eagle3
 from specdec.formats.layout import Description
 from specdec.target.base import Target
+from specdec.target.parts import Parts
 
 
 def hf(drafter: PEagle, target: Target) -> Description:
@@ -23,14 +23,16 @@ def speculators(drafter: PEagle, target: Target) -> Description:
     return {**found, "mask_token_id": drafter.mask_token}
 
 
-def objection(drafter: PEagle, logits_NS: Tensor) -> str | None:
-    unread = "vLLM reads drafter.fc_norm of peagle only in the layout hf: export in that layout"
-    return unread if drafter.config.fc_norm else None
+def refuse(drafter: PEagle, target: Parts) -> None:
+    require(
+        not drafter.config.fc_norm,
+        "vLLM reads drafter.fc_norm of peagle only in the layout hf: give export=hf",
+    )
 
 
 LAYOUTS = {
     "hf": replace(eagle3.LAYOUTS["hf"], config=hf, parallel=True),
     "speculators": replace(
-        eagle3.LAYOUTS["speculators"], config=speculators, objection=objection, parallel=True
+        eagle3.LAYOUTS["speculators"], config=speculators, refuse=refuse, parallel=True
     ),
 }

@@ -111,6 +111,11 @@ class Parts:
         """Logits [..., V] of the final hidden state [..., D]."""
         return self._scale(self.head(final))
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows [..., D] of the embedding table as it is stored. Some models scale what they read of
+        it (Gemma 3), but engines share the table itself with a draft."""
+        return nn.functional.embedding(ids, self.embedding.weight)
+
     def own_head(self, vocab_S: Tensor | None = None) -> Tensor:
         """The weights [S, D] with which a draft's own linear head gives the target's logits over
         part of the vocabulary, as far as these are linear (a soft cap is not)."""

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
@@ -29,14 +28,14 @@ from specdec.drafters.gather import last_of, pieces, unread
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.recurrent.attention import (
     KeyValue,
-    Rope,
     Sight,
     attended,
     by_slot,
     fused,
     over_blocks,
 )
-from specdec.drafters.recurrent.layer import Layer, copy_fitting, llama_of
+from specdec.drafters.recurrent.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.recurrent.rope import Rope
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -89,7 +88,7 @@ class Block(Drafter):
         super().__init__(config, sizes)
         require_between("drafter.mask_token", sizes.mask_token, 0, sizes.target_vocab - 1)
         self.needs = Needs(layers=tuple(sizes.layers))
-        self.llama = LlamaConfig(**sizes.llama)
+        self.llama = config_of(sizes.llama)
         self.max_depth, self.slots = config.depth, config.depth + self.first
         self.scratch = self.slots
         D, eps = self.llama.hidden_size, self.llama.rms_norm_eps
@@ -130,8 +129,7 @@ class Block(Drafter):
         for k, layer in enumerate(self.layers, depth - len(self.layers)):
             theirs, attention = target.as_llama(max(0, k)), layer.self_attn
             gain_E = theirs.pop("self_attn.k_norm.weight", None)
-            for name, x in layer.named_parameters():
-                copy_fitting(x, theirs.get(name))
+            copy_alike(theirs, dict(layer.named_parameters()), D)
             if gain_E is None or gain_E.shape != attention.q_norm.weight.shape:
                 read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
                 sizes = [getattr(attention, name).weight * read_D for name in projections]
@@ -161,7 +159,7 @@ class Block(Drafter):
         """The embeddings [B, A, M, D] of blocks that begin with these tokens."""
         ids_BAM = anchor_BA[..., None].repeat(1, 1, self.slots)
         ids_BAM[..., 1:] = self.sizes.mask_token
-        return self.target.embedding(ids_BAM).to(self.fc.weight.dtype)
+        return self.target.embed(ids_BAM).to(self.fc.weight.dtype)
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""

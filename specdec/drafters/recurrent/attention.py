@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from specdec.drafters.recurrent.rope import rotated
 from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
@@ -65,26 +66,6 @@ class Sight(NamedTuple):
         """The tiles of `BLOCK` keys that hold all that these anchors see."""
         first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
         return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
-
-
-class Rope(nn.Module):
-    """Rotary factors for `rotated`, from a table that grows as needed."""
-
-    def __init__(self, llama: LlamaConfig) -> None:
-        super().__init__()
-        self.rotary = LlamaRotaryEmbedding(llama)
-        self._table: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., E] at positions below `end`; the first half of sin is negated."""
-        device, table = position.device, self._table
-        if table is None or len(table[0]) < end or table[0].device != device:
-            with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
-                steps = torch.arange(max(2 * end, 1024), device=device)[None]
-                cos, sin = self.rotary(torch.zeros((), device=device), steps)
-            first, second = sin[0].chunk(2, -1)
-            table = self._table = cos[0], torch.cat([-first, second], -1)
-        return table[0][position], table[1][position]
 
 
 class Attention(nn.Module):
@@ -278,10 +259,3 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) 
         query.flatten(2, 3), keys, values, attn_mask=mask
     )
     return out.unflatten(2, (G, A))
-
-
-def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of heads, given cos and sin [B, A, E] from `Rope`. It is Llama's
-    x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2 are the halves of x; here sin has the sign."""
-    cos, sin = (t[:, None].to(x_BHAE.dtype) for t in rope)
-    return torch.addcmul(x_BHAE * cos, x_BHAE.roll(x_BHAE.shape[-1] // 2, -1), sin)

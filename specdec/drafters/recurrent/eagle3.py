@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
-from specdec.drafters.recurrent.layer import Layer, copy_fitting, llama_of
+from specdec.drafters.recurrent.layer import Layer, copy_alike, copy_fitting, llama_of
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.drafters.regression import Squares, low_rank, ridge
@@ -111,12 +111,7 @@ class Eagle3(Solved):
             if layer is self.layer:
                 ours.pop("input_layernorm.weight")  # the target's norm is for the feature
                 theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
-            for name, weight in ours.items():
-                source = theirs.get(name, torch.empty(0))
-                if source.shape == weight.shape:
-                    weight.copy_(source)
-                elif source.shape == (weight.shape[0], D):  # q, k, v: the feature's half
-                    weight[:, D:] = source
+            copy_alike(theirs, ours, D)
         copy_fitting(self.norm.weight, target.norm_weight)
 
     @property

@@ -12,9 +12,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight, attended
-from specdec.target.parts import Parts
+from specdec.drafters.recurrent.rope import FULL, alike, of_full_attention, rotary_width
+from specdec.target.parts import UNBOUNDED, Parts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
+LONGEST = 1 << 17  # positions of a draft whose target sets no limit
+READS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+ATTENTION, MLP = (*READS, "self_attn.o_proj."), ("mlp.",)
 
 
 class Layer(nn.Module):
@@ -93,6 +97,28 @@ def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     return all(same) and all(x.element_size() > 1 for x in found)
 
 
+def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: int) -> None:
+    """Copy the tensors of a target's layer that mean the same as those of the same names in a
+    draft's layer. q, k, v and o belong together, as do the parts of an MLP: they are copied only if
+    all of them fit, since a single one of latent attention or of wider heads may have the right
+    shape by chance. Attention that reads more than `width` numbers takes q, k and v as its last
+    columns."""
+
+    def place(name: str) -> Tensor | None:
+        source, x = theirs.get(name), ours[name]
+        if source is None or source.element_size() == 1:
+            return None
+        wide = name.startswith(READS) and source.shape == (x.shape[0], width)
+        return x if source.shape == x.shape else x[:, -width:] if wide else None
+
+    places = {name: place(name) for name in ours}
+    together = [[n for n in ours if n.startswith(group)] for group in (ATTENTION, MLP)]
+    apart = {n for names in together if any(places[n] is None for n in names) for n in names}
+    for name, x in places.items():
+        if x is not None and name not in apart:
+            x.copy_(theirs[name])
+
+
 def copy_fitting(x: Tensor, found: Tensor | None) -> None:
     """Copy a tensor of the target's, if there is one, to a weight of the same shape."""
     if found is not None and found.shape == x.shape:
@@ -112,22 +138,57 @@ def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:
-    """The keys of a LlamaConfig for a layer shaped like the target's own."""
-    theirs = target.config
-    heads = theirs.num_attention_heads
+    """The keys of a LlamaConfig for a layer shaped like the target's own, and `rotary_dim` if only
+    so many numbers of a head are rotated. Where the target's layers differ, it is shaped like the
+    last one with full attention. Nothing of the target's config is shared or changed."""
+    index, theirs = _full_attention(target.config)
+    D, positions = target.width, target.positions
 
-    def of_target(key: str, default: Any) -> Any:
-        return getattr(theirs, key, None) or default
+    def size(key: str, default: int) -> int:
+        value = getattr(theirs, key, None)
+        value = value[index] if isinstance(value, list | tuple) and len(value) > index else value
+        return value if type(value) is int and value > 0 else default
 
+    wanted = size("num_attention_heads", max(1, D // 64))
+    heads = next(n for n in range(min(wanted, D), 0, -1) if D % n == 0)  # as LlamaConfig demands
+    kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", D // wanted)
+    head_dim += head_dim % 2
+    kinds = getattr(theirs, "layer_types", None) or ()
+    kind = kinds[index] if index < len(kinds) else None
+    rope = of_full_attention(getattr(theirs, "rope_parameters", None), kind)
+    rotary = rotary_width(rope, head_dim)
+    if rope is not None:
+        rope.pop("partial_rotary_factor", None)
     return {
-        "hidden_size": target.width,
-        "intermediate_size": intermediate_size or of_target("intermediate_size", 4 * target.width),
+        "hidden_size": D,
+        "intermediate_size": intermediate_size or size("intermediate_size", 4 * D),
         "num_attention_heads": heads,
-        "num_key_value_heads": of_target("num_key_value_heads", heads),
-        "head_dim": of_target("head_dim", target.width // heads),
-        "rms_norm_eps": of_target("rms_norm_eps", 1e-5),
-        "max_position_embeddings": theirs.max_position_embeddings,
-        "rope_parameters": of_target("rope_parameters", None),
+        "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-5,
+        "max_position_embeddings": positions if positions < UNBOUNDED else LONGEST,
+        "rope_parameters": rope,
         "hidden_act": "silu",
         "vocab_size": target.vocab_size,
-    }
+    } | ({"rotary_dim": rotary} if rotary < head_dim else {})
+
+
+def _full_attention(config: Any) -> tuple[int, Any]:
+    """The index of a target's last layer with full attention (else of its last layer), and the
+    config of that layer. Gemma 4's has other sizes than the model's, which raises if asked."""
+    count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
+    full = [k for k, kind in enumerate(kinds[:count]) if kind == FULL]
+    index = full[-1] if full else count - 1
+    various = getattr(config, "is_heterogeneous", False)
+    return index, config.per_layer_config[index] if various else config
+
+
+def config_of(llama: Mapping[str, Any]) -> LlamaConfig:
+    """The config of a draft's layers, from its keys (`llama_of`) as they are on its card. A card of
+    an earlier version may say how much of a head is rotated, or hold parameters by kind of layer:
+    such a draft was trained without regard to them."""
+    rope = of_full_attention(llama["rope_parameters"], None)
+    if rope is not None:
+        width = llama.get("rotary_dim") or llama["head_dim"]
+        rope = alike(rope, width, llama["max_position_embeddings"])
+    return LlamaConfig(**{**llama, "rope_parameters": rope})

@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from specdec.context import Context, Moment
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
 from specdec.drafters.gather import entries, pieces, text_after, unread
-from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, fused
-from specdec.drafters.recurrent.layer import Layer, llama_of
+from specdec.drafters.recurrent.attention import KeyValue, Sight, fused
+from specdec.drafters.recurrent.layer import Layer, config_of, llama_of
+from specdec.drafters.recurrent.rope import Rope
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
@@ -61,7 +61,7 @@ class Recurrent(Drafter):
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
-        self.llama = LlamaConfig(**sizes.llama)
+        self.llama = config_of(sizes.llama)
         self._target: tuple[Parts, ...] = ()  # in a tuple, so that it is neither moved nor saved
         self.rope = Rope(self.llama)
         self.compiled = Compiled(self.run, SHORT)
@@ -126,7 +126,7 @@ class Recurrent(Drafter):
         return self._target[0].logits(hidden.to(self._target[0].dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._target[0].embedding(ids).to(self.dtype)
+        return self._target[0].embed(ids).to(self.dtype)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:

@@ -29,15 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
 from specdec.drafters.gather import entries, tokens_from
 from specdec.drafters.models.views import decoder_layers
-from specdec.drafters.recurrent.attention import KeyValue, Rope, Sight, attended, fused
-from specdec.drafters.recurrent.layer import Layer, copy_fitting, llama_of
+from specdec.drafters.recurrent.attention import KeyValue, Sight, attended, fused
+from specdec.drafters.recurrent.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.recurrent.rope import Rope
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -116,7 +116,7 @@ class Spire(Drafter):
     def __init__(self, config: SpireConfig, sizes: SpireSizes) -> None:
         super().__init__(config, sizes)
         self.needs = Needs(layers=tuple(sizes.layers))
-        self.llama = LlamaConfig(**sizes.llama)
+        self.llama = config_of(sizes.llama)
         D, n = self.llama.hidden_size, config.num_layers
         self.layers: Any = nn.ModuleList(
             Layer(self.llama, D, ("input_layernorm",), sizes.head_norms) for _ in range(n)
@@ -155,8 +155,7 @@ class Spire(Drafter):
             return
         for i, layer in enumerate(self.layers):
             theirs = target.as_llama(i - len(self.layers))
-            for name, x in layer.named_parameters():
-                copy_fitting(x, theirs.get(name))
+            copy_alike(theirs, dict(layer.named_parameters()), self.llama.hidden_size)
 
     def attach(self, target: Parts) -> None:
         self.target = target

@@ -1,0 +1,114 @@
+"""Somebody else's code for an exported draft: the network that an engine makes of a folder.
+
+    logits(folder, target, trial) -> Tensor [N, V]    what an engine computes
+    ours(drafter, target, trial) -> Tensor [N, V]     what our drafter computes
+    gap(folder, drafter, target) -> float             the largest difference, relative to the logits
+    limit(target) -> float                            the largest gap that rounding explains
+
+The network (networks.py) is built from the folder's files alone: config.json, model.safetensors,
+and the overrides of the target's config, with an engine's names of tensors and its defaults where
+a key is absent. Of the target, it has what an engine shares: the embedding table and the head's
+weight.
+
+A `Trial` is a random text with random states in place of the target's, so no pass of the target is
+needed, and the text can be long enough for rotary positions to matter. N runs over its anchors at
+depth 0, then at depth 1, and so on; a token outside the draft vocabulary has the logit -inf or, if
+the engine gives it a row of zeros, 0. Networks are computed in float32.
+
+Letters: N anchors × depths, V vocabulary.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specdec.context import Context
+from specdec.drafters import Drafter
+from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
+from specdec.formats.networks import BY_FAMILY, FINAL, Folder, Trial
+from specdec.target.parts import Parts
+
+
+@torch.no_grad()
+def logits(folder: Path | str, target: Parts, trial: Trial) -> Tensor:
+    """The logits [N, V] of an exported draft in somebody else's code. Raises UserError for a folder
+    that an engine would not load."""
+    folder = Path(folder)
+    config, mark = (json.loads((folder / name).read_text()) for name in (CONFIG, MARK))
+    overrides = folder / OVERRIDES
+    files = Folder(
+        config,
+        {n: x.to(target.device) for n, x in load_file(folder / WEIGHTS).items()},
+        json.loads(overrides.read_text()) if overrides.exists() else {},
+        target,
+        folder,
+    )
+    files = _described(files)
+    read = BY_FAMILY[mark["drafter"]]
+    rows = [read(files, trial, anchor) for anchor in trial.anchors]
+    return torch.stack(rows, 1).flatten(0, 1)
+
+
+@torch.no_grad()
+def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
+    """The logits [N, V] of a drafter of ours."""
+    state, given = drafter.state_dict(), drafter
+    drafter = type(given)(given.config, given.sizes)
+    drafter.load_state_dict(state)
+    drafter.to(target.device, torch.float32).eval()
+    drafter.attach(target)
+    layers = [trial.state(k) for k in drafter.needs.layers]
+    ctx = Context(
+        trial.ids_T[None],
+        torch.cat(layers, -1)[None] if layers else None,
+        trial.state(FINAL)[None],
+    )
+    anchors_BA = torch.tensor([trial.anchors], device=trial.ids_T.device)
+    drafted_BAk = torch.stack([trial.following(a) for a in trial.anchors])[None]
+    hidden_AKD = drafter.hidden(ctx, anchors_BA, drafted_BAk)[0]
+    found = torch.cat([drafter.unembed(hidden_AKD[:, k], k) for k in range(trial.depths)]).float()
+    if drafter.vocab_S is None:
+        return found
+    whole = found.new_full((len(found), drafter.target_vocab), -torch.inf)
+    whole[:, drafter.vocab_S] = found
+    return whole
+
+
+def gap(folder: Path | str, drafter: Drafter, target: Parts, trial: Trial | None = None) -> float:
+    """The largest difference between the logits of an export in somebody else's code and those of
+    the drafter, relative to the largest logit; infinite if they draft from other vocabularies."""
+    trial = trial or Trial.of(drafter, target)
+    mine, theirs = ours(drafter, target, trial), logits(folder, target, trial)
+    inside = mine.isfinite()
+    if not (theirs[~inside].isneginf() | (theirs[~inside] == 0)).all():
+        return float("inf")
+    return float((mine - theirs)[inside].abs().max() / mine[inside].abs().max().clamp_min(1e-9))
+
+
+def limit(target: Parts) -> float:
+    """The largest `gap` that rounding explains: the networks are computed in float32, and a head
+    that is shared in the target's dtype."""
+    return 1e-4 + 4 * torch.finfo(target.dtype).eps
+
+
+def _described(files: Folder) -> Folder:
+    """The files with the config of vLLM's self-describing format as vLLM makes it."""
+    config = files.config
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        return files
+    found = dict(config["transformer_layer_config"])
+    for name in ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
+        if config.get(name) is not None:
+            found[name] = config[name]
+    found["norm_before_residual"] = config.get("norm_before_residual", kind == "eagle3")
+    found["norm_before_fc"] = config.get("norm_before_fc", False)
+    if kind == "eagle3":
+        found |= {name: config.get(name, False) for name in ("fc_norm", "norm_output")}
+    else:
+        found["pard_token"] = config["mask_token_id"]
+    return replace(files, config=found)

@@ -1,0 +1,448 @@
+"""The networks that engines make of exports, from transformers' classes (see foreign.py).
+
+Attention and rotary positions are those of GLM-4-MoE, which are Llama's and Qwen3's, but also
+partial; norm and MLP are Llama's; a draft LM has the class that its config names. How pairs and
+blocks enter the layers follows vLLM 0.32 (model_executor/models: llama_eagle.py, llama_eagle3.py,
+medusa.py, mlp_speculator.py, mimo_v2_mtp.py, qwen3_dflash.py).
+
+Letters: T time, K depths, P pairs, F features of a pair, D width, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, gelu, linear, silu
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from specdec.drafters import Drafter
+from specdec.errors import UserError, require
+from specdec.formats.layout import Description, Tensors, shared_head
+from specdec.target.parts import Parts
+
+LENGTH = 192  # tokens of a trial, if the target has so many positions
+ANCHORS = (0.3, 0.99)  # of a trial, as shares of its text
+DEPTHS = 3  # the most depths that are compared
+FINAL = -1  # stands for the final state where a layer's number stands for the stream after it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A random text, its anchors, how many depths to draft after them, and the target's states."""
+
+    ids_T: Tensor
+    anchors: tuple[int, ...]
+    depths: int
+    width: int
+
+    @classmethod
+    def of(cls, drafter: Drafter, target: Parts) -> "Trial":
+        depths, generator = min(drafter.depth, DEPTHS), torch.Generator().manual_seed(0)
+        room = min(target.room(1), drafter.positions or LENGTH + DEPTHS)
+        length = min(LENGTH, room - depths)
+        ids_T = torch.randint(target.vocab_size, (length + depths,), generator=generator)
+        anchors = tuple(max(1, int(share * (length - 1))) for share in ANCHORS)
+        return cls(ids_T.to(target.device), anchors, depths, target.width)
+
+    def state(self, k: int) -> Tensor:
+        """The residual stream [T, D] after k of the target's layers, or the final state (-1)."""
+        drawn = torch.randn(
+            len(self.ids_T), self.width, generator=torch.Generator().manual_seed(k + 2)
+        )
+        return drawn.to(self.ids_T.device)
+
+    def following(self, anchor: int) -> Tensor:
+        """The tokens that are drafted after an anchor."""
+        return self.ids_T[anchor + 1 : anchor + self.depths]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of an export, and what an engine shares of the target."""
+
+    config: Description
+    tensors: Tensors
+    overrides: Description
+    target: Parts
+    path: Path
+
+    def taken(self, prefix: str) -> Tensors:
+        """The tensors whose names begin with `prefix`, by the rest of their names."""
+        return {n.removeprefix(prefix): x for n, x in self.tensors.items() if n.startswith(prefix)}
+
+    def embed(self, ids: Tensor) -> Tensor:
+        shared = self.target.embedding.weight
+        return embedding(ids, self.tensors.get("embed_tokens.weight", shared)).float()
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of a head of the draft's own or of the target's, scaled as the config
+        says."""
+        own = self.tensors.get("lm_head.weight")
+        weight = self.target.head.weight if own is None else own
+        scores = linear(states.to(weight.dtype), weight).float() * self.config.get("logit_scale", 1)
+        if cap := self.config.get("final_logit_softcapping"):
+            scores = cap * torch.tanh(scores / cap)
+        V = self.target.vocab_size
+        size = self.config.get("draft_vocab_size") or self.config.get("vocab_size") or V
+        if size == V:
+            return scores
+        whole = scores.new_full((*scores.shape[:-1], V), -torch.inf)
+        whole[..., torch.arange(size, device=whole.device) + self.tensors["d2t"]] = scores
+        return whole
+
+
+class Block(nn.Module):
+    """A layer of an exported draft, by an engine's names: attention over `width` numbers per pair,
+    a norm and an MLP; families add the norms before attention."""
+
+    input_layernorm: LlamaRMSNorm
+    hidden_norm: LlamaRMSNorm
+
+    def __init__(self, config: LlamaConfig, width: int, head_norms: bool = False) -> None:
+        super().__init__()
+        config = copy.deepcopy(config)
+        config.use_qk_norm, config._attn_implementation = head_norms, "eager"
+        self.self_attn = Glm4MoeAttention(config, 0)  # type: ignore[arg-type]
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(width, rows, bias=config.attention_bias))
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def attend(self, x_PD: Tensor, rope: tuple[Tensor, Tensor], sees_PP: Tensor) -> Tensor:
+        mask = torch.zeros_like(sees_PP, dtype=x_PD.dtype).masked_fill(~sees_PP, -torch.inf)
+        return self.self_attn(x_PD[None], rope, mask[None, None])[0][0]
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        stream = residual + attended
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+def llama(config: Description) -> LlamaConfig:
+    """The LlamaConfig of a description. Raises UserError for what engines read differently."""
+    rope = config.get("rope_parameters") or {}
+    nested = [key for key, x in rope.items() if isinstance(x, dict)]
+    require(
+        not nested, f"rope_parameters holds dicts ({', '.join(nested)}), which vLLM cannot read"
+    )
+    kind = rope.get("rope_type", "default")
+    unalike = (
+        kind == "dynamic"
+        or (kind == "longrope" and rope["short_factor"] != rope["long_factor"])
+        or (kind == "proportional" and rope.get("factor", 1) != 1)
+        or "mrope_section" in rope
+    )
+    require(not unalike, f"rope_parameters of type {kind} mean another thing in vLLM")
+    act = config.get("hidden_act")
+    require(act == "silu", f"hidden_act is {act}, and engines have only silu in such a layer")
+    names = "max_position_embeddings rms_norm_eps attention_bias mlp_bias head_dim hidden_size"
+    names += " intermediate_size num_attention_heads num_key_value_heads hidden_act"
+    given = {name: config[name] for name in names.split() if name in config}
+    return LlamaConfig(**given, rope_parameters=dict(rope) or None)
+
+
+def rope_of(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, P, R] at these positions."""
+    return Glm4MoeRotaryEmbedding(config)(torch.zeros(()), positions.cpu()[None])  # type: ignore[arg-type]
+
+
+def loaded(module: nn.Module, tensors: Tensors, unread: tuple[str, ...] = ()) -> Any:
+    """A module with these tensors in float32. Raises UserError for names that do not match."""
+    given = {n: x.float() for n, x in tensors.items() if not n.startswith(unread)}
+    try:
+        module.load_state_dict(given)
+    except RuntimeError as error:
+        raise UserError(f"an engine cannot load it ({' '.join(str(error).split())})") from error
+    return module.to(next(iter(given.values())).device).eval()
+
+
+def causal(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+
+
+def unrolled(
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    files: Folder,
+    features_PD: Tensor,
+    trial: Trial,
+    anchor: int,
+) -> Tensor:
+    """The logits [K, V] at all depths of a layer that continues itself. `run` takes the embeddings
+    and the features [P, D] of pairs and returns, for each, what the head reads and what the next
+    depth reads in place of a feature."""
+    ids_P, features_PD, found = trial.ids_T[1 : anchor + 1], features_PD[:anchor], []
+    for depth in range(trial.depths):
+        read, onward = run(files.embed(ids_P), features_PD)
+        found.append(files.head(read[-1]))
+        features_PD = torch.cat([features_PD, onward[-1:]])
+        ids_P = torch.cat([ids_P, trial.following(anchor)[depth : depth + 1]])
+    return torch.stack(found)
+
+
+def eagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """EAGLE-1: fc over a pair, then a Llama layer without its first norm."""
+    config, fc = llama(files.config), files.tensors["fc.weight"].float()
+    block = loaded(Block(config, config.hidden_size), files.taken("layers.0."))
+
+    def run(embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        x = linear(torch.cat([embedding, feature], -1), fc)
+        rope = _on(x, rope_of(config, torch.arange(len(x))))
+        out = block.finish(x, block.attend(x, rope, causal(len(x), x.device)))
+        return out, out
+
+    return unrolled(run, files, trial.state(FINAL), trial, anchor)
+
+
+class Eagle3Layers(nn.Module):
+    """The layers of EAGLE-3 (vLLM's llama_eagle3.py, `LlamaModel`)."""
+
+    layers: Any
+    fc_norm: Any
+
+    def __init__(self, config: LlamaConfig, description: Description) -> None:
+        super().__init__()
+        D, eps, count = config.hidden_size, config.rms_norm_eps, description["num_hidden_layers"]
+        ids = description["eagle_aux_hidden_state_layer_ids"]
+        features = description.get("target_hidden_size", D) * len(ids)
+        self.layers = nn.ModuleList(Block(config, D if i else 2 * D) for i in range(count))
+        for i, layer in enumerate(self.layers):
+            layer.input_layernorm = LlamaRMSNorm(D, eps)
+            if i == 0:
+                layer.hidden_norm = LlamaRMSNorm(D, eps)
+        self.fc, self.norm = nn.Linear(features, D, bias=False), LlamaRMSNorm(D, eps)
+        if description.get("norm_before_fc", False):
+            self.input_norm = LlamaRMSNorm(features, eps)
+        if description.get("fc_norm", False):
+            norms = (LlamaRMSNorm(features // len(ids), eps) for _ in ids)
+            self.fc_norm = nn.ModuleList(norms)
+        self.config, self.count = config, len(ids)
+        self.normed_residual = description.get("norm_before_residual", False)
+        self.normed_output = description.get("norm_output", False)
+
+    def combined(self, x: Tensor) -> Tensor:
+        if hasattr(self, "input_norm"):
+            x = self.input_norm(x)
+        if hasattr(self, "fc_norm"):
+            pieces = zip(self.fc_norm, x.chunk(self.count, -1), strict=True)
+            x = torch.cat([norm(piece) for norm, piece in pieces], -1)
+        fused: Tensor = self.fc(x)
+        return fused
+
+    def forward(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        rope = _on(feature, rope_of(self.config, torch.arange(len(feature))))
+        sees, stream = causal(len(feature), feature.device), feature
+        for i, layer in enumerate(self.layers):
+            if i == 0:
+                normed = layer.hidden_norm(feature)
+                stream = normed if self.normed_residual else feature
+                read = torch.cat([layer.input_layernorm(embedding), normed], -1)
+            else:
+                read = layer.input_layernorm(stream)
+            stream = layer.finish(stream, layer.attend(read, rope, sees))
+        normed = self.norm(stream)
+        return normed, normed if self.normed_output else stream
+
+
+APART = ("lm_head.", "embed_tokens.", "d2t", "t2d", "mask_hidden")  # not of the layers
+
+
+def eagle3_layers(files: Folder) -> Eagle3Layers:
+    tensors = {n.replace("midlayer.", "layers.0."): x for n, x in files.tensors.items()}
+    require("lm_head.weight" in tensors, "an engine needs lm_head.weight")
+    return loaded(Eagle3Layers(llama(files.config), files.config), tensors, APART)
+
+
+def eagle3(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    layers, ids = eagle3_layers(files), files.config["eagle_aux_hidden_state_layer_ids"]
+    features = layers.combined(torch.cat([trial.state(k) for k in ids], -1))
+    return unrolled(layers, files, features, trial, anchor)
+
+
+def medusa(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """Medusa's heads (vLLM's medusa.py)."""
+    config, tensors, found = files.config, files.tensors, []
+    for k in range(min(trial.depths, config["num_heads"])):
+        x = trial.state(FINAL)[anchor - 1]
+        for i in range(config["num_hidden_layers"]):
+            name = f"blocks.{k}.layers.{i}"
+            bias = tensors[f"{name}.bias"].float() if config.get("medusa_fc_bias") else None
+            x = x + silu(linear(x, tensors[f"{name}.weight"].float(), bias))
+        head = tensors[f"lm_heads.{0 if config.get('original_lm_head') else k}.weight"]
+        found.append(linear(x, head.float()) * config.get("logit_scale", 1.0))
+    return torch.stack(found)
+
+
+def peagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """One pass over the pairs of the text and a masked pair for each depth above 0."""
+    layers, config = eagle3_layers(files), files.config
+    ids, more = config["eagle_aux_hidden_state_layer_ids"], trial.depths - 1
+    mask = config["pard_token"] if "pard_token" in config else config["mask_token_id"]
+    masks = torch.full((more,), mask, device=trial.ids_T.device)
+    states = torch.cat([trial.state(k) for k in ids], -1)[:anchor]
+    unknown = files.tensors["mask_hidden"].float().view(1, -1).expand(more, -1)
+    features = layers.combined(torch.cat([states, unknown]))
+    read, _ = layers(files.embed(torch.cat([trial.ids_T[1 : anchor + 1], masks])), features)
+    return files.head(read[-trial.depths :])
+
+
+def mlp(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """vLLM's mlp_speculator.py, `generate_proposals`, over the text's own tokens."""
+    config, tensors = files.config, files.taken("speculator.")
+    tied, n, inner = config["tie_weights"], config["n_predict"], config["inner_dim"]
+
+    def part(name: str, k: int) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        tied_to = {"proj": min(k, 1), "head": k}.get(module, 0)
+        return tensors[f"{module}.{tied_to if tied else k}.{leaf}"].float()
+
+    def normed(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    state, found = trial.state(FINAL)[anchor - 1], []
+    if config["scale_input"]:
+        state = normed(state) / 2**0.5
+    state_weight = 0.5 ** (0.5 / n)
+    token_weight = ((1 - state_weight**2) * inner / 2) ** 0.5
+    for k in range(trial.depths):
+        token = part("emb.weight", k)[trial.ids_T[anchor + k]]
+        mixed = linear(state, part("proj.weight", k)) + token_weight / state_weight * token
+        state = gelu(part("ln.weight", k) * normed(mixed) + part("ln.bias", k))
+        found.append(linear(state, part("head.weight", k)))
+    return torch.stack(found)
+
+
+class MTPLayer(Block):
+    """vLLM's mimo_v2_mtp.py, `MiMoV2MTPLayer`, by its names."""
+
+    enorm: LlamaRMSNorm
+    hnorm: LlamaRMSNorm
+    final_layernorm: LlamaRMSNorm
+
+    def __init__(self, config: LlamaConfig) -> None:
+        D, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, D)
+        self.pre_mlp_layernorm = self.post_attention_layernorm
+        del self.post_attention_layernorm
+        for name in ("enorm", "hnorm", "input_layernorm", "final_layernorm"):
+            self.add_module(name, LlamaRMSNorm(D, eps))
+        self.eh_proj = nn.Linear(2 * D, D, bias=False)
+
+    def forward(
+        self, embedding: Tensor, state: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
+        sees = causal(len(x), x.device)
+        x = x + self.attend(self.input_layernorm(x), rope, sees)
+        out = self.final_layernorm(x + self.mlp(self.pre_mlp_layernorm(x)))
+        return out, out
+
+
+def mtp(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """One prediction module, whose sizes vLLM reads in the target's config with the overrides. Its
+    head is the target's: vLLM leaves out the factor and the cap of the target's logits, which
+    changes no greedy draft, and which are applied here."""
+    served: dict[str, Any] = {**files.target.model.config.to_dict(), **files.overrides}
+    unread = ("attention_value_scale", "add_swa_attention_sink_bias", "swa_v_head_dim")
+    for name in unread:
+        require(not served.get(name), f"vLLM's loader obeys the target's {name}")
+    rope = {
+        "rope_type": "default",
+        "rope_theta": served.get("swa_rope_theta", served.get("rope_theta", 1000000)),
+        "partial_rotary_factor": served.get("partial_rotary_factor", 1.0),
+    }
+    config = llama(
+        {
+            "hidden_size": served["hidden_size"],
+            "intermediate_size": served["intermediate_size"],
+            "num_attention_heads": served["swa_num_attention_heads"],
+            "num_key_value_heads": served["swa_num_key_value_heads"],
+            "head_dim": served["swa_head_dim"],
+            "rms_norm_eps": served["layernorm_epsilon"],
+            "attention_bias": served["attention_bias"],
+            "hidden_act": served["hidden_act"],
+            "max_position_embeddings": served.get("max_position_embeddings", 32768),
+            "rope_parameters": rope,
+        }
+    )
+    layer = loaded(MTPLayer(config), files.taken("model.mtp.layers.0."))
+    scaled = replace(files, config=shared_head(files.target))
+
+    def run(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(embedding, state, _on(state, rope_of(config, torch.arange(len(state)))))
+
+    return unrolled(run, scaled, trial.state(FINAL), trial, anchor)
+
+
+class DFlashLayers(nn.Module):
+    """The layers of DFlash (vLLM's qwen3_dflash.py), by its names."""
+
+    layers: Any
+
+    def __init__(self, config: LlamaConfig, description: Description) -> None:
+        super().__init__()
+        D, eps, count = config.hidden_size, config.rms_norm_eps, description["num_hidden_layers"]
+        self.layers = nn.ModuleList(Block(config, D, head_norms=True) for _ in range(count))
+        for layer in self.layers:
+            layer.input_layernorm = LlamaRMSNorm(D, eps)
+        features = len(description["dflash_config"]["target_layer_ids"]) * D
+        self.fc = nn.Linear(features, D, bias=False)
+        self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
+        self.config = config
+
+    def forward(self, features: Tensor, block: Tensor, causal_block: bool) -> Tensor:
+        """The states of a block's slots, which follow the features [P, F] and see all of them."""
+        context, count = self.hidden_norm(self.fc(features)), len(block)
+        P = len(features)
+        rope = _on(block, rope_of(self.config, torch.arange(P + count)))
+        sees = causal(P + count, block.device)
+        if not causal_block:
+            sees[P:] = True
+        for layer in self.layers:
+            read = torch.cat([context, layer.input_layernorm(block)])
+            block = layer.finish(block, layer.attend(read, rope, sees)[P:])
+        states: Tensor = self.norm(block)
+        return states
+
+
+def dflash(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """A block of the anchor and of mask tokens, drafted at once, as long as it was trained for."""
+    config, device = files.config, trial.ids_T.device
+    settings = config["dflash_config"]
+    layers = loaded(DFlashLayers(llama(config), config), files.tensors, APART)
+    features = torch.cat([trial.state(k + 1) for k in settings["target_layer_ids"]], -1)[:anchor]
+    slots = torch.full((config["block_size"],), settings["mask_token_id"], device=device)
+    slots[0] = trial.ids_T[anchor]
+    states = layers(features, files.embed(slots), settings["causal"])
+    return files.head(states[1 : 1 + trial.depths])
+
+
+def lm(files: Folder, trial: Trial, anchor: int) -> Tensor:
+    """A draft LM, which reads the text alone."""
+    model = AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+    ids_T = torch.cat([trial.ids_T[: anchor + 1], trial.following(anchor)])
+    read: Tensor = model.to(ids_T.device)(input_ids=ids_T[None]).logits[0, anchor:]
+    return read
+
+
+def _on(x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    cos, sin = (t.to(x.device) for t in rope)
+    return cos, sin
+
+
+BY_FAMILY: dict[str, Callable[[Folder, Trial, int], Tensor]] = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "peagle": peagle,
+    "medusa": medusa,
+    "mlp": mlp,
+    "mtp": mtp,
+    "dflash": dflash,
+    "jetspec": dflash,
+    "lm": lm,
+}
