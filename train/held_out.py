@@ -24,7 +24,8 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
         for start in starts[rank::world]:
             first = start or 0
             batch = held_out.batch(range(first, min(first + rows, len(held_out.rows))))
-            table = model(batch, measure=True)
+            with accelerator.autocast():
+                table = model(batch, measure=True)
             real = start is not None  # a surplus forward counts for nothing
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
             sums = sums + real * torch.stack([c.sum(0) for c in columns])

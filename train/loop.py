@@ -157,7 +157,8 @@ def train(
             moment = Moment(step / steps, [seeds[i] for i in mine])
             last = n + 1 == cfg.accumulate
             with nullcontext() if last else accelerator.no_sync(model):
-                loss, seen = model(batch, [anchors[i] for i in mine], moment)
+                with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 has none
+                    loss, seen = model(batch, [anchors[i] for i in mine], moment)
                 loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
                 _require_finite(float(loss.detach()), "loss", step, mine)
                 accelerator.backward(loss)

@@ -11,10 +11,12 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from specdec.errors import UserError, require
 
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
     from train.config import Config
 
 T = TypeVar("T")
+# What a sharded draft computes is what a replicated one computes: weights, gradients and their sum
+# over the processes are float32, and autocast alone (`Accelerator.autocast`) chooses what is
+# multiplied in bfloat16. accelerate's own policy would gather weights in bfloat16, sum gradients in
+# it, and round every floating input and output of `forward`, even inside dataclasses: log Z, the
+# anchors' weights, the loss.
+EXACT = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+OTHERS = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # as in ACCELERATE_USE_…
 
 
 def accelerator_of(cfg: "Config") -> Accelerator:
@@ -29,26 +38,44 @@ def accelerator_of(cfg: "Config") -> Accelerator:
 
     accelerate 1.15 shards only on GPUs and the like: if asked for FSDP on CPU processes, it
     silently replicates the model. Its FSDP2 does run on CPUs once its state is set by hand, which
-    no public option does. Every process starts from the same weights, so none are broadcast. Raises
-    UserError for FSDP1, and if `target.dtype=auto` stands for different types on the machines.
+    no public option does. Every process starts from the same weights, so none are broadcast. A
+    draft is one unit of sharding, since families read weights outside of their modules' forward
+    passes. Raises UserError for FSDP1 and whatever else accelerate may start, and if
+    `target.dtype=auto` stands for different types on the machines.
     """
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # wait for the slowest process
+    for kind in OTHERS:
+        require(
+            os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() != "true",
+            f"accelerate's {kind.lower()} is not supported: drafts are trained on one process, on "
+            "several, or sharded by FSDP2 (--use_fsdp --fsdp_version 2)",
+        )
     sharding = None
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         require(
             os.environ.get("FSDP_VERSION") == "2",
             "drafters are sharded by FSDP2 only: give --fsdp_version 2 to accelerate launch",
         )
-        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        sharding = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="NO_WRAP",
+            activation_checkpointing=False,
+            cpu_ram_efficient_loading=False,
+            mixed_precision_policy=EXACT,
+        )
     AcceleratorState._reset_state()  # an earlier run in this process may have another precision
     native = "bf16" if cfg.target.dtype == "bfloat16" else "no"
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=native if cfg.loop.precision == "auto" else cfg.loop.precision,
         kwargs_handlers=[patient],
+        # the loop accumulates by itself; the launcher's number would divide the loss again
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         fsdp_plugin=sharding,
     )
     if sharding and accelerator.distributed_type is DistributedType.MULTI_CPU:
+        if accelerator.mixed_precision != "no":  # as accelerate's state does on a GPU
+            sharding.set_mixed_precision(accelerator.mixed_precision)
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding
     if len(dtypes := set(gather_object([cfg.target.dtype]))) > 1:

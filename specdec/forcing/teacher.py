@@ -9,6 +9,7 @@ vocabulary, U positions.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -64,8 +65,15 @@ class Table(NamedTuple):
 
 def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
     """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T]."""
-    parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
+    with exactly(final_BTD):
+        parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
     return Summary(*(torch.cat(p).view(final_BTD.shape[:2]) for p in zip(*parts, strict=True)))
+
+
+def exactly(states: Tensor) -> AbstractContextManager[None]:
+    """A block in which the target's own head multiplies in the target's precision, even while the
+    draft trains in bfloat16: all that p is made of, log Z too, must be rounded in the same way."""
+    return torch.autocast(states.device.type, enabled=False)
 
 
 @torch.no_grad()
@@ -186,7 +194,8 @@ class TeacherForcing(nn.Module):
         if reference is not None:
             with torch.no_grad():
                 compared_NKD = self._hidden(reference, batch, chosen)
-        decay_K = hidden_NKD.new_tensor([self.objective.weight(k) for k in range(depth)])
+        decays = [self.objective.weight(k) for k in range(depth)]
+        decay_K = torch.tensor(decays, dtype=torch.float32, device=hidden_NKD.device)
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
             piece, tensors = self._pieces(batch, chosen, some_NKD, rows)
@@ -227,7 +236,7 @@ class TeacherForcing(nn.Module):
         if found is None:
             return batch, 1.0
         assert self._whole is not None
-        final_BTD, share = found
+        final_BTD, share = found[0].to(self._whole.dtype), found[1]
         with torch.no_grad():
             summary = summarise(self._whole, final_BTD, self.sampler)
         ctx = replace(batch.ctx, final_BTD=final_BTD)
@@ -241,7 +250,8 @@ class TeacherForcing(nn.Module):
         assert target is not None and now_BTD is not None
 
         def part(rows: slice, now_ND: Tensor, before_ND: Tensor) -> tuple[Tensor, Tensor]:
-            kl_N = divergence(*(target.logits(x) for x in (before_ND, now_ND)))
+            with exactly(now_ND):
+                kl_N = divergence(*(target.logits(x) for x in (before_ND, now_ND)))
             return (kl_N * weight_N[rows]).sum(), kl_N.detach().sum()
 
         cut = [x.flatten(0, 1)[where_N] for x in (now_BTD, original.final_BTD)]
@@ -302,7 +312,7 @@ class TeacherForcing(nn.Module):
         where_U = rounded(where_U)
         summary = Summary(*(x.flatten()[where_U] for x in states[1]))
         final_UD = states[0].flatten(0, 1)[where_U]
-        with torch.no_grad():
+        with torch.no_grad(), exactly(final_UD):
             logits_US = self._head(final_UD)
         label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
         if visited is not None:  # the text does not continue what was drafted

@@ -227,6 +227,22 @@ def test_a_piece_holds_what_an_objective_may_read(
     assert len(named) == len(list(drafter.parameters()))  # the reference is none of them
 
 
+def test_p_is_the_target_s_whatever_the_draft_s_precision() -> None:
+    """While a draft trains in bfloat16 on a float32 target, p is made of the target's logits in
+    float32, as log Z is: bit for bit the p of a draft that trains in float32."""
+    target = make_target()
+    forcing = TeacherForcing(make_drafter("eagle3", target), target, Sampler(1.0))
+    batch = batch_with(target, forcing.drafter, 16)
+
+    def p(rounded: bool) -> Tensor:
+        kind = target.device.type
+        with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=rounded):
+            table = forcing(batch, measure=True, more=lambda piece: (*piece.p.unbind(-1),))
+        return torch.stack(table.more)
+
+    assert torch.equal(p(True), p(False))
+
+
 @pytest.mark.parametrize("name", ["eagle3", "falcon", "dflash", "medusa"])
 def test_anchors_without_weight_change_nothing(
     target: Target, name: str, monkeypatch: pytest.MonkeyPatch

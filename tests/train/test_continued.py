@@ -12,7 +12,7 @@ import pytest
 
 from tests.lives import Life, Lives
 from tests.runs import require_same_run
-from tests.tiny import Tiny
+from tests.tiny import Tiny, records
 
 OFTEN = ("loop.save_every=2", "loop.eval_every=3")
 TWO = "loop.accumulate=1"  # on two processes, a step then reads 2 rows, as elsewhere
@@ -51,3 +51,25 @@ def test_a_run_on_two_processes_is_continued_and_measured_again(
     assert ends[0][1] == ends[1][0] == KILLED
     assert ends[2:] == [[0, 0], [0, 0]]
     require_same_run(tmp_path / "run", whole("eagle3", sharded))
+
+
+@pytest.mark.parametrize("precision", ["target.dtype=bfloat16", "loop.precision=bf16"])
+def test_a_sharded_job_in_bfloat16_is_the_replicated_one(
+    lives: Lives, tmp_path: Path, precision: str
+) -> None:
+    """The first step, whose weights are equal, has the same loss and α bit for bit. After it,
+    weights may differ in their last float32 bit, which may move a number to its neighbour in
+    bfloat16, 2^-8 away."""
+    more, records_of = (precision, TWO, "loop.max_tokens=600", "loop.eval_every=1"), []
+    for sharded in (False, True):
+        folder = tmp_path / str(sharded)
+        assert lives.run(folder, "eagle3", [Life(2, sharded)], *more)[0] == [[0, 0]]
+        records_of.append(records(folder))
+    trained = [[r["train"] for r in of_run if "train" in r] for of_run in records_of]
+    held_out = [[r["held_out"] for r in of_run if "held_out" in r] for of_run in records_of]
+    for name in ("loss", "sampled", "greedy_draft", "greedy"):
+        assert trained[1][0][name] == trained[0][0][name]
+    for ours, theirs in zip(trained[1], trained[0], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2**-8)
+    for ours, theirs in zip(held_out[1], held_out[0], strict=True):
+        assert ours["alpha_sampled"] == pytest.approx(theirs["alpha_sampled"], rel=2**-8)

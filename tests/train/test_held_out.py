@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/test_held_out.py
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,9 @@ class Process:
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
         assert how == "sum"
