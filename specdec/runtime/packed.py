@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from specdec.errors import first_line
 from specdec.runtime.probes import Answer, compare, one_thread
+from specdec.runtime.quantised import is_plain
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
 LAYOUT_ROWS = 8  # rows that the layout is chosen for: best from 1 to 16, and no worse beyond
@@ -159,7 +160,7 @@ def pack(module: nn.Module) -> None:
     dtype can be packed there. Call this before anything holds a reference to one of the layers."""
     made: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if type(layer) is not nn.Linear or not path or layer.weight.numel() < LEAST:
+        if not path or not is_plain(layer) or layer.weight.numel() < LEAST:
             continue
         if layer.weight.is_cpu and obstacle(layer.weight.dtype) is None:
             module.set_submodule(path, made.setdefault(layer, PackedLinear(layer)))

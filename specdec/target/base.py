@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specdec.context import Context, Needs
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.quantised import method
 from specdec.sampling.choose import Processor
 from specdec.target.parts import Parts
 
@@ -79,7 +80,13 @@ class Target(Parts, ABC):
         return list(processors)
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer in the form that engines load (a GGUF target becomes dense)."""
+        """Write model and tokenizer in the form that engines load (a GGUF target becomes dense).
+        Raises UserError for a model that is quantised in memory."""
+        require(
+            method(self.model.config) is None,
+            f"{folder}: not written: {self.title} is quantised ({self.quantisation}), and an "
+            "engine loads it from where it is: leave it out, and name it to the engine",
+        )
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 

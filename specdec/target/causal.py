@@ -22,8 +22,15 @@ LIKE = 0.9  # documents at least this long, relative to the longest of a batch, 
 class CausalTarget(Target):
     """A frozen causal LM. Raises UserError for a model that would be read wrongly."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
-        super().__init__(model, tokenizer, name, revision)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        revision: str | None = None,
+        quantisation: str | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, name, revision, quantisation)
         count = self.config.num_hidden_layers
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         require(bool(lists), f"{self.title} has no list of {count} decoder layers: give another")

@@ -16,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
 from specdec.errors import UserError, first_line, require, require_known
+from specdec.errors import located as within
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
+from specdec.runtime.quantised import method
 from specdec.target.attention import group
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
@@ -25,9 +27,12 @@ from specdec.target.checks import check_head
 from specdec.target.gguf import dense, find_package_file
 from specdec.target.parts import Parts, checksum, config_of_layers
 from specdec.target.seq2seq import Seq2SeqTarget
-from specdec.target.stored import StoredParts, Weights
+from specdec.target.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# the same as types in the header of a safetensors file
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass
@@ -70,8 +75,13 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
     and the `reason` for it (for auto, the probe's), and which products use packed weights."""
     dtype = str(target.dtype).removeprefix("torch.")
-    if cfg.dtype == "auto":
-        reason = native_dtype(str(target.device)).reason
+    reasons = [native_dtype(str(target.device)).reason if cfg.dtype == "auto" else reason]
+    stored = target.weights.kind if target.weights and not target.quantisation else None
+    if stored and SIGNIFICANT[stored] > SIGNIFICANT[KINDS[target.dtype]]:
+        reasons.append(f"rounded from the checkpoint's {STORED[stored]}")
+    if target.quantisation:
+        reasons.append(f"the checkpoint is quantised: {target.quantisation}")
+    reason = "; ".join(filter(None, reasons))
     kind, layers = type(target.model).__name__, target.config.num_hidden_layers
     pack = cfg.packed and target.device.type == "cpu"
     return (
@@ -99,14 +109,17 @@ def named(cfg: TargetConfig) -> str:
 def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = _opened(cfg)
-    stored = None
-    with _told(cfg):
-        model = _model(cfg, path, config)
-        if cfg.dtype == "float16":  # its rounding of small weights changes the fingerprint
-            plain = replace(cfg, dtype="bfloat16", packed=False)
-            stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
+    stored, quantisation = None, method(config)
+    if quantisation and weights:
+        stored = weights.checksum()
+    elif cfg.dtype == "float16" and not (weights and weights.kind == "F16"):
+        # float16 rounds small weights away, which would change the fingerprint. They are read once
+        # more in bfloat16, before and not beside those of the target, and not on its device.
+        plain = replace(cfg, dtype="bfloat16", device="cpu", packed=False)
+        stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
+    model = _model(cfg, path, config)
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
-    target = whole(model, tokenizer, named(cfg), cfg.revision)
+    target = whole(model, tokenizer, named(cfg), cfg.revision, quantisation)
     target.stored, target.weights = stored, weights
     return target
 
@@ -115,7 +128,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
     loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
     that is not in safetensors, or one whose fingerprint has not been noted (see `TargetOnDemand`).
-    Raises UserError if not even the whole target can be loaded."""
+    Raises UserError for a damaged checkpoint."""
     cfg, path, config, tokenizer, weights = _opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None
@@ -124,15 +137,13 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     try:
         text = bare.get_text_config(decoder=True)
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
-        of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision
+        of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision, method(config)
         parts = StoredParts(
             *of_parts, config=config, weights=weights, whole=partial(load_target, cfg)
         )
         check_head(parts)
         return parts
-    except UserError:
-        raise
-    except Exception:  # a model without layers may raise anything
+    except Exception:  # a model without layers may raise anything, also where the whole does not
         return None
     finally:
         logging.set_verbosity(verbosity)
@@ -188,35 +199,61 @@ def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | N
     with _told(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
+    with within(f"target.path={cfg.path!r}"):
         weights = Weights.of(path, cfg.revision, Path(cfg.cache))
     return cfg, path, config, tokenizer, weights
 
 
 def _model(cfg: TargetConfig, path: str, config: Any) -> Any:
-    """The model of a resolved configuration, on its device and packed if `cfg` says so."""
+    """The model of a resolved configuration, on its device and packed if `cfg` says so. Raises
+    UserError if it cannot be loaded, or if the checkpoint does not hold all of its weights."""
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    grouped = cfg.attn_implementation == "grouped"
-    model = kind.from_pretrained(
-        path,
-        config=config,
-        dtype=DTYPES[cfg.dtype],
-        attn_implementation=None if grouped else cfg.attn_implementation,
-        **_options(cfg),
-    )
+    grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
+    with _told(cfg):
+        model, loading = kind.from_pretrained(  # type: ignore[misc]
+            path,
+            config=config,
+            dtype=DTYPES[cfg.dtype],
+            attn_implementation=None if grouped else cfg.attn_implementation,
+            output_loading_info=True,
+            # quantised layers are made on their device, and some cannot be moved later
+            device_map={"": cfg.device} if quantised else None,
+            **_options(cfg),
+        )
+        if quantised:
+            _unpack(model)
+        else:
+            model.to(torch.device(cfg.device))
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"target.path={cfg.path!r}: the checkpoint lacks {len(missing)} of the weights of a "
+            f"{type(model).__name__}, such as {missing[0]}: {AGAIN}, or give a whole model"
+        )
     if grouped:
         group(model)
-    model.to(torch.device(cfg.device))  # type: ignore[arg-type]
     if cfg.packed:  # then drafts loaded for this target are packed too
         packed.pack(model)
     return model
 
 
+@torch.no_grad()
+def _unpack(model: Any) -> None:
+    """Run the whole model once: some libraries unpack weights in its first pass, which they do not
+    notice if only a part of the model runs."""
+    ids_BT = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    decoder = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
+    model.eval()(input_ids=ids_BT, **decoder)
+
+
 @contextmanager
 def _told(cfg: TargetConfig) -> Iterator[None]:
-    """Turn the errors that transformers raises for a model it cannot load into a UserError."""
+    """Turn the errors that transformers and its libraries raise for a model that they cannot load,
+    which may be of any class, into a UserError."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (UserError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
         raise UserError(
             f"target.path={cfg.path!r} could not be loaded ({first_line(error)}): give a hub name, "
             "a folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "

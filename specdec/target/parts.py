@@ -6,11 +6,15 @@ D width, V vocabulary, S part of the vocabulary.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from specdec.errors import require
+from specdec.runtime.quantised import dense, dense_linear, plain
 
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
@@ -24,14 +28,30 @@ class Parts:
     stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
     weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        revision: str | None = None,
+        quantisation: str | None = None,
+    ) -> None:
+        """`quantisation` says how the checkpoint stores the weights, such as "fp8"; None: plain."""
+        self.quantisation = quantisation
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.config = model.config.get_text_config(decoder=True)
-        self.head = model.get_output_embeddings()
         self.embedding = model.get_input_embeddings()
+        require(
+            plain(self.embedding.weight),
+            f"{self.title} keeps its embedding quantised, and drafts read it: give a target whose "
+            "embedding is not quantised",
+        )
+        self.head = model.get_output_embeddings()
+        if not plain(self.head.weight):
+            self.head = dense_linear(self.head, self.dtype)
         self._scale = head_scaling(self.config)
 
     @property
@@ -136,8 +156,16 @@ class Parts:
         return next(name for name, m in self.model.named_modules() if m is self.layers)
 
     def layer(self, k: int) -> dict[str, Tensor]:
-        """The weights of layer k (the last: -1) by their names within the layer."""
-        return self.layers[k].state_dict()
+        """The weights of layer k (the last: -1) by their names within the layer, as plain numbers
+        even if they are stored quantised. Raises UserError where they cannot be read as such."""
+        return self._state(self.layers[k])
+
+    def _state(self, module: nn.Module, without: str | None = None) -> dict[str, Tensor]:
+        """The state dict of a part of the model, as plain numbers. Quantised weights at the path
+        `without` are not read."""
+        if self.quantisation:
+            return dense(module, self.dtype, without)
+        return module.state_dict()
 
     def as_llama(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k, named as in a Llama layer where it has the same parts. A norm's
@@ -154,11 +182,18 @@ class Parts:
         module for multi-token prediction, which transformers does not load. Empty if absent."""
         L = self.config.num_hidden_layers
         found = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
+        for name, x in found.items():
+            require(
+                plain(x),
+                f"{self.title} stores its modules for multi-token prediction quantised ({name} as "
+                f"{str(x.dtype).removeprefix('torch.')}), and transformers does not read them: "
+                "give a drafter.start that does not copy them",
+            )
         return {name: x.to(self.device) for name, x in found.items()}
 
     def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
         """The state dict of the model with only these layers, renumbered from 0."""
-        state = self.model.state_dict()
+        state = self._state(self.model, without=self.prefix)
         kept = {n: x for n, x in state.items() if not n.startswith(f"{self.prefix}.")}
         for i, k in enumerate(layers):
             kept |= {f"{self.prefix}.{i}.{name}": x for name, x in self.layer(k).items()}
@@ -170,22 +205,41 @@ class Parts:
 
     def checksum(self) -> str:
         """A checksum over every weight in memory, to show that none was changed."""
-        return checksum(self.model.state_dict())
+        if not self.quantisation:
+            return checksum(self.model.state_dict())
+        # making the state dict of a bitsandbytes layer of 4 bits on a CPU lays its weight out anew,
+        # and the layer then multiplies by something else (version 0.50)
+        return checksum({**dict(self.model.named_parameters()), **dict(self.model.named_buffers())})
 
 
 def checksum(state: dict[str, Tensor]) -> str:
     """One short string for a model's weights, whatever precision they are loaded in. They are
     rounded to bfloat16, whose bits are read as integers. Two exact sums of each tensor, over all
-    values and over a sample weighted by place, are hashed with the names and shapes."""
+    values and over a sample weighted by place, are hashed with the names and shapes. What is stored
+    quantised is read as the bytes that it is stored as."""
     digest = hashlib.blake2b(digest_size=12)
-    for name, value in sorted(state.items()):
-        rounded = value.to(torch.bfloat16) if value.is_floating_point() else value
-        whole = rounded.contiguous().view(torch.int16)
+    for name, value in sorted(_stored(state), key=itemgetter(0)):
+        rounded = value.to(torch.bfloat16) if plain(value) else value
+        bits = torch.uint8 if rounded.itemsize == 1 else torch.int16
+        whole = (rounded if rounded.dim() else rounded[None]).contiguous().view(bits)
         ramp = whole.reshape(-1)[:: max(1, whole.numel() // 4096)].to(torch.int64)
         order = (ramp * torch.arange(1, len(ramp) + 1, device=ramp.device)).sum()
         entry = [name, list(value.shape), int(whole.sum(dtype=torch.int64)), int(order)]
         digest.update(json.dumps(entry).encode())
     return digest.hexdigest()
+
+
+def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state dict; those of a class of their own are taken apart."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue  # what a library notes beside the weights, such as the name of a layout
+        inner = value.data
+        if type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__"):
+            parts, _ = inner.__tensor_flatten__()
+            yield from _stored({f"{name}.{part}": getattr(inner, part) for part in parts})
+        else:
+            yield name, inner
 
 
 def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:

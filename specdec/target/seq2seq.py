@@ -258,8 +258,15 @@ class Seq2SeqTarget(Target):
     tokenizer has no chat template, a copy of it gets one. Raises UserError for a model that would
     be read wrongly."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
-        super().__init__(model, tokenizer, name, revision)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        revision: str | None = None,
+        quantisation: str | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, name, revision, quantisation)
         with understood(self):
             self.seq2seq = Seq2SeqModel(model)
         self.layers = self.seq2seq.layers

@@ -6,33 +6,42 @@ cache of targets when the whole model is first loaded, and holds while the files
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from specdec.errors import UserError, first_line, require
 from specdec.files import write_whole
-from specdec.target.parts import Parts
+from specdec.runtime.quantised import plain
+from specdec.target.parts import Parts, checksum
+
+# floating-point types in the header of a safetensors file, by their significant bits
+SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
+AGAIN = "copy or download it again"
 
 
 @dataclass(frozen=True)
 class Weights:
     """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
-    it, and `note` is the file for the target's fingerprint, whose name changes when the
-    checkpoint does."""
+    it, `kinds` to the type that it is stored as, and `note` is the file for the target's
+    fingerprint, whose name changes when the checkpoint does."""
 
     files: dict[str, Path]
+    kinds: dict[str, str]
     note: Path
 
     @classmethod
     def of(cls, path: str, revision: str | None, cache: Path) -> "Weights | None":
-        """The weights of a folder or a hub model; None if it has none in safetensors."""
+        """The weights of a folder or a hub model; None if it has none in safetensors. Raises
+        UserError naming the file that is missing or damaged."""
         kinds = ("missing_entries", "connection_errors")
         quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
 
@@ -40,22 +49,42 @@ class Weights:
             return cached_file(path, name, revision=revision, **quiet)
 
         if single := found(SAFE_WEIGHTS_NAME):
-            with safe_open(single, framework="pt") as file:
-                names = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+            names = dict.fromkeys(_kinds(Path(single)), SAFE_WEIGHTS_NAME)
         elif index := found(SAFE_WEIGHTS_INDEX_NAME):
-            names = json.loads(Path(index).read_text())["weight_map"]
+            names = _weight_map(Path(index))
         else:
             return None
-        shards = {name: Path(found(name) or "") for name in set(names.values())}
-        if not all(shard.is_file() for shard in shards.values()):
-            return None
+        shards: dict[str, Path] = {}
+        types: dict[str, str] = {}
+        for name in sorted(set(names.values())):
+            shard = found(name)
+            require(shard is not None, f"{path}: {name}, a file with weights, is missing: {AGAIN}")
+            shards[name] = Path(shard or "")
+            types |= _kinds(shards[name])
+        if lacking := sorted(names.keys() - types.keys()):
+            raise UserError(f"{path}: no file holds {lacking[0]!r}, which its index lists: {AGAIN}")
         states = sorted(
             [str(f), f.stat().st_size, f.stat().st_mtime_ns]
             for f in {shard.resolve() for shard in shards.values()}
         )
         digest = hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
         files = {name: shards[shard] for name, shard in names.items()}
-        return cls(files, cache / "fingerprints" / digest)
+        return cls(files, types, cache / "fingerprints" / digest)
+
+    @property
+    def kind(self) -> str | None:
+        """The type that most tensors are stored as, of those in SIGNIFICANT."""
+        counts = Counter(kind for kind in self.kinds.values() if kind in SIGNIFICANT)
+        return counts.most_common(1)[0][0] if counts else None
+
+    def checksum(self) -> str:
+        """A checksum over every tensor as it is stored, for weights that are stored quantised: the
+        numbers that a model makes of them depend on the machine and the library."""
+        digest = hashlib.blake2b(digest_size=12)
+        for name in sorted(self.files):
+            with safe_open(self.files[name], framework="pt") as file:
+                digest.update(checksum({name: file.get_tensor(name)}).encode())
+        return digest.hexdigest()
 
     def fingerprint(self) -> str | None:
         """The noted fingerprint, if there is one."""
@@ -73,6 +102,31 @@ class Weights:
                 with safe_open(path, framework="pt") as file:
                     found[name.removeprefix(prefix)] = file.get_tensor(name)
         return found
+
+
+def _kinds(path: Path) -> dict[str, str]:
+    """The types of the tensors of a safetensors file, by name, from its header."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read ({first_line(error)}): it is cut short or damaged: {AGAIN}"
+        ) from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, from the index of a checkpoint in several files."""
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+        if names and all(isinstance(part, str) for pair in names.items() for part in pair):
+            return dict(names)
+        reason = "its weight_map does not map names to files"
+    except (ValueError, OSError, TypeError, AttributeError) as error:
+        reason = first_line(error)
+    except KeyError:
+        reason = "it has no weight_map"
+    raise UserError(f"{index} cannot be read ({reason}): {AGAIN}")
 
 
 class StoredParts(Parts):
@@ -94,6 +148,7 @@ class StoredParts(Parts):
     def layer(self, k: int) -> dict[str, Tensor]:
         k %= self.config.num_hidden_layers
         found = self.weights.under(f"{self.prefix}.{k}.")
-        if not found or get_checkpoint_conversion_mapping(self.config.model_type):
+        renamed = not found or get_checkpoint_conversion_mapping(self.config.model_type)
+        if renamed or self.quantisation or not all(map(plain, found.values())):
             return self._whole().layer(k)
         return {name: x.to(self.device, self.dtype) for name, x in found.items()}

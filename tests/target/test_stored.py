@@ -98,7 +98,7 @@ def test_no_layer_is_made_for_the_parts(tmp_path: Path, monkeypatch: pytest.Monk
     target = TargetOnDemand(cfg)
     assert isinstance(target.parts, StoredParts)
     DRAFTERS["eagle3"].build(Eagle3Config(layers=[1, 2, 3], draft_vocab=None), target.parts)
-    with pytest.raises(AssertionError, match="a decoder layer"):
+    with pytest.raises(UserError, match="a decoder layer"):
         target.whole()
 
 

@@ -63,8 +63,14 @@ class Adapters(nn.Module):
 
 
 def adapted_layers(target: Parts, layers: int, lora: LoraOptions) -> list[Adapted]:
-    """The linear layers that get adapters, all within the target's first `layers` layers."""
+    """The linear layers that get adapters, all within the target's first `layers` layers. Raises
+    UserError if their weights are stored quantised: adapters could not be added to them."""
     assert isinstance(target, Target)
+    require(
+        not lora.rank or target.quantisation is None,
+        f"{lora.key}: {target.title} is quantised ({target.quantisation}), so adapters cannot be "
+        "added to its weights: give a target that is not",
+    )
     return _widths(_empty_adapters(shallow(target, layers), lora))
 
 

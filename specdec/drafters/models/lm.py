@@ -20,6 +20,7 @@ from specdec.drafters.models.views import decoder_layers
 from specdec.errors import UserError, first_line
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import SHORT, Compiled
+from specdec.runtime.quantised import without_method
 from specdec.target.parts import Parts, config_of_layers
 
 
@@ -49,7 +50,7 @@ class LM(Pretrained):
     @classmethod
     def plan(cls, config: LMConfig, target: Parts) -> LMSizes:
         decoder_layers(target, config.name)
-        theirs = target.config.to_dict()
+        theirs = without_method(target.config.to_dict())
         if config.source == "target":
             kept = _cut(config, target)
             model = theirs | {"num_hidden_layers": len(kept)} | config_of_layers(theirs, kept)

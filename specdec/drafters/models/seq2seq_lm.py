@@ -14,6 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained
 from specdec.errors import UserError, require
+from specdec.runtime.quantised import without_method
 from specdec.target.parts import Parts
 from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 
@@ -40,7 +41,7 @@ class Seq2SeqLM(Pretrained):
                 "target such as T5"
             )
         options = "random, a hub name or a folder with a Hugging Face encoder-decoder"
-        model = cls.described(config, target.model.config.to_dict(), options)
+        model = cls.described(config, without_method(target.model.config.to_dict()), options)
         require(
             bool(model.get("is_encoder_decoder")),
             f"drafter.source={config.source!r} has no encoder, but the target has: give {options}",

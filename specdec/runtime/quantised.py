@@ -1,0 +1,123 @@
+"""Weights that a checkpoint stores quantised, as the plain numbers that the model computes with.
+
+Every library stores them in its own way: as integers with scales beside them, packed into other
+shapes, or in tensors of a class of its own. They are read through the layers themselves: a linear
+layer applied to the rows of an identity matrix gives its weight, whatever it is stored as.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import require
+
+AT_ONCE = 1024  # rows of the identity that a layer multiplies at a time
+
+
+def method(config: Any) -> str | None:
+    """The name of a model's quantisation, such as "fp8", from its config; None if it is plain."""
+    theirs = getattr(config, "quantization_config", None)
+    if theirs is None:
+        return None
+    name = theirs.get("quant_method") if isinstance(theirs, dict) else theirs.quant_method
+    return str(getattr(name, "value", name))
+
+
+def without_method(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config, for a model with plain weights."""
+    return {key: x for key, x in config.items() if key != "quantization_config"}
+
+
+def plain(x: Tensor) -> bool:
+    """Whether a tensor holds its own values as floating-point numbers of 16 bits or more."""
+    inner = x.data if isinstance(x, nn.Parameter) else x
+    return type(inner) is Tensor and x.is_floating_point() and x.itemsize >= 2
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a linear layer is no more than a product by its weight and the sum with its bias."""
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in vars(layer)  # some libraries replace the method of one layer
+        and set(layer._parameters) == {"weight", "bias"}
+        and not layer._buffers
+        and plain(layer.weight)
+        and tuple(layer.weight.shape) == (layer.out_features, layer.in_features)
+    )
+
+
+@torch.no_grad()
+def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> dict[str, Tensor]:
+    """The state dict of a module with the weights of its quantised linear layers as plain numbers
+    in `dtype`, and without what their libraries keep beside them. The part at the path `without` is
+    left out. Raises UserError for a part that is neither plain nor a linear layer."""
+    state: dict[str, Tensor] = {}
+    done = [] if without is None else [without]  # paths of parts that are not looked into
+    for path, part in module.named_modules(remove_duplicate=False):
+        if any(path.startswith(f"{outer}.") for outer in done):
+            continue
+        name = f"{path}." if path else ""
+        if _is_linear(part) and not _holds_weight(part):
+            done.append(path)
+            bias = getattr(part, "bias", None)
+            state[f"{name}weight"] = _weight(part, bias, dtype)
+            if isinstance(bias, Tensor):
+                state[f"{name}bias"] = bias.to(dtype)
+            continue
+        for own, x in _own(part):
+            if _is_linear(part) and own not in ("weight", "bias"):
+                continue  # scales that were already applied
+            require(
+                type(x.data) is Tensor and x.itemsize >= 2,
+                f"the target keeps {name}{own} as {_kind(x)} in a {type(part).__name__}, which "
+                "cannot be read as plain numbers: give a drafter.start or drafter.source that "
+                "does not copy the target's layers, or a target that is not quantised",
+            )
+            state[name + own] = x
+    return state
+
+
+def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
+    """A plain linear layer that multiplies as a quantised one does."""
+    state = dense(layer, dtype)
+    out, width = state["weight"].shape
+    made = nn.Linear(width, out, bias="bias" in state, device="meta")
+    made.load_state_dict(state, assign=True)
+    return made.requires_grad_(False)
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(getattr(module, "in_features", None), int) and isinstance(
+        getattr(module, "out_features", None), int
+    )
+
+
+def _holds_weight(layer: Any) -> bool:
+    weight = getattr(layer, "weight", None)
+    shape = (layer.out_features, layer.in_features)
+    return isinstance(weight, Tensor) and plain(weight) and tuple(weight.shape) == shape
+
+
+def _weight(layer: Any, bias: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a linear layer, which is asked for the image of each unit vector."""
+    device = next(x.device for x in [*layer.parameters(), *layer.buffers()])
+    columns = []
+    for rows in torch.arange(layer.in_features, device=device).split(AT_ONCE):
+        unit = torch.zeros(len(rows), layer.in_features, dtype=dtype, device=device)
+        unit[torch.arange(len(rows), device=device), rows] = 1
+        image = layer(unit)
+        columns.append((image if bias is None else image - bias).to(dtype))
+    return torch.cat(columns).T.contiguous()
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself that belong into its state dict."""
+    yield from ((n, x) for n, x in module._parameters.items() if x is not None)
+    kept = module._buffers.keys() - module._non_persistent_buffers_set
+    yield from ((n, x) for n, x in module._buffers.items() if n in kept and x is not None)
+
+
+def _kind(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.") if type(x.data) is Tensor else type(x.data).__name__

@@ -1,0 +1,325 @@
+"""Checkpoints that are stored quantised: all readers get the numbers that the model computes with.
+
+Run alone: python -m pytest tests/target/test_quantised.py (about 15 s)
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from specdec.context import Needs
+from specdec.decoding.decode import generate
+from specdec.drafters import DRAFTERS
+from specdec.drafters.models.early_exit import EarlyExitConfig
+from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.models.pretrained import LoraOptions
+from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.errors import UserError
+from specdec.formats import draft as drafts
+from specdec.runtime.packed import PackedLinear, pack
+from specdec.runtime.quantised import dense, dense_linear, is_plain
+from specdec.target.causal import CausalTarget
+from specdec.target.loading import TargetConfig, TargetOnDemand, load_parts, load_target, opening
+from specdec.target.parts import checksum
+from specdec.target.stored import StoredParts
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+BLOCK = 32
+
+
+def dense_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        eos_token_id=TOKENIZER.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        weight.data = (
+            weight.data.bfloat16().float()
+        )  # so that saving them in bfloat16 loses nothing
+    return model
+
+
+def config_of(folder: Path, dtype: str = "float32") -> TargetConfig:
+    where = str(folder / "model"), dtype, "cpu"
+    return TargetConfig(*where, packed=False, cache=str(folder / "cache"))
+
+
+def fp8(folder: Path) -> dict[str, Tensor]:
+    """A checkpoint with blocks of 32 by 32 in float8 and their scales, as DeepSeek's are; returns
+    the weights that were rounded to it."""
+    path = folder / "model"
+    dense_model().to(torch.bfloat16).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    before, stored = load_file(path / "model.safetensors"), {}
+    for name, x in before.items():
+        stored[name] = x
+        if "_proj." in name:
+            rows, columns = (n // BLOCK for n in x.shape)
+            blocks = x.float().view(rows, BLOCK, columns, BLOCK)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448  # the largest number of e4m3
+            stored[name] = (blocks / scale).view(x.shape).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with_key(path, quant_method="fp8", weight_block_size=[BLOCK, BLOCK])
+    return before
+
+
+def with_key(path: Path, **keys: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": keys}))
+
+
+def test_every_reader_of_float8_applies_the_scales(tmp_path: Path) -> None:
+    """e4m3 has 4 significant bits, so a weight is off by at most 1 / 16 of itself, or of the
+    smallest normal number of its block. Without scales it would be off by hundreds of times."""
+    before = fp8(tmp_path)
+    cfg = config_of(tmp_path)
+    target = TargetOnDemand(cfg)
+    whole, parts = target.whole(), load_parts(cfg)
+    assert isinstance(parts, StoredParts) and parts.fingerprint() == whole.fingerprint()
+    assert "quantised: fp8" in opening(whole, cfg)
+    for reader in (whole, parts):
+        for k in (0, 3):
+            found = reader.layer(k)
+            for name, x in found.items():
+                theirs = before[f"model.layers.{k}.{name}"].float()
+                limit = theirs.abs() / 16 + theirs.abs().max() / 448 / 16
+                assert ((x - theirs).abs() <= limit).all(), name
+    for ours, theirs in ((parts.layer(-1), whole.layer(-1)), (parts.cut([1]), whole.cut([1]))):
+        assert ours.keys() == theirs.keys() and len(ours) > 8
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "config", [Eagle3Config(layers=[1, 2, 3], draft_vocab=48, start="target"), LMConfig()]
+)
+def test_a_draft_starts_alike_in_the_first_run_and_the_second(tmp_path: Path, config: Any) -> None:
+    fp8(tmp_path)
+    starts = []
+    for _ in range(2):  # the second time, the layers stay on disk
+        torch.manual_seed(0)
+        target = TargetOnDemand(config_of(tmp_path))
+        drafter = DRAFTERS[config.name].build(config, target.parts, torch.arange(48))
+        starts.append(drafter.state_dict())
+        drafts.save(tmp_path / "draft", drafter, target.parts)
+        assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
+        target.whole()
+    assert isinstance(TargetOnDemand(config_of(tmp_path)).parts, StoredParts)
+    assert all(torch.equal(starts[0][name], x) for name, x in starts[1].items())
+
+
+def test_modules_beyond_the_layers_are_refused_if_quantised(tmp_path: Path) -> None:
+    fp8(tmp_path)
+    path = tmp_path / "model" / "model.safetensors"
+    stored = load_file(path)
+    for name in ("self_attn.q_proj.weight", "self_attn.q_proj.weight_scale_inv"):
+        stored[f"model.layers.4.{name}"] = stored[f"model.layers.3.{name}"].clone()
+    save_file(stored, path, metadata={"format": "pt"})
+    target = load_target(config_of(tmp_path))
+    with pytest.raises(UserError, match=r"multi-token prediction quantised \(.*float8_e4m3fn\)"):
+        target.beyond(0)
+
+
+# --- Layers of libraries, imitated: bitsandbytes', torchao's, compressed-tensors' ---------------
+
+
+class Int8Linear(nn.Module):
+    """Holds int8 and a scale for each row, as bitsandbytes' and GPTQ's layers do."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        scale = layer.weight.abs().amax(1, keepdim=True) / 127
+        whole = (layer.weight / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(whole, requires_grad=False)
+        self.register_buffer("SCB", scale.detach())
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.SCB.to(x.dtype), self.bias)
+
+
+class Int8Tensor(Tensor):
+    """A weight that computes as floating-point numbers and is none, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> "Int8Tensor":
+        return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)  # type: ignore
+
+    def __init__(self, x: Tensor) -> None:
+        self.scale = x.abs().amax(1, keepdim=True) / 127
+        self.whole = (x / self.scale).round().to(torch.int8)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        given = [x.whole * x.scale if isinstance(x, Int8Tensor) else x for x in args]
+        return func(*given, **(kwargs or {}))
+
+
+def by_modules(model: Any) -> None:
+    for path, layer in list(model.named_modules()):
+        if path.endswith("_proj"):
+            model.set_submodule(path, Int8Linear(layer))
+
+
+def by_tensors(model: Any) -> None:
+    for path, layer in model.named_modules():
+        if path.endswith("_proj"):
+            layer.weight = nn.Parameter(Int8Tensor(layer.weight.detach()), requires_grad=False)
+
+
+def by_methods(model: Any) -> None:
+    """Plain weights, but another forward pass, which a copy of the layer would not have."""
+    for path, layer in model.named_modules():
+        if path.endswith("_proj"):
+            plain = layer.forward
+            layer.forward = lambda x, plain=plain: plain(x.clone())
+
+
+@pytest.mark.parametrize("quantise", [by_modules, by_tensors, by_methods])
+def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -> None:
+    """Eight bits: every weight is within half of 1 / 127 of its row's largest."""
+    model, plain = dense_model(), dense_model()
+    quantise(model)
+    target = CausalTarget(model, TOKENIZER, "tiny", quantisation="int8")
+    pack(target.model)
+    assert not any(isinstance(m, PackedLinear) for m in target.layers.modules())
+    before = target.checksum()
+    state = target.layer(2)
+    for name, x in plain.model.layers[2].state_dict().items():
+        assert ((state[name] - x).abs() <= x.abs().amax(-1, keepdim=True) / 253).all(), name
+    assert state.keys() == plain.model.layers[2].state_dict().keys()
+    ids = torch.arange(3, 20)[None]
+    drafter = DRAFTERS["lm"].build(LMConfig(depth=3, layers=[0, 1, 2, 3]), target).eval()
+    theirs, ours = target.features(ids, Needs())[1], drafter.model.base_model(ids).last_hidden_state
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    eagle = DRAFTERS["eagle3"].build(Eagle3Config([1, 2, 3], draft_vocab=None), target)
+    answer = generate(target, ids[0].tolist(), max_new_tokens=12, eos=())
+    for draft in (drafter, eagle):
+        drafted = generate(target, ids[0].tolist(), max_new_tokens=12, eos=(), drafter=draft)
+        assert drafted.ids == answer.ids
+        assert draft is eagle or all(r.accepted == r.drafted for r in drafted.rounds)
+    assert target.checksum() == before
+    with torch.no_grad():
+        parameter = next(p for n, p in model.named_parameters() if "q_proj.weight" in n)
+        if isinstance(parameter.data, Int8Tensor):
+            parameter.data.whole[0, 0] += 1
+        else:
+            parameter[0, 0] += 1
+    assert target.checksum() != before
+
+
+def test_the_adapters_of_a_quantised_target_and_odd_parts_are_refused() -> None:
+    model = dense_model()
+    by_modules(model)
+    target = CausalTarget(model, TOKENIZER, "tiny", quantisation="int8")
+    config = EarlyExitConfig(lora=LoraOptions(rank=4))
+    with pytest.raises(UserError, match="adapters cannot be added"):
+        DRAFTERS["early_exit"].build(config, target)
+    odd = nn.Module()
+    odd.experts = nn.Parameter(torch.zeros(2, 3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(UserError, match="keeps experts as int8 in a Module"):
+        dense(odd, torch.float32)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_gives_its_weight_to_the_rows_of_an_identity(bias: bool) -> None:
+    layer = nn.Linear(1500, 7, bias=bias)  # more than are read at a time
+    given, found = Int8Linear(layer), dense_linear(Int8Linear(layer), torch.float32)
+    torch.testing.assert_close(found.weight, given.weight * given.SCB)
+    assert is_plain(found) and not is_plain(given)
+    assert (found.bias is None) != bias
+    x = torch.randn(3, 1500)
+    torch.testing.assert_close(found(x), given(x), atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_read_of_plain_weights_is_their_state_dict() -> None:
+    model = dense_model()
+    state = dense(model, torch.float32)
+    assert state.keys() == model.state_dict().keys() and checksum(state) == checksum(
+        model.state_dict()
+    )
+
+
+# --- The libraries themselves, where they are installed -----------------------------------------
+
+
+def quantised_by(library: str, folder: Path) -> None:
+    path = folder / "model"
+    dense_model().to(torch.bfloat16).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    if library == "compressed_tensors":
+        stored = load_file(path / "model.safetensors")
+        for name, x in list(stored.items()):
+            if "_proj." in name:
+                scale = x.float().abs().max().reshape(1) / 448
+                stored[name] = (x.float() / scale).to(torch.float8_e4m3fn)
+                stored[f"{name}_scale"] = scale.to(torch.bfloat16)
+        save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+        form = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+        group = {"targets": ["Linear"], "weights": form | {"strategy": "tensor"}}
+        with_key(
+            path,
+            quant_method="compressed-tensors",
+            format="float-quantized",
+            quantization_status="compressed",
+            config_groups={"group_0": group},
+            ignore=["lm_head"],
+        )
+        return
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how: Any = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        how = BitsAndBytesConfig(**{f"load_in_{library[-1]}bit": True})
+    options = {"quantization_config": how, "device_map": {"": "cpu"}, "dtype": torch.bfloat16}
+    AutoModelForCausalLM.from_pretrained(path, **options).save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "library", ["compressed_tensors", "torchao", "bitsandbytes8", "bitsandbytes4"]
+)
+def test_checkpoints_of_other_libraries(tmp_path: Path, library: str) -> None:
+    """Four bits are off by up to a fifth of the block's largest number; eight by far less."""
+    if importlib.util.find_spec(library.rstrip("48")) is None:
+        pytest.skip(f"needs {library.rstrip('48')}")
+    quantised_by(library, tmp_path)
+    cfg = config_of(tmp_path, "bfloat16")
+    whole, parts, plain = TargetOnDemand(cfg).whole(), load_parts(cfg), dense_model()
+    assert parts is not None and parts.fingerprint() == whole.fingerprint()
+    whole.checksum()
+    for name, x in plain.model.layers[1].state_dict().items():
+        found = parts.layer(1)[name]
+        assert torch.equal(found, whole.layer(1)[name])
+        off = (found - x).float().norm() / x.float().norm()
+        assert off < (0.2 if library.endswith("4") else 0.05), name
+    ids = list(range(3, 12))
+    answer = generate(whole, ids, max_new_tokens=8, eos=()).ids
+    drafter = DRAFTERS["lm"].build(LMConfig(), parts).to(torch.bfloat16).eval()
+    assert generate(whole, ids, max_new_tokens=8, eos=(), drafter=drafter).ids == answer
