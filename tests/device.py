@@ -1,6 +1,9 @@
 """Tests on another device: DRAFTSMITH_TEST_DEVICE=cuda python -m pytest tests/decoding.
 
-The tensors that a test file makes, and the tiny models of `tests/tiny.py`, then lie on that device.
+Without a GPU, DRAFTSMITH_TEST_DEVICE=pretend computes on the CPU and complains as CUDA does; see
+tests/pretend.py, and scripts/test for the tests that run there.
+
+The tensors that a test file makes, and the tiny models of tests/tiny.py, then lie on that device.
 What the product makes lies wherever the product puts it, so that its own mistakes show.
 """
 
@@ -13,6 +16,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests import pretend
+
+if os.environ.get("DRAFTSMITH_TEST_DEVICE", "").startswith(pretend.NAME):
+    pretend.install()
 DEVICE = torch.device(os.environ.get("DRAFTSMITH_TEST_DEVICE", "cpu"))
 TESTS = str(Path(__file__).resolve().parent)
 NAMES = [

@@ -38,6 +38,12 @@ def batch_with(target: Target, drafter: Drafter, counted: int, length: int = 20)
     return batch_of(target, drafter.needs, Sampler(1.0), [ids], [mask])
 
 
+def read_at_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let an objective read so many logits at a time, on whatever device."""
+    for name in ("AT_ONCE", "AT_ONCE_ON_GPU"):
+        monkeypatch.setattr(chunked, name, count)
+
+
 def gradient(
     forcing: TeacherForcing, batch: Batch, anchors: Sequence[Anchors] | None = None
 ) -> list[Tensor]:
@@ -95,7 +101,7 @@ def test_the_gradient_at_drawn_anchors_is_unbiased(target: Target, per: str) -> 
     drafter.config.anchors.per_row = 2
     forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(per=per))
     batch = batch_with(target, drafter, 6)
-    arrays = [x[0].numpy() for x in row(batch)]
+    arrays = [x[0].cpu().numpy() for x in row(batch)]
     drawn = {}
     for seed in range(300):
         found = forcing.anchors(*arrays, seed)
@@ -170,7 +176,8 @@ def test_a_family_may_train_in_a_way_of_its_own(
         seen.append(moment)
         hidden = drafter.hidden(ctx, anchors_BA, None)
         noise = [
-            torch.rand(hidden.shape[1:], generator=g) for g in moment.generators(hidden.device)
+            torch.rand(hidden.shape[1:], generator=g, device=hidden.device)
+            for g in moment.generators(hidden.device)
         ]
         return hidden + torch.stack(noise)
 
@@ -194,7 +201,7 @@ def test_a_piece_holds_what_an_objective_may_read(
     monkeypatch.setattr(type(drafter), "confidence", lambda self, hidden: hidden.mean(-1).sigmoid())
     reference = make_drafter("medusa", target, noise=0.1) if compares else None
     cfg = ObjectiveConfig(chunk=2)
-    monkeypatch.setattr(chunked, "AT_ONCE", 1 if compares else few * drafter.depth * 40)
+    read_at_once(monkeypatch, 1 if compares else few * drafter.depth * 40)
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg, reference)
     batch = batch_with(target, drafter, 6)
     pieces = []
@@ -315,7 +322,7 @@ def test_chunks_within_chunks_equal_everything_at_once(
     ids = text(0, 20)[0].tolist()
     batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 10 + [True] * 10])
     size = drafter.train_depth * (target.vocab_size if drafter.vocab_S is None else 40)
-    monkeypatch.setattr(chunked, "AT_ONCE", 3 * size)
+    read_at_once(monkeypatch, 3 * size)
     trained = [p for p in drafter.parameters() if p.requires_grad]
     wanted, columns = at_once(forcing, target, batch)
     gradients = torch.autograd.grad(wanted, trained)

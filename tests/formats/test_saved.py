@@ -41,7 +41,7 @@ def test_saved_and_loaded_weights_give_the_same_logits(
     if drafter.state_dict().keys() == loaded.state_dict().keys():
         assert torch.equal(ours, theirs)
     else:  # adapters were added to the weights
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

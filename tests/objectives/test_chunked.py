@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.objectives.chunked import Part, chunked
+from tests.device import DEVICE
 from tests.objectives.test_losses import CFG, S, piece_of, pruned, term, truncated
 
 WIDTH, DEPTH = 5, 2
@@ -70,7 +71,7 @@ def test_chunks_equal_the_plain_sum(name: str, chunk: int) -> None:
 def test_chunks_of_a_deeper_graph_accumulate() -> None:
     """hidden comes from a layer below; .backward() twice adds up, as anywhere in torch."""
     head, below, p = chunk_case(10)
-    layer = nn.Linear(WIDTH, WIDTH).double()
+    layer = nn.Linear(WIDTH, WIDTH).double().to(DEVICE)
     trained = [*layer.parameters(), head.scale, head.heads]
 
     def step(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:

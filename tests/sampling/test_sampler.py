@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler, draws, sample
+from tests.device import DEVICE
 
 INF = math.inf
 SETTINGS = [
@@ -279,7 +280,7 @@ def test_sample_follows_probabilities() -> None:
     """Chi-square over 4 tokens that can occur, 3 degrees of freedom, fixed seed; another seed
     would exceed 21.1 once in 10,000 times. The weights need not sum to 1."""
     weights = torch.tensor([2.0, 0.0, 1.0, 0.5, 0.25])
-    drawn = sample(weights.expand(40_000, 5), torch.Generator().manual_seed(2))
+    drawn = sample(weights.expand(40_000, 5), torch.Generator(DEVICE).manual_seed(2))
     counts = torch.bincount(drawn, minlength=5)
     expected = 40_000 * weights / weights.sum()
     assert counts[1] == 0
@@ -291,7 +292,7 @@ def test_draws_of_a_row_are_independent() -> None:
     """Pairs of two draws, 3 tokens that can occur, 8 degrees of freedom: 31.8 is exceeded once in
     10,000 times. A mass that is nearly nothing is all there is."""
     weights = torch.tensor([0.0, 3.0, 1.0, 0.0, 2.0, 0.0])
-    pairs = draws(weights.expand(30_000, 6), 2, torch.Generator().manual_seed(6))
+    pairs = draws(weights.expand(30_000, 6), 2, torch.Generator(DEVICE).manual_seed(6))
     counts = torch.bincount(pairs[:, 0] * 6 + pairs[:, 1], minlength=36).view(6, 6)
     expected = 30_000 * weights[:, None] * weights / weights.sum() ** 2
     possible = expected > 0
@@ -317,5 +318,5 @@ def test_sample_keeps_shapes_and_rows() -> None:
 
 def test_sample_depends_on_the_generator_alone() -> None:
     probs = Sampler().probs(noise(200, 50))
-    one, two, other = (sample(probs, torch.Generator().manual_seed(s)) for s in (4, 4, 5))
+    one, two, other = (sample(probs, torch.Generator(DEVICE).manual_seed(s)) for s in (4, 4, 5))
     assert torch.equal(one, two) and not torch.equal(one, other)
