@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from specdec.formats import draft as drafts
 from tests.tiny import Tiny, losses, records
+from train.loop import OBJECTIVES
 
 
 def draft(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,6 +37,29 @@ def require_same_run(ours: Path, theirs: Path) -> None:
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
+
+
+def require_equal(name: str, two: Path, one: Path) -> None:
+    """Check that both runs of a family have the same steps, figures and weights, up to rounding."""
+    pairs = list(zip(losses(two), losses(one), strict=True))
+    assert len(pairs) == 12, name
+    for (step, ours), (_, theirs) in pairs:
+        for key in ("loss", "sampled", "greedy_draft", "greedy"):
+            expected = pytest.approx(theirs[key], rel=1e-5, abs=1e-7)
+            assert ours[key] == expected, (name, step, key)
+        expected = pytest.approx(theirs["gradient_norm"], rel=1e-4)
+        assert ours["gradient_norm"] == expected, (name, step)
+        assert ours["lr"] == theirs["lr"]
+    figures = [[r["held_out"] for r in records(f) if "held_out" in r] for f in (two, one)]
+    assert len(figures[0]) == 3
+    for a, b in zip(*figures, strict=True):
+        assert a["positions"] == b["positions"], name  # no row is counted twice
+        for key in OBJECTIVES:
+            assert a[key] == pytest.approx(b[key], rel=1e-4), (name, key)
+    ours, theirs = draft(two), draft(one)
+    assert ours.keys() == theirs.keys()
+    for weight in ours:
+        torch.testing.assert_close(ours[weight], theirs[weight], rtol=1e-4, atol=1e-5)
 
 
 def require_learning_that_resumes(

@@ -1,8 +1,9 @@
-"""What a run needs to continue exactly where it stopped: weights, optimisers, generator, position.
+"""What a run needs to continue exactly where it stopped: weights, optimisers, position.
 
-A checkpoint is a folder: `training.safetensors` (the weights and the optimisers' state in float32,
-and the random generator's) and `training.json` (position, settings of the optimisers, the best
-figures so far). It appears whole or not at all.
+A checkpoint is a folder: `training.safetensors` (the weights and the optimisers' state in float32)
+and `training.json` (position, settings of the optimisers, the best figures so far). It appears
+whole or not at all. It holds no generator's state, since all that a step draws follows from its
+rows, and says nothing of processes: any number of them can continue from it.
 """
 
 import json
@@ -51,7 +52,8 @@ class State:
     """How far a run has come."""
 
     step: int = 0
-    tokens: int = 0
+    rows: int = 0  # packed rows read so far: the position in the data
+    tokens: int = 0  # in these rows
     seconds: float = 0.0
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
@@ -82,7 +84,6 @@ def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: State, m
     tensors = {f"model.{n}": gathered[n] for n in names}
     for name, entry in whole["state"].items():
         tensors |= {f"optimizer.{name}|{key}": value for key, value in entry.items()}
-    tensors["generator"] = torch.get_rng_state()
     state.optimizer = whole["param_groups"]
     with replaced(folder / f"step-{state.step:07d}") as partial:
         contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
@@ -104,7 +105,7 @@ def load(
     main process reads it and hands each other one its part, one tensor at a time. Raises UserError,
     in every process, if the checkpoint is damaged or belongs to another model."""
     tensors: dict[str, Tensor] = {}
-    ours = named(model)
+    ours, known = named(model), get_model_state_dict(model).keys()
 
     def read() -> State | None:
         if not (found := steps(folder)):
@@ -116,7 +117,8 @@ def load(
             raise UserError(
                 f"{found[-1]} cannot be read ({error}): delete that folder to use the one before it"
             ) from error
-        require_same(_of("model.", tensors), ours, found[-1] / TENSORS)
+        there = {n: x for n, x in _of("model.", tensors).items() if n in ours or n not in known}
+        require_same(there, ours, found[-1] / TENSORS)
         return state
 
     state = from_main(accelerator, read)
@@ -133,7 +135,6 @@ def load(
             entries.setdefault(parameter, {})[key] = x
         whole = {"state": entries, "param_groups": state.optimizer}
     set_optimizer_state_dict(model, optimizers, whole, options=options)
-    torch.set_rng_state(from_main(accelerator, lambda: tensors["generator"]))
     return state
 
 

@@ -14,13 +14,24 @@ from specdec.errors import UserError, require
 from specdec.files import read_json, record
 from specdec.runtime.probes import native_dtype
 from specdec.target.loading import resolved
+from train import checkpoint
 from train.config import Config
 from train.data.conversations import DataConfig
 from train.data.template import Document
+from train.loop import LoopConfig
+from train.portion import Portion
 
 # the parts of a configuration that must stay the same when a run is continued
 GROUPS = ["target", "drafter", "stage", "rounds", "data", "answers", "sampler", "objective"]
 GROUPS += ["optim", "loop"]
+# what may change in them: where a run keeps what it can make again, on which device it computes,
+# and how much at once, which changes rounding at most; `Portion` checks rows and accumulate
+FREE = {
+    "target": ("cache", "device"),
+    "answers": ("root", "batch"),
+    "objective": ("chunk",),
+    "loop": ("rows", "accumulate"),
+}
 
 
 @contextmanager
@@ -46,10 +57,23 @@ def require_same_run(folder: Path, cfg: Config) -> None:
         was = _plain(type(getattr(cfg, group))()) | (theirs.get(group) or {})
         for key, value in ours.items():
             require(
-                was.get(key) == value,
+                was.get(key) == value or key in FREE.get(group, ()),
                 f"{folder} holds a run with {group}.{key}={was.get(key)!r}, not {value!r}: "
                 "give another name=, or delete that folder",
             )
+
+
+def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> Portion:
+    """The portion of the data that a step of this folder's run reads, as it began; if no run has
+    begun there, these settings'."""
+    theirs = config_of(folder)
+    began = theirs.get("processes")
+    if not began and checkpoint.steps(folder / "checkpoints"):
+        return Portion(cfg.rows, cfg.accumulate, None)
+    if not began:
+        return Portion(cfg.rows, cfg.accumulate, processes)
+    was = asdict(LoopConfig()) | theirs["loop"]
+    return Portion(was["rows"], was["accumulate"], began)
 
 
 def require_same_texts(folder: Path, of: dict[str, str]) -> None:

@@ -93,9 +93,10 @@ def train(
 
     `data(epoch, keep)` is called at the start of an epoch and gives its rows. They may differ from
     the last epoch's and depend on the current draft, which `keep(folder)` writes. Training
-    continues from the newest checkpoint, bit for bit in float32 on one process. Raises `Diverged`
-    before the update if the loss or the gradient is not finite, and UserError if the rows do not
-    fill a step; what was saved stays.
+    continues from the newest checkpoint, in float32 bit for bit on as many processes as before, and
+    on another number of them within rounding. Raises `Diverged` before the update if the loss or
+    the gradient is not finite, and UserError if the rows do not fill a step, or if the checkpoint's
+    steps read other rows; what was saved stays.
     """
     cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
     accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
@@ -106,12 +107,19 @@ def train(
     parameters = [p for p in model.parameters() if p.requires_grad]
     checkpoints = job.folder / "checkpoints"
     state = checkpoint.load(checkpoints, model, optimizers, accelerator) or State()
+    portion = cfg.rows * cfg.accumulate * world
+    state.rows = state.rows or state.step * portion  # older checkpoints count no rows
+    otherwise = (
+        f"{checkpoints}: {state.step} steps have read {state.tokens:,} tokens, but not in steps of "
+        f"{portion} packed rows: continue this run on as many processes as it began with, or give "
+        "the loop.accumulate with which a step reads as many rows as then"
+    )
     tracker.rewind(state.step)
 
     task = progress.add_task("training", completed=state.step)
     statistics = torch.zeros(forcing.depth, len(STATISTICS))
     stopped = cfg.patience is not None and state.waited >= cfg.patience
-    step, steps = -1, 0
+    step, steps, tokens_before = -1, 0, 0
 
     def save_draft(folder: Path, notes: dict[str, Any] | None = None) -> None:
         whole, prefix = checkpoint.weights(model), "drafter."
@@ -127,19 +135,14 @@ def train(
         save_draft(folder)
         accelerator.wait_for_everyone()
 
-    def rows(epoch: int) -> Source:
-        on_gpu = accelerator.device.type == "cuda"
-        # a resumed run may load and answer more or less than an uninterrupted one, and this must
-        # not change the random numbers that training draws
-        with torch.random.fork_rng([accelerator.device] if on_gpu else []):
-            return data(epoch, keep)
-
-    planned = _plan(cfg, rows, cfg.rows * cfg.accumulate * world)
+    planned = _plan(cfg, lambda epoch: data(epoch, keep), portion)
     for step, (source, chosen, steps) in enumerate(planned):
         progress.update(task, total=steps)
         if stopped:
             break
-        if step < state.step:
+        if step * portion < state.rows:  # the checkpoint has read these
+            tokens_before += sum(len(source.rows[i].ids) for i in chosen)
+            require((step + 1) * portion < state.rows or tokens_before == state.tokens, otherwise)
             continue
         started = time.perf_counter()
 
@@ -157,6 +160,7 @@ def train(
             moment = Moment(step / steps, [seeds[i] for i in mine])
             last = n + 1 == cfg.accumulate
             with nullcontext() if last else accelerator.no_sync(model):
+                _seed_dropout(moment.seeds)
                 with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 has none
                     loss, seen = model(batch, [anchors[i] for i in mine], moment)
                 loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
@@ -172,7 +176,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
 
-        state.step = step + 1
+        state.step, state.rows = step + 1, (step + 1) * portion
         state.tokens += sum(len(row.ids) for row in of_rows.values())
         state.seconds += time.perf_counter() - started
         means = statistics[:, 1:] / statistics[:, :1].clamp_min(1)  # since the last record
@@ -200,6 +204,7 @@ def train(
         if saving or stopped:
             checkpoint.save(checkpoints, model, optimizers, state, job.main)
             accelerator.wait_for_everyone()
+    require(stopped or (step + 1) * portion >= state.rows, otherwise)
     progress.remove_task(task)
     assert state.best is not None
     size, best = (state.step, steps, state.tokens, state.seconds), state.best
@@ -234,6 +239,15 @@ def _plan(
             step += 1
         if cfg.max_tokens is not None and step == steps:
             return  # the sources of further epochs may be costly to make
+
+
+def _seed_dropout(seeds: Sequence[int]) -> None:
+    """Let everything that torch draws by itself at a micro-batch, such as dropout, follow from the
+    seeds of its rows, on every device. So a checkpoint need not hold the state of any generator."""
+    folded = 1
+    for seed in seeds:
+        folded = (folded * 1_000_003 + seed) % (1 << 63)
+    torch.manual_seed(folded)
 
 
 def _require_finite(value: float, what: str, step: int, rows: Sequence[int]) -> None:

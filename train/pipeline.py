@@ -31,7 +31,14 @@ from train.data.split import require_readable
 from train.data.template import Document
 from train.features.source import Online, Source
 from train.features.store import Disk, Store, megabytes
-from train.folder import alone, digest, require_same_run, require_same_texts, with_dtype
+from train.folder import (
+    alone,
+    digest,
+    portion_of,
+    require_same_run,
+    require_same_texts,
+    with_dtype,
+)
 from train.job import Job
 from train.loop import Keep, train
 from train.processes import accelerator_of
@@ -58,6 +65,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
     # everything that can be checked before the target is loaded
     require_same_run(folder, cfg)
+    portion = portion_of(folder, cfg.loop, accelerator.num_processes)
+    loop, spread = portion.shared(cfg.loop, accelerator.num_processes)
+    cfg = replace(cfg, loop=loop)
     cfg.objective.require_complete(cfg.decode.paths)
     require(
         not cfg.rounds.answers_again or cfg.data.answers == "target",
@@ -95,6 +105,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         console.print(opening(target.parts, cfg.target, reason))
         if cfg.export is not None and export.layout_names(cfg.drafter.name):
             export.require_exportable(cfg.drafter, target.parts, cfg.export)
+        if spread:
+            console.print(spread)
         job = Job(cfg, folder, accelerator, target, tracker, progress, started)
         texts = texts_of(job)
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
@@ -108,6 +120,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         require_same_texts(folder, of)
         if main:  # until here, an error leaves the folder free for another run
             described = asdict(cfg) | {"of": of, "records": texts.records}
+            described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
+            described["processes"] = portion.processes
             write_whole(folder / "config.json", json.dumps(described, indent=1))
 
         training = _trained(job, drafter, texts)

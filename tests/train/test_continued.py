@@ -4,16 +4,24 @@ Run alone: python -m pytest tests/train/test_continued.py
 """
 
 import functools
+import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.lives import Life, Lives
-from tests.runs import require_same_run
-from tests.tiny import Tiny, records
+from specdec.errors import UserError
+from tests.lives import Kill, Life, Lives
+from tests.runs import require_equal, require_same_run
+from tests.tiny import Tiny, losses, records
+from train.loop import LoopConfig
+from train.portion import Portion
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = ("loop.save_every=2", "loop.eval_every=3")
 TWO = "loop.accumulate=1"  # on two processes, a step then reads 2 rows, as elsewhere
 KILLED = signal.SIGKILL
@@ -45,7 +53,7 @@ def test_a_run_on_two_processes_is_continued_and_measured_again(
 ) -> None:
     """One rank is killed in a step, the other before a checkpoint; the continued run equals the
     uninterrupted one. The command is then repeated, which measures and trains no further."""
-    deaths: list[dict[int, tuple[str, int, int]]] = [{1: ("lr", 4, 0)}, {0: ("half", 2, 0)}]
+    deaths: list[dict[int, Kill]] = [{1: ("lr", 4, 0)}, {0: ("half", 2, 0)}]
     cut = [Life(2, sharded, kills) for kills in deaths]
     ends, _ = lives.run(tmp_path / "run", "eagle3", [*cut, *[Life(2, sharded)] * 2], *OFTEN, TWO)
     assert ends[0][1] == ends[1][0] == KILLED
@@ -73,3 +81,103 @@ def test_a_sharded_job_in_bfloat16_is_the_replicated_one(
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2**-8)
     for ours, theirs in zip(held_out[1], held_out[0], strict=True):
         assert ours["alpha_sampled"] == pytest.approx(theirs["alpha_sampled"], rel=2**-8)
+
+
+# Another number of processes
+
+RATES = ("drafter.lora.rank=4", "drafter.lora.dropout=0.2")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sharded", "more"),
+    [("eagle3", False, ()), ("lm", False, RATES), ("lm", True, RATES)],
+    ids=["replicated", "replicated-dropout", "sharded-dropout"],
+)
+def test_two_processes_then_one_then_two_are_one(
+    lives: Lives, tiny: Tiny, tmp_path: Path, drafter: str, sharded: bool, more: tuple[str, ...]
+) -> None:
+    """Begun on two processes, killed after the checkpoints of steps 4 and 8, and continued by the
+    same command on one and on two: the same 12 steps as on one process that accumulates twice,
+    dropout included. Tolerances as in test_resume.py: float32 sums in another order."""
+    kills: list[dict[int, Kill]] = [{0: ("checkpoint", 1, 1)}, {0: ("checkpoint", 1, 1)}]
+    spread = [Life(2, sharded, kills[0]), Life(1, kills=kills[1]), Life(2, sharded)]
+    ends, printed = lives.run(tmp_path / "run", drafter, spread, TWO, *more)
+    assert ends[0][0] == KILLED and ends[1:] == [[KILLED], [0, 0]]
+    assert printed.count("each step of this run reads 2 packed rows") == 1
+    assert "goes on with loop.rows=1 loop.accumulate=2 on 1 process\n" in printed
+    lives.run(tmp_path / "one", drafter, [Life()], *more)
+    require_equal(drafter, tmp_path / "run", tmp_path / "one")
+
+
+def test_the_rows_of_a_step_are_those_with_which_the_run_began(tmp_path: Path) -> None:
+    """Enumerated by hand: 2 processes · 2 rows · 3 micro-batches = 12 rows in each step."""
+    portion = Portion(2, 3, 2)
+    for processes, expected in {1: (2, 6), 2: (2, 3), 3: (2, 2), 4: (1, 3), 6: (2, 1)}.items():
+        shared, said = portion.shared(LoopConfig(rows=2, accumulate=3), processes)
+        assert (shared.rows, shared.accumulate) == expected
+        assert bool(said) == (processes != 2)
+    with pytest.raises(UserError, match=r"12 packed rows, which 5 .*: 1, 2, 3, 4, 6, 12;"):
+        portion.shared(LoopConfig(rows=2, accumulate=3), 5)
+    by_hand = LoopConfig(rows=3, accumulate=4)
+    assert portion.shared(by_hand, 1) == (by_hand, "")
+    with pytest.raises(UserError, match=r"loop\.rows=3 loop\.accumulate=4 on 2 .* would read 24"):
+        portion.shared(by_hand, 2)
+
+
+def cut_back(run: Path) -> Path:
+    """Leave a finished run of 12 steps as it was at step 8."""
+    shutil.rmtree(run / "checkpoints" / "step-0000012")
+    return run / "checkpoints" / "step-0000008"
+
+
+def test_a_step_may_be_cut_otherwise_by_hand_but_not_made_larger(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    run = tmp_path / "run"
+    tiny.job(run, "medusa", "loop.rows=1", "loop.accumulate=2")
+    first = losses(run)
+    cut_back(run)
+    with pytest.raises(UserError, match=r"reads 2 packed rows, but .*accumulate=2 on 1 .* read 4"):
+        tiny.job(run, "medusa", "loop.rows=2", "loop.accumulate=2")
+    tiny.job(run, "medusa", "loop.rows=2", "loop.accumulate=1")
+    assert [step for step, _ in losses(run)] == [step for step, _ in first]
+    for (_, ours), (_, theirs) in zip(losses(run), first, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)  # float32 rounding
+        assert ours["lr"] == theirs["lr"]
+    noted = json.loads((run / "config.json").read_text())
+    assert [noted["loop"]["rows"], noted["loop"]["accumulate"], noted["processes"]] == [1, 2, 1]
+
+
+def test_a_run_that_noted_no_processes_goes_on_in_its_own_steps_only(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """As runs before November 2026 were: no count of processes or rows, and a generator's state."""
+    tiny.job(tmp_path / "whole", "medusa")
+    run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    newest = cut_back(run)
+    for path, key in ((run / "config.json", "processes"), (newest / "training.json", "rows")):
+        described = json.loads(path.read_text())
+        del described[key]
+        path.write_text(json.dumps(described))
+    tensors = load_file(newest / "training.safetensors")
+    save_file(tensors | {"generator": torch.get_rng_state()}, newest / "training.safetensors")
+    for other in ("loop.accumulate=1", "loop.accumulate=3"):  # 24 and 8 steps of the same 24 rows
+        with pytest.raises(UserError, match=r"8 steps .* as many processes as it began with"):
+            tiny.job(run, "medusa", other)
+    tiny.job(run, "medusa")
+    require_same_run(run, tmp_path / "whole")
+
+
+def test_places_and_portions_of_memory_are_not_part_of_a_run(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """Everything that a message about a full disk or memory suggests; the seed is another run."""
+    answered = ("data.answers=target", "loop.epochs=1")
+    run = tmp_path / "run"
+    tiny.job(run, "medusa", *answered)
+    elsewhere = [f"{name}={tmp_path / name}" for name in ("answers.root", "features.root")]
+    elsewhere += [f"target.cache={tmp_path / 'targets'}", "answers.batch=8", "objective.chunk=64"]
+    tiny.job(run, "medusa", *answered, *elsewhere)
+    assert (tmp_path / "answers.root").exists() and (tmp_path / "features.root").exists()
+    with pytest.raises(UserError, match=r"answers\.seed=0, not 1"):
+        tiny.job(run, "medusa", *answered, "answers.seed=1")

@@ -29,14 +29,13 @@ from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
 from specdec.target.loading import TargetOnDemand
 from tests.processes import environment, process
-from tests.runs import draft, require_same_run
-from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses, records
+from tests.runs import draft, require_equal, require_same_run
+from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
 from train import pipeline
 from train.data.packing import Row
 from train.data.template import Document
 from train.features import store as features
 from train.features.source import Source
-from train.loop import OBJECTIVES
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if DRAFTERS[name].trainable]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -365,29 +364,6 @@ pipeline._finish = lambda *_: {"temperatures": []}
 for overrides, folder in json.loads(sys.argv[1]):
     pipeline.run(compose(overrides), folder)
 """
-
-
-def require_equal(name: str, two: Path, one: Path) -> None:
-    """Check that both runs of a family have the same steps, figures and weights, up to rounding."""
-    pairs = list(zip(losses(two), losses(one), strict=True))
-    assert len(pairs) == 12, name
-    for (step, ours), (_, theirs) in pairs:
-        for key in ("loss", "sampled", "greedy_draft", "greedy"):
-            expected = pytest.approx(theirs[key], rel=1e-5, abs=1e-7)
-            assert ours[key] == expected, (name, step, key)
-        expected = pytest.approx(theirs["gradient_norm"], rel=1e-4)
-        assert ours["gradient_norm"] == expected, (name, step)
-        assert ours["lr"] == theirs["lr"]
-    figures = [[r["held_out"] for r in records(f) if "held_out" in r] for f in (two, one)]
-    assert len(figures[0]) == 3
-    for a, b in zip(*figures, strict=True):
-        assert a["positions"] == b["positions"], name  # no row is counted twice
-        for key in OBJECTIVES:
-            assert a[key] == pytest.approx(b[key], rel=1e-4), (name, key)
-    ours, theirs = draft(two), draft(one)
-    assert ours.keys() == theirs.keys()
-    for weight in ours:
-        torch.testing.assert_close(ours[weight], theirs[weight], rtol=1e-4, atol=1e-5)
 
 
 def test_cutting_a_step_otherwise_changes_rounding_only(
