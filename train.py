@@ -5,7 +5,10 @@ import os
 import sys
 from pathlib import Path
 
+from train.launcher import end_with_launcher
+
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors through to `command`
+end_with_launcher()  # before the imports, which take seconds
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

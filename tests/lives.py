@@ -10,36 +10,19 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.formats import draft as drafts
+from tests.kills import plant
 from tests.processes import environment
 from tests.tiny import REPOSITORY, Tiny, compose
-from train import checkpoint, loop, optim, pipeline
-from train.data import answers
-from train.tracking import Tracker
+from train import pipeline
 
-Kill = tuple[str, int, int]  # a place in `PLACES`, at which call, and whether after it
-PLACES: dict[str, tuple[Any, str]] = {
-    "log": (Tracker, "log"),
-    "checkpoint": (checkpoint, "save"),
-    "best": (drafts, "save"),
-    "rewind": (Tracker, "rewind"),
-    "answer": (answers, "decode"),
-    "features": (pipeline.Store, "fill"),
-    "feature_file": (pipeline.Store, "_add"),
-    "rename": (os, "rename"),
-    "json": (json, "dumps"),
-    "half": (checkpoint, "save_file"),
-    "half_best": (drafts, "save_file"),
-    "lr": (optim, "learning_rate"),
-    "evaluation": (loop, "evaluate"),
-}
+Kill = tuple[str, int, bool]  # a place in `PLACES`, at which call, and whether after it
 
 
 @dataclass(frozen=True)
@@ -120,7 +103,7 @@ def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
             where: dict[str, Any] = {"rank": rank, "world_size": life.processes}
             torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", **where)
         if life.kills and rank in life.kills:
-            _plant(*life.kills[rank])
+            plant(*life.kills[rank])
         pipeline.run(compose(plan["overrides"]), plan["folder"])
         code = 0
     except pipeline.UserError as error:
@@ -131,25 +114,6 @@ def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
     finally:
         sys.stdout.flush()
         os._exit(code)
-
-
-def _plant(place: str, call: int, after: int) -> None:
-    """Die of SIGKILL at the n-th call of a function, before it or after it."""
-    owner, name = PLACES[place]
-    original: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **options)
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, counted)
 
 
 def main() -> None:

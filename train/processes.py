@@ -19,6 +19,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from specdec.errors import UserError, require
+from train.launcher import end_with_launcher
 
 if TYPE_CHECKING:
     from train.config import Config
@@ -43,6 +44,7 @@ def accelerator_of(cfg: "Config") -> Accelerator:
     passes. Raises UserError for FSDP1 and whatever else accelerate may start, and if
     `target.dtype=auto` stands for different types on the machines.
     """
+    end_with_launcher()
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # wait for the slowest process
     for kind in OTHERS:
         require(

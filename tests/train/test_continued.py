@@ -3,11 +3,10 @@
 Run alone: python -m pytest tests/train/test_continued.py
 """
 
-import functools
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,31 +33,44 @@ def lives(tiny: Tiny) -> Iterator[Lives]:
     driver.close()
 
 
-@pytest.fixture(scope="module")
-def whole(tiny: Tiny, lives: Lives) -> Callable[[str, bool], Path]:
-    """The folder of an uninterrupted run on two processes."""
+DEATHS: dict[str, list[dict[int, Kill]]] = {
+    "replicated": [
+        {1: ("answer", 2, True)},
+        {0: ("answer_file", 1, False), 1: ("answer_file", 1, True)},
+        {1: ("lr", 4, False)},
+        {0: ("half", 2, False)},
+    ],
+    "sharded": [
+        {0: ("feature_row", 3, True), 1: ("feature_file", 1, False)},
+        {1: ("evaluation", 1, False)},
+        {0: ("half", 1, True)},
+        {1: ("checkpoint", 1, True)},
+    ],
+}
 
-    @functools.cache
-    def run(drafter: str, sharded: bool) -> Path:
-        folder = tiny.root / f"whole-{drafter}-{sharded}"
-        assert lives.run(folder, drafter, [Life(2, sharded)], *OFTEN, TWO)[0] == [[0, 0]]
-        return folder
 
-    return run
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_a_run_on_two_processes_is_continued_and_measured_again(
-    lives: Lives, whole: Callable[[str, bool], Path], tmp_path: Path, sharded: bool
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DEATHS)
+def test_a_run_on_two_processes_that_is_killed_is_continued_and_measured_again(
+    lives: Lives, tmp_path: Path, kind: str
 ) -> None:
-    """One rank is killed in a step, the other before a checkpoint; the continued run equals the
-    uninterrupted one. The command is then repeated, which measures and trains no further."""
-    deaths: list[dict[int, Kill]] = [{1: ("lr", 4, 0)}, {0: ("half", 2, 0)}]
-    cut = [Life(2, sharded, kills) for kills in deaths]
-    ends, _ = lives.run(tmp_path / "run", "eagle3", [*cut, *[Life(2, sharded)] * 2], *OFTEN, TWO)
-    assert ends[0][1] == ends[1][0] == KILLED
-    assert ends[2:] == [[0, 0], [0, 0]]
-    require_same_run(tmp_path / "run", whole("eagle3", sharded))
+    """One rank or both are killed while they answer or store features, in a step, in an evaluation
+    and in a checkpoint; the continued run equals an uninterrupted one bit for bit. The command is
+    then repeated, which measures and trains no further."""
+    sharded = kind == "sharded"
+    more = (*OFTEN, TWO, "answers.batch=4", f"data.answers={'data' if sharded else 'target'}")
+
+    def lived(name: str, all_lives: list[Life]) -> list[list[int]]:
+        caches = [f"{cache}.root={tmp_path / name}-{cache}" for cache in ("answers", "features")]
+        return lives.run(tmp_path / name, "eagle3", all_lives, *more, *caches)[0]
+
+    assert lived("whole", [Life(2, sharded)]) == [[0, 0]]
+    cut = [Life(2, sharded, kills) for kills in DEATHS[kind]]
+    *ends, last, again = lived("run", [*cut, *[Life(2, sharded)] * 2])
+    assert last == again == [0, 0]
+    for end, kills in zip(ends, DEATHS[kind], strict=True):
+        assert KILLED in (end[rank] for rank in kills)
+    require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("precision", ["target.dtype=bfloat16", "loop.precision=bf16"])
@@ -88,6 +100,7 @@ def test_a_sharded_job_in_bfloat16_is_the_replicated_one(
 RATES = ("drafter.lora.rank=4", "drafter.lora.dropout=0.2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "sharded", "more"),
     [("eagle3", False, ()), ("lm", False, RATES), ("lm", True, RATES)],

@@ -20,7 +20,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.drafters import Drafter
 from specdec.errors import require, require_within
-from specdec.files import make_folder, read_lines, record
+from specdec.files import make_folder, read_lines, record, write_whole
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.loading import TargetOnDemand
@@ -72,8 +72,9 @@ def answered(
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; their masks mark the answers.
 
-    As each batch ends, its answers are appended to a file, each with the name of its prompt: an
-    interrupted run continues there, and a run with more prompts answers only the new ones. Each
+    As each batch ends, its answers are written to a file, each with the name of its prompt: an
+    interrupted run continues there, and a run with more prompts answers only the new ones. The file
+    appears whole or not at all, so that the batches, and with them rounding, stay the same. Each
     prompt has its own seed, so apart from rounding its answer does not depend on the batch, on
     interruptions, or on how many processes share the work. `keep` stores the features that the
     target computes as it answers.
@@ -88,7 +89,6 @@ def answered(
     alone = author is not None and author.rule is None
     whose = "draft's" if alone else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
-    path = folder / f"{uuid4().hex}.jsonl"  # no two processes write to the same file
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
     for batch in batches:
         asking = [asked[name] for name in batch]
@@ -117,9 +117,10 @@ def answered(
                     entry["rounds"] = rounds_of(answer)
         if keep:
             keep.write()
-        with path.open("a") as file:
-            for name, entry in zip(batch, found, strict=True):
-                file.write(json.dumps({"prompt": name} | entry) + "\n")
+        lines = [
+            json.dumps({"prompt": name} | entry) for name, entry in zip(batch, found, strict=True)
+        ]
+        write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     known, documents = _read(folder), []
