@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
@@ -38,28 +40,80 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
+def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     """`with replaced(folder) as partial:` writes a new folder under a temporary name, which
-    replaces the old one only if the block succeeds. Libraries create some files that only their
-    owner can read, so all files get the mode that the user's umask gives."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    replaces the old one only if the block succeeds. Whatever the old one holds is deleted or, if
+    `ours` is given, only what has such a name or fits such a pattern: the rest is the user's, and
+    is also in the new folder. Libraries create some files that only their owner can read, so all
+    files get the mode that the user's umask gives. Raises UserError for a folder that cannot be
+    replaced, and for a file of the user's whose name a new one has."""
+    require_elsewhere(folder)
+    folder = folder.resolve()
+    _clear(folder)
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
+    make_folder(partial)
     mode = partial.stat().st_mode & 0o666  # a new folder shows the umask without setting it
     try:
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
                 file.chmod(mode)
+        if ours is not None and folder.exists():
+            _keep(folder, partial, tuple(ours))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = partial.with_suffix(".old")
     if folder.exists():
         os.rename(folder, old)
     os.rename(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def require_elsewhere(folder: Path) -> None:
+    """Raise UserError for a folder that cannot be replaced, since a program is running in it."""
+    working = Path.cwd()
+    require(
+        folder.resolve() not in (working, *working.parents),
+        f"{folder} is the current folder or holds it: name another folder",
+    )
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed program left of `replaced(folder)`; a folder that it had already moved
+    out of the way is moved back."""
+    left = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.(partial|old)")
+    for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if (match := left.fullmatch(path.name)) is None:
+            continue
+        if match[1] == "old" and not folder.exists():
+            os.rename(path, folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _keep(folder: Path, partial: Path, ours: Sequence[str]) -> None:
+    """Bring what is not `ours` to a new folder; both then have it, as one file on disk."""
+    for path in folder.iterdir():
+        if any(fnmatch(path.name, pattern) for pattern in ours):
+            continue
+        new = partial / path.name
+        require(
+            not os.path.lexists(new),
+            f"{path} was not written by us, and a new file has its name: move it elsewhere",
+        )
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new, symlinks=True, copy_function=_linked)
+        else:
+            _linked(path, new)
+
+
+def _linked(old: Any, new: Any) -> None:
+    """A second name for a file or, where the file system has none, a copy of it."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(old, new, follow_symlinks=False)
 
 
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:

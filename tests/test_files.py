@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specdec.errors import UserError
 from specdec.files import replaced, write_whole
 
 
@@ -39,6 +40,90 @@ def test_files_get_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mod
         os.umask(before)
     files = [p for p in (tmp_path / "draft").rglob("*") if p.is_file()]
     assert {oct(p.stat().st_mode & 0o777) for p in files} == {oct(mode)} and len(files) == 2
+
+
+def test_only_our_files_are_replaced(tmp_path: Path) -> None:
+    """The user's files, folders and links stay, as they were, and a name is never taken."""
+    draft, elsewhere = tmp_path / "draft", tmp_path / "elsewhere"
+    elsewhere.write_text("apart")
+    with replaced(draft, ("w*", "card")) as partial:
+        (partial / "w1").write_text("old")
+        (partial / "w2").write_text("old")
+        (partial / "card").write_text("old")
+    (draft / "notes.md").write_text("mine")
+    (draft / "notes.md").chmod(0o640)
+    (draft / "plots").mkdir()
+    (draft / "plots" / "w1").write_text("mine")
+    (draft / "link").symlink_to(elsewhere)
+    with replaced(draft, ("w*", "card")) as partial:
+        (partial / "w1").write_text("new")
+        (partial / "card").write_text("new")
+    texts = {str(p.relative_to(draft)): p.read_text() for p in draft.rglob("*") if p.is_file()}
+    assert texts == {
+        "w1": "new",
+        "card": "new",
+        "notes.md": "mine",
+        "plots/w1": "mine",
+        "link": "apart",
+    }
+    assert (draft / "link").is_symlink() and elsewhere.read_text() == "apart"
+    assert (draft / "notes.md").stat().st_mode & 0o777 == 0o640
+    with (
+        pytest.raises(UserError, match="was not written by us"),
+        replaced(draft, ("w*", "card")) as partial,
+    ):
+        (partial / "notes.md").write_text("new")
+    assert (draft / "notes.md").read_text() == "mine" and (draft / "w1").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["draft", "elsewhere"]
+
+
+def test_folders_beside_it_are_the_users(tmp_path: Path) -> None:
+    """Only names that we alone give are cleared away: what a killed program left behind."""
+    mine = [".draft.old", ".draft.partial", ".draft.x.old", ".draft2." + 32 * "0" + ".old"]
+    left = [".draft." + 32 * "0" + ".partial", ".draft." + 32 * "1" + ".old"]
+    for name in ("draft", *mine, *left):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text(name)
+    with replaced(tmp_path / "draft") as partial:
+        (partial / "a").write_text("new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["draft", *mine])
+    assert all((tmp_path / name / "thesis").read_text() == name for name in mine)
+
+
+def test_a_folder_that_a_killed_program_moved_away_comes_back(tmp_path: Path) -> None:
+    """Killed between the two renames: the old folder is whole under its temporary name."""
+    moved = tmp_path / f".draft.{32 * 'a'}.old"
+    moved.mkdir()
+    (moved / "a").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replaced(tmp_path / "draft"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "draft" / "a").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["draft"]
+
+
+def test_the_current_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one that holds it: a shell would stand in a folder that is gone."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    for name in (".", "..", "../../a", "/"):
+        with (
+            pytest.raises(UserError, match="is the current folder or holds it"),
+            replaced(Path(name)),
+        ):
+            pass
+    with replaced(Path("c")) as partial:
+        (partial / "x").write_text("")
+    assert [p.name for p in Path().iterdir()] == ["c"]
+
+
+def test_a_linked_folder_is_replaced_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "here").symlink_to(tmp_path / "disk")
+    with replaced(tmp_path / "here") as partial:
+        (partial / "a").write_text("new")
+    assert (tmp_path / "disk" / "a").read_text() == "new" and (tmp_path / "here").is_symlink()
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def save(
     )
     config = drafter.config
     card = Card(FORMAT, config.name, config, drafter.sizes, theirs, notes or {})
-    with replaced(folder) as partial:
+    with replaced(folder, (WEIGHTS, CARD, CALIBRATION)) as partial:
         save_file(tensors, partial / WEIGHTS)
         (partial / CARD).write_text(json.dumps(asdict(card), indent=1))
         if drafter.calibrations.prompts:

@@ -6,6 +6,8 @@ precision they were trained in. Letters: B batch, T time, N positions, S draft v
 """
 
 import json
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,19 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters import Drafter, family
 from specdec.errors import UserError, located, nearest, require
-from specdec.files import replaced
+from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS, Layout, renamed
 from specdec.runtime.packed import is_packed, pack
 from specdec.target.base import Target
 from specdec.target.parts import Parts
+
+PATTERNS = [  # of the files of exports whose mark does not list them
+    *(MARK, CONFIG, OVERRIDES, "model*.safetensors", "model.safetensors.index.json"),
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.*", "merges.txt"),
+]
 
 FAMILIES = {
     "eagle": eagle,
@@ -83,20 +91,21 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     dtype = next(x.dtype for x in tensors.values() if x.is_floating_point())
     config = chosen.config(drafter, target)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    with replaced(folder) as partial:
+    with replaced(folder, _written(folder)) as partial:
         theirs = renamed(tensors, chosen.prefixes)
         save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        _mark(partial, name, layout, target)
         if chosen.overrides:
             (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
         if chosen.whole_model and target.tokenizer is not None:
             target.tokenizer.save_pretrained(partial)
+        _mark(partial, name, layout, target)
         again = read(partial, drafter, target, layout)
-        before, after = (logits(d, target) for d in (drafter, again))
+        before, twice, after = (logits(d, target) for d in (drafter, drafter, again))
         if chosen.objection and (said := chosen.objection(drafter, before)):
             raise UserError(f"{folder}: not written, because {said}")
-        if (gap := float((before - after).abs().max())) > 0:
+        gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
+        if not gap <= rounding:
             raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
         elsewhere, most = foreign.gap(partial, drafter, target), foreign.limit(target)
         if not elsewhere <= most:
@@ -105,33 +114,69 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
                 f"differ by {elsewhere:.2g} of the largest (rounding: {most:.2g}): this is a bug, "
                 "please report it with the target's config"
             )
+    same = "identical" if gap == 0 else "equal but for rounding"
     return (
-        f"{len(tensors)} tensors read back, logits identical; transformers' own layers, built from "
+        f"{len(tensors)} tensors read back, logits {same}; transformers' own layers, built from "
         f"{CONFIG}, compute the same to {elsewhere:.0e} of the largest logit"
     )
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference; NaN if there is one in either."""
+    return float((one.float() - other.float()).abs().max())
+
+
+def rounding_of(logits: Tensor, again: float) -> float:
+    """By how much logits may differ that the same weights give: on a CPU not at all in float32,
+    where the same products are summed in the same order. Elsewhere kernels may sum in any order;
+    `again` is by how much the same draft differed when it was computed twice."""
+    if logits.is_cpu and logits.dtype == torch.float32:
+        return 0.0
+    return 4 * (again + torch.finfo(logits.dtype).eps * float(logits.abs().max()))
 
 
 def write_target(folder: Path, target: Target) -> None:
     """Write the dense target as engines load it; the folder appears whole or not at all."""
     require_free(folder)
-    with replaced(folder) as partial:
+    with replaced(folder, _written(folder)) as partial:
         target.save(partial)
         _mark(partial, "target", "hf", target)
 
 
 def _mark(folder: Path, drafter: str, layout: str, target: Target) -> None:
-    """Mark an export as ours. `drafter` is the family, or "target"."""
-    mark = {"drafter": drafter, "layout": layout, "target": target.name}
+    """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
+    files = sorted({MARK, *(path.name for path in folder.iterdir())})
+    mark = {"drafter": drafter, "layout": layout, "target": target.name, "files": files}
     (folder / MARK).write_text(json.dumps(mark, indent=1))
+
+
+def _written(folder: Path) -> list[str]:
+    """The names of an export's own files, or patterns of them if an earlier version wrote it."""
+    if not (folder / MARK).is_file():
+        return []
+    files = read_json(folder / MARK).get("files", PATTERNS)
+    return files if isinstance(files, list) and all(isinstance(x, str) for x in files) else PATTERNS
 
 
 def require_free(folder: Path) -> None:
     """Raise UserError if writing here would destroy anything but an earlier export."""
+    require_elsewhere(folder)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     require(
         free or (folder / MARK).is_file(),
         f"{folder} exists and is not an earlier export: name a folder that does not exist yet",
     )
+
+
+def require_apart(folders: Sequence[Path]) -> None:
+    """Raise UserError if one of the folders to write is another one, or is inside it."""
+    for one, other in combinations(folders, 2):
+        shorter, longer = sorted((one.resolve(), other.resolve()), key=lambda path: len(path.parts))
+        require(
+            not longer.is_relative_to(shorter),
+            f"{one} and {other} are the same folder, or one is inside the other: name two folders "
+            "beside each other",
+        )
 
 
 def read(folder: Path, like: Drafter, target: Target, layout: str = "hf") -> Drafter:

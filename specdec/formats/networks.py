@@ -84,7 +84,7 @@ class Folder:
         """Logits [..., V] of a head of the draft's own or of the target's, scaled as the config
         says."""
         own = self.tensors.get("lm_head.weight")
-        weight = self.target.head.weight if own is None else own
+        weight = self.target.head.weight if own is None else own.float()
         scores = linear(states.to(weight.dtype), weight).float() * self.config.get("logit_scale", 1)
         if cap := self.config.get("final_logit_softcapping"):
             scores = cap * torch.tanh(scores / cap)
@@ -139,7 +139,7 @@ def llama(config: Description) -> LlamaConfig:
         or "mrope_section" in rope
     )
     require(not unalike, f"rope_parameters of type {kind} mean another thing in vLLM")
-    act = config.get("hidden_act")
+    act = config.get("hidden_act", "silu")
     require(act == "silu", f"hidden_act is {act}, and engines have only silu in such a layer")
     names = "max_position_embeddings rms_norm_eps attention_bias mlp_bias head_dim hidden_size"
     names += " intermediate_size num_attention_heads num_key_value_heads hidden_act"

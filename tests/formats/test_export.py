@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
+from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.errors import UserError
 from specdec.formats import export
 from specdec.target.base import Target
@@ -66,6 +67,44 @@ def test_a_target_is_written_whole_and_again_but_over_nothing_else(
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="not an earlier export"):
         export.write_target(tmp_path / "mine", target)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path, listed: bool) -> None:
+    """Also in one whose mark does not list its files, as earlier versions wrote it. A file that the
+    new export no longer has goes."""
+    out, mlp = tmp_path / "out", random_drafter(MlpConfig(depth=2, draft_vocab=48), target, 0.1)
+    export.write(out, random_drafter(MTPConfig(depth=2), target, 0.1), target)
+    (out / "notes.md").write_text("mine")
+    if not listed:
+        mark = json.loads((out / export.MARK).read_text())
+        del mark["files"]
+        (out / export.MARK).write_text(json.dumps(mark))
+    assert (out / export.OVERRIDES).exists()
+    export.write(out, mlp, target)
+    assert {path.name for path in out.iterdir()} == {
+        *("notes.md", export.WEIGHTS, export.CONFIG, export.MARK)
+    }
+    (out / "tokenizer.json").write_text("mine")
+    with pytest.raises(UserError, match="not written by us"):
+        export.write_target(out, target)
+    assert (out / "tokenizer.json").read_text() == "mine"
+    assert (out / "notes.md").read_text() == "mine"
+    assert json.loads((out / export.MARK).read_text())["drafter"] == "mlp"
+
+
+@pytest.mark.parametrize(
+    ("to", "with_target"), [("s2", "{}/s2"), ("tt/draft", "tt"), ("tt", "tt/x"), ("a/../b", "b")]
+)
+def test_two_folders_must_be_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, with_target: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    folders = [Path(to), Path(with_target.format(tmp_path))]
+    with pytest.raises(UserError, match="are the same folder, or one is inside the other"):
+        export.require_apart(folders)
+    export.require_apart([Path("s2"), Path("s21")])
 
 
 # What vLLM's loaders look for, by the description alone

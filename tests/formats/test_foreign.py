@@ -4,14 +4,18 @@ Run alone: pytest tests/formats/test_foreign.py
 """
 
 import copy
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CohereConfig,
+    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -20,15 +24,21 @@ from transformers import (
     LlamaConfig,
     Olmo3Config,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     StableLmConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.drafters import Drafter
+from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.parallel.dflash import DFlashConfig
+from specdec.drafters.recurrent.eagle import EagleConfig
+from specdec.drafters.recurrent.mtp import MTPConfig
+from specdec.errors import UserError
 from specdec.formats import export, foreign
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
+from specdec.target.parts import Parts
 from tests.drafters.families import CONFIGS
 from tests.tiny import random_drafter
 
@@ -148,3 +158,238 @@ def test_an_export_computes_the_same_elsewhere(
         export.write(tmp_path / layout, drafter, target, layout)
         assert foreign.gap(tmp_path / layout, drafter, target) < 1e-4
     assert target.model.config.to_dict() == before
+
+
+Change = Callable[[dict[str, Any]], Any]
+SPOILED: list[tuple[str, str, Change]] = [
+    ("eagle3", "half of each head", lambda c: c["rope_parameters"].pop("partial_rotary_factor")),
+    ("eagle", "half of each head", lambda c: c["rope_parameters"].pop("partial_rotary_factor")),
+    ("eagle", "llama3", lambda c: c["rope_parameters"].update(factor=4.0)),
+    ("eagle3", "yarn", lambda c: c["rope_parameters"].update(attention_factor=1.0)),
+    ("eagle3", "yarn", lambda c: c["rope_parameters"].update(factor=2.0)),
+    ("eagle3", "linear", lambda c: c["rope_parameters"].update(rope_type="default")),
+    ("eagle3", "longrope, half", lambda c: c["rope_parameters"].update(attention_factor=1.0)),
+    ("eagle3", "gemma4", lambda c: c["rope_parameters"].update(partial_rotary_factor=1.0)),
+    ("eagle3", "kinds of layers", lambda c: c["rope_parameters"].update(rope_theta=1e3)),
+    ("eagle3", "llama", lambda c: c.update(norm_before_residual=True)),
+    ("eagle3", "llama", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 3])),
+    ("eagle3", "llama", lambda c: c.update(rms_norm_eps=0.1)),
+    ("eagle3 of two layers", "llama", lambda c: c.update(norm_output=False)),
+    ("eagle", "cohere", lambda c: c.pop("logit_scale")),
+    ("dflash", "granite", lambda c: c.update(logit_scale=1.0)),
+    ("eagle", "gemma2", lambda c: c.pop("final_logit_softcapping")),
+    ("peagle", "llama", lambda c: c.update(mask_token_id=3)),
+    ("dflash", "llama", lambda c: c["dflash_config"].update(causal=True)),
+    ("jetspec", "llama", lambda c: c["dflash_config"].update(causal=False)),
+    ("dflash", "llama", lambda c: c["dflash_config"].update(mask_token_id=3)),
+    ("medusa", "llama", lambda c: c.update(logit_scale=2.0)),
+    ("mlp", "llama", lambda c: c.update(scale_input=True)),
+]
+UNREADABLE: list[tuple[str, Change]] = [
+    ("is dynamic", lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0)),
+    ("by kind", lambda c: c.update(rope_parameters={"full_attention": c["rope_parameters"]})),
+    ("hidden_act", lambda c: c.update(hidden_act="gelu")),
+    ("biases", lambda c: c.update(attention_bias=True)),
+    ("a norm too many", lambda c: c.update(norm_before_fc=True)),
+    ("images", lambda c: c["rope_parameters"].update(mrope_section=[1, 1, 2])),
+]
+
+
+def exported(target: Target, name: str, folder: Path, change: Change) -> Drafter:
+    """A draft whose export has a changed config; the change must not be seen by our own reader."""
+    drafter = draft(EXPORTED[name], target)
+    export.write(folder, drafter, target)
+    config = json.loads((folder / export.CONFIG).read_text())
+    change(config)
+    (folder / export.CONFIG).write_text(json.dumps(config))
+    assert torch.equal(
+        export.logits(export.read(folder, drafter, target), target), export.logits(drafter, target)
+    )
+    return drafter
+
+
+@pytest.mark.parametrize(("name", "kind", "change"), SPOILED)
+def test_a_wrong_description_is_another_network(
+    targets: Callable[[str], Target], tmp_path: Path, name: str, kind: str, change: Change
+) -> None:
+    """The check can fail: by at least ten times what it allows, although our own reader, which
+    ignores the config, sees nothing."""
+    target = targets(kind)
+    drafter = exported(target, name, tmp_path / "out", change)
+    assert foreign.gap(tmp_path / "out", drafter, target) > 10 * foreign.limit(target)
+
+
+@pytest.mark.parametrize(("what", "change"), UNREADABLE, ids=[what for what, _ in UNREADABLE])
+def test_what_engines_cannot_read_or_read_differently(
+    targets: Callable[[str], Target], tmp_path: Path, what: str, change: Change
+) -> None:
+    target = targets("llama")
+    drafter = exported(target, "eagle3", tmp_path / "out", change)
+    with pytest.raises(UserError):
+        foreign.gap(tmp_path / "out", drafter, target)
+
+
+def test_a_wrong_draft_vocabulary_is_found(
+    targets: Callable[[str], Target], tmp_path: Path
+) -> None:
+    target = targets("llama")
+    drafter = exported(target, "eagle3", tmp_path / "out", lambda c: None)
+    tensors = load_file(tmp_path / "out" / export.WEIGHTS)
+    tensors["d2t"][-1] += 1
+    save_file(tensors, tmp_path / "out" / export.WEIGHTS)
+    assert foreign.gap(tmp_path / "out", drafter, target) == float("inf")
+
+
+def test_a_trial_stays_within_what_is_read_alike(targets: Callable[[str], Target]) -> None:
+    """A text of a target with LongRoPE does not cross the length at which its factors change."""
+    drafter = draft(EXPORTED["eagle"], targets("longrope, half"))
+    trial = foreign.Trial.of(drafter, targets("longrope, half"))
+    assert len(trial.ids_T) == 64 and trial.depths == 3
+    assert trial.anchors[-1] + trial.depths < 64 and trial.anchors[0] > 10
+    assert len(foreign.Trial.of(drafter, targets("llama")).ids_T) == 192 + 3
+
+
+def latent(**more: Any) -> PreTrainedConfig:
+    """Latent attention, whose o_proj has the shape of a draft's: heads · v_head_dim = D."""
+    given = {k: x for k, x in BASE.items() if k != "num_key_value_heads"}
+    sizes = dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return DeepseekV2Config(**given, **sizes, **experts, v_head_dim=8, **more)
+
+
+@pytest.mark.parametrize("config", [EXPORTED["eagle3"], EXPORTED["dflash"]], ids=lambda c: c.name)
+def test_a_start_takes_no_part_of_attention_of_another_kind(config: Any) -> None:
+    """o_proj of latent attention fits by its shape alone; a Llama's q, k, v and o are all taken."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(latent()).float()
+    theirs = model.model.layers[-1].self_attn.o_proj.weight
+    target = parts_of(model)
+    for whole, taken in ((target, False), (target_of("llama"), True)):
+        drafter = DRAFTERS[config.name].build(replace(config, start="target"), whole, KEPT)
+        ours = next(x for n, x in drafter.named_parameters() if n.endswith("o_proj.weight"))
+        last = whole.layer(-1 if config.name == "eagle3" else -config.num_layers)
+        source = last["self_attn.o_proj.weight"]
+        assert ours.shape == source.shape == theirs.shape
+        assert torch.equal(ours, source) is taken
+    q = last["self_attn.q_proj.weight"]
+    mine = next(x for n, x in drafter.named_parameters() if n.endswith("q_proj.weight"))
+    assert torch.equal(mine[:, -32:], q)
+
+
+def parts_of(model: Any) -> Parts:
+    """The parts of a model that is not loaded as a target, with its layers."""
+    parts = Parts(model, None, "tiny")
+    parts.layers = model.model.layers
+    return parts
+
+
+@pytest.mark.parametrize("kind", ["llama", "kinds of layers", "gemma4", "longrope, half"])
+def test_building_a_draft_changes_nothing_of_the_target(
+    targets: Callable[[str], Target], kind: str
+) -> None:
+    """Of any family, with any start: neither its config nor the dicts within it are shared."""
+    target, built = targets(kind), 0
+    whole, text = target.model.config, target.config
+    before = [copy.deepcopy(c.to_dict()) for c in (whole, text)]
+    sum_of_weights = target.checksum()
+    for config in CONFIGS.values():
+        for start in ("target", "random"):
+            given = replace(config, start=start) if hasattr(config, "start") else config
+            try:
+                drafter = DRAFTERS[config.name].build(given, target)
+            except UserError:  # a family that does not fit this target says so
+                continue
+            built += 1
+            if (llama := getattr(drafter, "llama", None)) is not None:
+                llama.rope_parameters["rope_theta"] = 1.0
+            sizes = getattr(drafter.sizes, "llama", None) or {}
+            (sizes.get("rope_parameters") or {})["rope_theta"] = 2.0
+    assert built > 30
+    assert [c.to_dict() for c in (whole, text)] == before
+    assert target.checksum() == sum_of_weights
+
+
+REFUSED: list[tuple[Any, Callable[[], PreTrainedConfig], str]] = [
+    (MTPConfig(depth=2, modules=2), TARGETS["llama"], "drafter.modules=1"),
+    (MTPConfig(depth=2, intermediate_size=8), TARGETS["llama"], "intermediate_size=null"),
+    (MTPConfig(depth=2), TARGETS["gemma2"], "has None"),
+    (MTPConfig(depth=2), TARGETS["gpt_neox"], "has gelu"),
+    (MTPConfig(depth=2), TARGETS["llama3"], "of type llama3"),
+    (MTPConfig(depth=2), TARGETS["gemma4"], "of type proportional"),
+    (MTPConfig(depth=2), lambda: llama(attention_bias=True), "the attention_bias of"),
+    (MTPConfig(depth=2), lambda: llama(attention_value_scale=0.5), "attention_value_scale"),
+    (EagleConfig(depth=2), lambda: PhiConfig(**BASE), "has a bias"),
+    (DFlashConfig(depth=2, num_layers=1), lambda: PhiConfig(**BASE), "has a bias"),
+    (MTPConfig(depth=2), lambda: PhiConfig(**BASE), "has a bias"),
+]
+
+
+@pytest.mark.parametrize(("config", "target", "said"), REFUSED)
+def test_what_an_export_refuses_is_known_before_training(
+    config: Any, target: Callable[[], PreTrainedConfig], said: str, tmp_path: Path
+) -> None:
+    """From the config and the target's parts alone; the export itself says the same."""
+    parts = parts_of_config(target())
+    with pytest.raises(UserError, match=said) as first:
+        export.require_exportable(config, parts, "hf")
+    assert "export" in str(first.value)  # what to do about it
+    drafter = DRAFTERS[config.name](config, DRAFTERS[config.name].plan(config, parts))
+    with pytest.raises(UserError, match=said):
+        export.write(tmp_path / "out", drafter, parts)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def parts_of_config(config: PreTrainedConfig) -> Parts:
+    with torch.device("meta"):
+        return Parts(AutoModelForCausalLM.from_config(config), None, "tiny")
+
+
+@pytest.mark.parametrize("name", ["medusa", "mlp"])
+def test_a_kept_token_whose_row_is_zero(
+    targets: Callable[[str], Target], tmp_path: Path, name: str
+) -> None:
+    """Nothing in the file tells it from a token outside the draft vocabulary."""
+    target = targets("llama")
+    drafter = draft(EXPORTED[name], target)
+    with torch.no_grad():
+        for n, x in drafter.named_parameters():
+            if n.startswith("lm_heads."):
+                x[5] = 0
+    export.write(tmp_path / "out", drafter, target)
+    again = export.read(tmp_path / "out", drafter, target)
+    assert again.vocab_S is not None and torch.equal(again.vocab_S, KEPT)
+    tensors = load_file(tmp_path / "out" / export.WEIGHTS)
+    head = next(n for n in tensors if "head" in n)
+    tensors[head][0] = 1.0  # token 0 is not kept
+    save_file(tensors, tmp_path / "out" / export.WEIGHTS)
+    with pytest.raises(UserError, match="tokens outside the draft vocabulary"):
+        export.read(tmp_path / "out", drafter, target)
+
+
+def test_logits_may_differ_by_rounding_where_kernels_sum_in_any_order(
+    targets: Callable[[str], Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by one unit in the last place, at random: in bfloat16 it is rounding, in float32 on a
+    CPU it would be an error; a hundred units are one anywhere."""
+    target, computed = targets("llama"), export.logits
+    drafter, generator = draft(EXPORTED["eagle3"], target), torch.Generator().manual_seed(0)
+    units = 1
+
+    def jittery(*given: Any) -> Any:
+        logits = computed(*given)
+        drawn = torch.randint(-1, 2, logits.shape, generator=generator)
+        return logits * (1 + units * drawn * torch.finfo(logits.dtype).eps).to(logits.dtype)
+
+    monkeypatch.setattr(export, "logits", jittery)
+    with pytest.raises(UserError, match="read back, its logits differ"):
+        export.write(tmp_path / "float32", drafter, target)
+    drafter.bfloat16()
+    assert "equal but for rounding" in export.write(tmp_path / "bfloat16", drafter, target)
+    units = 0
+    again = export.logits(drafter, target).abs().max()
+    assert export.rounding_of(again, 0.5) == pytest.approx(4 * (0.5 + 2**-7 * float(again)))
+    monkeypatch.setattr(
+        export, "read", lambda *_: draft(EXPORTED["eagle3"], targets("linear")).bfloat16()
+    )
+    with pytest.raises(UserError, match="read back, its logits differ"):
+        export.write(tmp_path / "other", drafter, target)
