@@ -59,7 +59,7 @@ def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> 
         if any(path.startswith(f"{outer}.") for outer in done):
             continue
         name = f"{path}." if path else ""
-        if _is_linear(part) and not _holds_weight(part):
+        if is_linear(part) and not holds_weight(part):
             done.append(path)
             bias = getattr(part, "bias", None)
             state[f"{name}weight"] = _weight(part, bias, dtype)
@@ -67,7 +67,7 @@ def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> 
                 state[f"{name}bias"] = bias.to(dtype)
             continue
         for own, x in _own(part):
-            if _is_linear(part) and own not in ("weight", "bias"):
+            if is_linear(part) and own not in ("weight", "bias"):
                 continue  # scales that were already applied
             require(
                 type(x.data) is Tensor and x.itemsize >= 2,
@@ -88,13 +88,15 @@ def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
     return made.requires_grad_(False)
 
 
-def _is_linear(module: Any) -> bool:
+def is_linear(module: Any) -> bool:
+    """Whether a module says that it is a linear layer, of whatever library."""
     return isinstance(getattr(module, "in_features", None), int) and isinstance(
         getattr(module, "out_features", None), int
     )
 
 
-def _holds_weight(layer: Any) -> bool:
+def holds_weight(layer: Any) -> bool:
+    """Whether a linear layer's `weight` is the plain matrix that it multiplies by."""
     weight = getattr(layer, "weight", None)
     shape = (layer.out_features, layer.in_features)
     return isinstance(weight, Tensor) and plain(weight) and tuple(weight.shape) == shape
