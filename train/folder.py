@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
+
 from specdec.drafters import family
-from specdec.errors import UserError, require
-from specdec.files import read_json, record
+from specdec.errors import UserError, located, require
+from specdec.files import read_json, record, write_whole
 from specdec.runtime.probes import native_dtype
 from specdec.target.loading import resolved
 from train import checkpoint
@@ -32,6 +35,7 @@ FREE = {
     "objective": ("chunk",),
     "loop": ("rows", "accumulate"),
 }
+BEGAN = "began"  # the file that says when a run began
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return _upgraded(dict(read_json(path)))
+        return _upgraded(dict(read_json(path)), datetime.fromtimestamp(path.stat().st_mtime))
     except (UserError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
 
@@ -127,6 +131,27 @@ def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
     return replace(cfg, target=replace(cfg.target, dtype=dtype)), reason
 
 
+def with_date(cfg: Config, folder: Path) -> Config:
+    """The configuration with the time at which the run began, for chat templates that write a date:
+    else a run that goes on tomorrow would have other prompts, and ask for all answers again.
+    `note_date` keeps it for a run that is interrupted before it has a config.json."""
+    if cfg.data.date is not None:
+        return cfg
+    date = (config_of(folder).get("data") or {}).get("date")
+    if date is None and (folder / BEGAN).exists():
+        date = (folder / BEGAN).read_text(errors="replace").strip()
+        with located(f"{folder / BEGAN} is damaged: delete it"):
+            replace(cfg.data, date=date)
+    (date, *_) = gather_object([date or _text(datetime.now())])  # the same in all processes
+    return replace(cfg, data=replace(cfg.data, date=date))
+
+
+def note_date(cfg: Config, folder: Path) -> None:
+    """Write down when the run in this folder began, unless it is known."""
+    if cfg.data.date is not None and not (folder / BEGAN).exists():
+        write_whole(folder / BEGAN, cfg.data.date + "\n")
+
+
 def digest(documents: Sequence[Document]) -> str:
     """A short hash of documents, their masks and, if they have any, their rounds."""
     digest = hashlib.blake2b(digest_size=12)
@@ -137,9 +162,12 @@ def digest(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _upgraded(written: dict[str, Any]) -> dict[str, Any]:
-    """A run's config.json as today's version would have written it. Older ones have a `loss`
-    instead of an `objective`, and lack `start` for families that had only one start then."""
+def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
+    """A run's config.json, written at a time, as today's version would have written it. Older ones
+    have a `loss` instead of an `objective`, lack `start` for families that had only one start then,
+    and do not say when the run began."""
+    if isinstance(data := written.get("data"), dict) and data.get("date") is None:
+        written = written | {"data": data | {"date": _text(when)}}
     drafter = written.get("drafter")
     if isinstance(drafter, dict) and "name" in drafter:
         written = written | {"drafter": family(drafter["name"]).upgraded(drafter)}
@@ -151,6 +179,10 @@ def _upgraded(written: dict[str, Any]) -> dict[str, Any]:
     if of_term in loss:
         objective["constants"] = {name: {of_term: loss[of_term]}}
     return written | {"objective": objective}
+
+
+def _text(when: datetime) -> str:
+    return when.isoformat(timespec="seconds")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -34,9 +34,11 @@ from train.features.store import Disk, Store, megabytes
 from train.folder import (
     alone,
     digest,
+    note_date,
     portion_of,
     require_same_run,
     require_same_texts,
+    with_date,
     with_dtype,
 )
 from train.job import Job
@@ -64,6 +66,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     console.quiet = not main
 
     # everything that can be checked before the target is loaded
+    cfg = with_date(cfg, folder)
     require_same_run(folder, cfg)
     portion = portion_of(folder, cfg.loop, accelerator.num_processes)
     loop, spread = portion.shared(cfg.loop, accelerator.num_processes)
@@ -85,6 +88,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     if cfg.objective.reference is not None:
         drafts.read_card(cfg.objective.reference)
     make_folder(folder)
+    if main:
+        note_date(cfg, folder)
     if cfg.data.answers == "target":
         make_folder(Path(cfg.answers.root))
     if cfg.stores_features:

@@ -2,10 +2,10 @@
 hub datasets, and files of prompts. Records are bounded in size, and whatever cannot be read is
 counted or reported in one line."""
 
-import io
+import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -17,15 +17,22 @@ from train.data.conversations import (
     TEXTS,
     Conversation,
     DataConfig,
+    Repeated,
     Tally,
     Unusable,
-    conversation_of,
 )
+from train.data.encoding import PACKED, TextFile, opened
+from train.data.records import conversation_of, is_record
 
-SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".parquet", ".arrow")
+SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow")
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
 PIECE = 1 << 16  # characters of an array that are read at a time
 LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element of an array
+MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}"]')  # strings and brackets of JSON
+# the beginning of an object in which a list of records follows no more than plain values
+WRAPPED = re.compile(
+    r'\s*\{\s*(?:"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[^\s"\[\]{},]+)\s*,\s*)*"[^"\\]*"\s*:\s*(?=\[\s*\{)'
+)
 
 
 def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
@@ -35,11 +42,12 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
         yield from _dataset(cfg.path, cfg.path, split=cfg.split)
     for file in files or ():
         try:
-            if file.suffix in (".parquet", ".arrow"):
-                yield from _dataset(file, file.suffix[1:], data_files=str(file), split="train")
-            elif file.suffix == ".tsv" and cfg.format == "pairs":
+            suffix = _suffix(file)
+            if suffix in (".parquet", ".arrow"):
+                yield from _dataset(file, suffix[1:], data_files=str(file), split="train")
+            elif suffix == ".tsv" and cfg.format == "pairs":
                 yield from _table(file, cfg.pair, tally)
-            elif file.suffix not in SUFFIXES and cfg.format in TEXTS:
+            elif suffix not in SUFFIXES and cfg.format in TEXTS:
                 yield from _texts(file, cfg.format == "lines", tally)
             else:
                 yield from _json(file, tally)
@@ -57,15 +65,22 @@ def files_of(cfg: DataConfig) -> list[Path] | None:
     file = Path(path)
     if file.is_dir():
         skip = ("dataset_info.json", "state.json")  # datasets' own, beside its arrow files
-        found = (f for f in file.rglob("*") if f.suffix in suffixes and f.name not in skip)
+        found = (f for f in file.rglob("*") if _suffix(f) in suffixes and f.name not in skip)
         files = sorted(f for f in found if f.is_file())
         require(bool(files), f"{path}: no {', '.join(suffixes)} file in this folder")
         return files
-    if not file.exists() and not (file.is_absolute() or file.suffix in suffixes or path[:1] == "."):
+    local = file.is_absolute() or _suffix(file) in suffixes or path[:1] == "."
+    if not file.exists() and not local:
         return None
     require(file.exists(), f"{path}: no such file or folder")
     require(file.is_file(), f"{path}: is not a regular file")
     return [file]
+
+
+def _suffix(file: Path) -> str:
+    """The ending that tells the kind of a file, in lower case, without that of a compression."""
+    name = Path(file.stem) if file.suffix.lower() in PACKED else file
+    return name.suffix.lower()
 
 
 def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -81,38 +96,141 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Records of a JSON array or of JSON lines. Broken JSON is counted and left out: a broken line
-    by itself, but in an array everything that follows, since nothing shows where the next record
+    """Records of a JSON array, of an object that wraps one, or of JSON values one after another:
+    one a line, or each over several lines. Broken JSON is counted and left out: a broken line by
+    itself, but in an array everything that follows, since nothing shows where the next record
     begins."""
-    with path.open("rb") as file:
-        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    yield from (_array if head.startswith(b"[") else _objects)(path, tally)
+    with opened(path, tally) as file:
+        head = file.stream.peek(PIECE)  # type: ignore[attr-defined]
+        text = head[:PIECE].decode(errors="ignore")
+        skipped = 0 if text.lstrip().startswith("[") and not _lists(text) else _wrapped(text)
+        if skipped is None:
+            yield from _objects(path, file, tally)
+        else:
+            yield from _array(path, file, skipped, tally)
 
 
-def _lines(path: Path, tally: Tally) -> Iterator[tuple[str, bytes]]:
+def _lists(text: str) -> bool:
+    """Whether a text has a list in each line, in place of one list over all lines."""
+    first, _, rest = text.lstrip().partition("\n")
+    return rest.lstrip().startswith("[") and _opened(first.encode()) == 0
+
+
+def _wrapped(text: str) -> int | None:
+    """Where in a text the list of records begins that an object wraps; None if there is none."""
+    if (start := WRAPPED.match(text)) is None:
+        return None
+    first = text[text.index("[", start.end()) + 1 :]
+    try:
+        record, _ = json.JSONDecoder().raw_decode(first.lstrip())
+    except (ValueError, RecursionError):
+        return None  # longer than the text, or broken
+    return start.end() if is_record(record) else None
+
+
+def _lines(path: Path, file: TextFile, tally: Tally) -> Iterator[tuple[str, bytes]]:
     """The place and the content of each line. Lines that are too long are counted and left out."""
-    with path.open("rb") as file:
-        for n in count(1):
-            line, place = file.readline(LARGEST), f"{path}, line {n}"
-            if not line:
-                return
-            if len(line) == LARGEST:
-                tally.count(tally.unread, f"lines of more than {LARGEST >> 20} MB", place)
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(LARGEST)
-            else:
-                yield place, line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
+    for n in count(1):
+        line, place = file.stream.readline(LARGEST), f"{path}, line {n}"
+        if not line:
+            return
+        if len(line) == LARGEST:
+            tally.count(tally.unread, f"lines of more than {LARGEST >> 20} MB", place)
+            while line and not line.endswith(b"\n"):
+                line = file.stream.readline(LARGEST)
+        else:
+            yield place, line
 
 
-def _objects(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    for place, line in _lines(path, tally):
-        if line.strip():
-            try:
-                yield place, json.loads(line)
-            except RecursionError:
-                tally.count(tally.unread, "records nested too deeply", place)
-            except ValueError:
-                tally.count(tally.unread, "broken JSON line", place)
+def _lines_of(path: Path, tally: Tally) -> Iterator[tuple[str, bytes]]:
+    with opened(path, tally) as file:
+        yield from _lines(path, file, tally)
+
+
+def _objects(path: Path, file: TextFile, tally: Tally) -> Iterator[tuple[str, Any]]:
+    """JSON values one after another. One that is not complete by the end of its line goes on in the
+    next lines, up to a line that is an object by itself."""
+    held, start, depth = bytearray(), "", 0
+
+    def lost(place: str, reason: str = "broken JSON line") -> None:
+        tally.count(tally.unread, reason, place)
+
+    for place, line in _lines(path, file, tally):
+        if not line.strip():
+            continue
+        change = _opened(line) if held else None
+        alone = change == 0 and line.startswith(b"{")
+        if held and (alone or change is None or depth + change < 0):
+            lost(start)
+            held.clear()
+        if not held:
+            if (values := _values(place, line, lost)) is not None:
+                yield from ((place, value) for value in values)
+                continue
+            start, depth, change = place, 0, _opened(line)
+            if change is None or change <= 0:
+                lost(place)
+                continue
+        assert change is not None
+        held += line
+        depth += change
+        if depth == 0:
+            if (values := _values(start, bytes(held), lost)) is None:
+                lost(start)
+            yield from ((start, value) for value in values or ())
+            held.clear()
+        elif len(held) > LARGEST:
+            lost(start, f"records of more than {LARGEST >> 20} MB")
+            held.clear()
+    if held:
+        lost(start)
+
+
+def _opened(line: bytes) -> int | None:
+    """How many more brackets a line opens than it closes; None if it cannot be a part of JSON,
+    whose strings end in the line in which they begin."""
+    depth = 0
+    for mark in MARKS.finditer(line):
+        if mark[0] == b'"':
+            return None
+        depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(mark[0], 0)
+    return depth
+
+
+def _values(place: str, data: bytes, lost: Callable[..., None]) -> list[Any] | None:
+    """The values in a line or in several: one, or objects one after another, with or without commas
+    between them. None if they are broken or go on. What is not UTF-8 or is nested too deeply is
+    counted as `lost`."""
+    try:
+        text, values, at = data.decode("utf-8", "surrogatepass"), list[Any](), 0
+        text = text.strip()
+        while at < len(text):
+            value, at = DECODER.raw_decode(text, at)
+            values.append(value)
+            at = LEAD.match(text, at).end()  # type: ignore[union-attr]
+    except RecursionError:
+        lost(place, "records nested too deeply")
+        return []
+    except UnicodeDecodeError:
+        if _opened(data):
+            return None  # it goes on
+        lost(place, "line that is not UTF-8")
+        return []
+    except ValueError:
+        return None
+    several = len(values) > 1 or text.endswith(",")
+    return values if not several or all(isinstance(value, dict) for value in values) else None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, marked if a key has two different values in it."""
+    made = dict(pairs)
+    if len(made) < len(pairs) and any(made[key] != value for key, value in pairs):
+        return Repeated(made)
+    return made
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
@@ -120,7 +238,7 @@ def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str,
     line names the columns. Bytes that are not UTF-8 become surrogates, so that only the row that
     contains them is lost."""
     numbered, names = all(key.isdecimal() for key in pair), list[str]()
-    for place, line in _lines(path, tally):
+    for place, line in _lines_of(path, tally):
         cells = line.decode(errors="surrogateescape").rstrip("\r\n").split("\t")
         if cells == [""]:
             continue
@@ -142,7 +260,7 @@ def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]
     after the line with which it exceeds `LARGEST` characters."""
     lines: list[str] = []
     place, size = "", 0
-    for at, line in chain(_lines(path, tally), [("", b"")]):
+    for at, line in chain(_lines_of(path, tally), [("", b"")]):
         text = line.decode(errors="surrogateescape").rstrip("\r\n")
         if lines and (by_line or not text.strip() or size > LARGEST):
             yield place, "\n".join(lines)
@@ -152,46 +270,55 @@ def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]
             lines.append(text)
 
 
-def _array(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Elements of an array, parsed one by one from a window of text that moves over the file.
-    Bytes that are not UTF-8 become surrogates, so that only the record that contains them is lost.
-    """
-    decoder, n, text, at, ended = json.JSONDecoder(), 0, "", 0, False
-    with (
-        path.open("rb") as raw,
-        io.TextIOWrapper(raw, "utf-8-sig", errors="surrogateescape", newline="") as file,
-    ):
-        while True:
-            lead, wrong, cut = LEAD.match(text, at), "", False
-            assert lead is not None
-            if text.startswith("]", lead.end()) and lead[1] == ("" if n else "["):
-                return
-            try:
-                if lead[1] != ("," if n else "["):
-                    raise ValueError
-                record, end = decoder.raw_decode(text, lead.end())
-                cut = end > len(text) - 3  # a number might continue, as 2 does in 2e+5
-            except RecursionError:
-                wrong = "a record nested too deeply"
-            except ValueError as error:
-                wrong = "broken JSON"
-                cut = lead.end() == len(text) or str(error).startswith("Unterminated string")
-                cut = cut or getattr(error, "pos", -16) > len(text) - 16
-            if cut and not ended and len(text) - at < LARGEST:
-                piece = file.read(max(PIECE, len(text) - at))  # doubling keeps the time linear
-                text, at, ended = text[at:] + piece, 0, not piece
-            elif wrong:
+def _array(path: Path, file: TextFile, skipped: int, tally: Tally) -> Iterator[tuple[str, Any]]:
+    """Elements of an array that begins after `skipped` characters, parsed one by one from a window
+    of text that moves over the file. Bytes that are not UTF-8 become surrogates, so that only the
+    record that contains them is lost."""
+    n, text, at, ended, comma = 0, "", skipped, False, False
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    while True:
+        lead, wrong, cut = LEAD.match(text, at), "", False
+        assert lead is not None
+        if text.startswith("]", lead.end()):
+            comma = n > 0 and lead[1] == ","
+            if comma or lead[1] == ("" if n else "["):
                 break
-            else:
-                n, at = n + 1, end
-                yield f"{path}, item {n}", record
-        percent = 100 * raw.tell() // max(1, path.stat().st_size)
+        try:
+            if lead[1] != ("," if n else "["):
+                raise ValueError
+            record, end = DECODER.raw_decode(text, lead.end())
+            cut = end > len(text) - 3  # a number might continue, as 2 does in 2e+5
+        except RecursionError:
+            wrong = "a record nested too deeply"
+        except ValueError as error:
+            wrong = "broken JSON"
+            cut = lead.end() == len(text) or str(error).startswith("Unterminated string")
+            cut = cut or getattr(error, "pos", -16) > len(text) - 16
+        if cut and not ended and len(text) - at < LARGEST:
+            data = file.stream.read(max(PIECE, len(text) - at))  # doubling keeps the time linear
+            piece, ended = decoder.decode(data, final=not data), not data
+            text, at = (text[at:] + piece, 0) if at <= len(text) else (text + piece, at)
+        elif wrong:
+            break
+        else:
+            n, at = n + 1, end
+            yield f"{path}, item {n}", record
+    place = f"{path}, after {n:,} complete records"
+    if not wrong:
+        if comma:
+            tally.count(tally.unread, "nothing after the last comma", place)
+        rest = text[lead.end() + 1 :]
+        while not rest.strip() and (data := file.stream.read(PIECE)):
+            rest = data.decode(errors="replace")
+        if rest.strip() and not skipped:
+            tally.count(tally.unread, "whatever follows the end of the list", place)
+        return
     if cut and not ended:
         wrong = f"a record of more than {LARGEST >> 20} MB"
-    reason = f"whatever follows {wrong}, about {percent} % into the file"
+    reason = f"whatever follows {wrong}, about {file.percent()} % into the file"
     if cut and ended:
         reason = "record cut off by the end of the file"
-    tally.count(tally.unread, reason, f"{path}, after {n:,} complete records")
+    tally.count(tally.unread, reason, place)
 
 
 # Files of prompts

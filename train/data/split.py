@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from specdec.errors import UserError
-from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable, normal
+from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable
+from train.data.records import normal
 from train.data.sources import files_of, records
 from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require_spans
 
@@ -63,6 +64,8 @@ def read(
                 require_spans(tally, PATIENCE)
         else:
             usable += 1
+            for note in getattr(made, "notes", ()):
+                tally.count(tally.changed, note)
             yield conversation, made
             if usable == cfg.limit:
                 tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
@@ -135,7 +138,7 @@ def load(
 def reader(cfg: DataConfig, tokenizer: Any) -> Chat | Plain:
     """What turns conversations into token ids: the tokenizer's chat template or, for plain texts,
     the tokenizer alone."""
-    return Plain(tokenizer) if cfg.format in TEXTS else Chat(tokenizer)
+    return Plain(tokenizer) if cfg.format in TEXTS else Chat(tokenizer, cfg.clock)
 
 
 def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:

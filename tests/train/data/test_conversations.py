@@ -15,13 +15,14 @@ import pytest
 from specdec.errors import UserError
 from specdec.target.gguf import find_package_file
 from tests.tiny import make_tokenizer
-from train.data import conversations, sources
+from train.data import sources
 from train.data.conversations import (
     Conversation,
     DataConfig,
     Message,
     Tally,
 )
+from train.data.records import ROLES
 from train.data.sources import read_prompts_file
 from train.data.split import Split, load
 from train.data.template import whole_prompts
@@ -83,7 +84,7 @@ def test_packaged_sharegpt_has_the_turns_that_it_should() -> None:
     roles = Counter(turn["from"] for record in records for turn in record["conversations"])
     assert (len(records), roles["gpt"]) == (17_671, 67_594)
     assert sum(roles[r] for r in ("chatgpt", "bing", "bard")) == 14
-    assert set(roles) <= set(conversations.ROLES)
+    assert set(roles) <= set(ROLES)
 
 
 CASES = [
@@ -149,7 +150,7 @@ def test_messages_with_parts(tmp_path: Path) -> None:
     ]
     found, tally = read_all(write_lines(tmp_path / "x.jsonl", records))
     assert [m.content for m in found[0].messages] == ["ab", "c"]
-    assert tally.dropped == {"content that is not text": 1}
+    assert tally.dropped == {"content that is not text: image": 1}
 
 
 def test_broken_line_loses_itself_only_and_is_named(tmp_path: Path) -> None:
@@ -159,8 +160,9 @@ def test_broken_line_loses_itself_only_and_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n\xff\xfe")
     found, tally = read_all(str(path))
     assert len(found) == tally.read == tally.kept == 2
-    assert tally.unread == {"broken JSON line": 3}
-    assert "; ".join(f"{path}, line {n}" for n in (2, 5, 6)) in str(tally)
+    assert tally.unread == {"broken JSON line": 2, "line that is not UTF-8": 1}
+    assert "; ".join(f"{path}, line {n}" for n in (2, 5)) in str(tally)
+    assert f"{path}, line 6" in str(tally)
 
 
 def test_array_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
@@ -255,8 +257,8 @@ def test_users_mistakes(options: dict[str, Any], message: str) -> None:
 
 
 def test_no_conversation_says_what_was_found(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
-    with pytest.raises(UserError, match="keys prompt, completion") as error:
+    path = write_lines(tmp_path / "x.jsonl", [{"chosen": "a", "rejected": "b"}] * 3)
+    with pytest.raises(UserError, match="keys chosen, rejected") as error:
         split_of(path=path)
     assert "3 not a conversation" in str(error.value) and '"conversations"' in str(error.value)
     other = write_lines(tmp_path / "y.jsonl", [sharegpt(("human", "a"), ("gpt", "b"))])

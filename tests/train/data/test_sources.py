@@ -107,7 +107,7 @@ def test_an_array_is_the_same_however_it_is_cut_into_pieces(
     path = tmp_path / "x.json"
     for indent in (None, 2):
         path.write_text(json.dumps(records, indent=indent), encoding="utf-8")
-        assert [r for _, r in sources._array(path, Tally())] == records
+        assert [r for _, r in sources._json(path, Tally())] == records
 
 
 # Files of prompts

@@ -114,7 +114,6 @@ def test_lead_that_only_the_last_answer_has() -> None:
 
 WRONG = {
     "a header that changes": "{{ messages | length }}" + CHATML,
-    "a header for long chats": "{{ 'a' if messages | length > 2 else 'b' }}" + CHATML,
     "no generation prompt": CHATML.replace(ASK, "").replace(
         "<|im_start|>{{ m.role }}\n", "{{ loop.index * (messages | length) }}"
     ),
@@ -135,6 +134,16 @@ def test_fails_closed_where_template_and_mask_disagree(template: str, tmp_path: 
     assert encode(c, tokenizer, DataConfig()) == DISAGREE
     with pytest.raises(UserError, match="assistant spans: in 3 conversations"):
         split_documents(written(tmp_path, *[c] * 3), tokenizer)
+
+
+def test_an_answer_that_the_template_changes_later_is_not_trained_on() -> None:
+    """A server that answers the second prompt reads another header than one that answers the first,
+    so in the whole text only the second answer is what it would be there."""
+    tokenizer = tokenizer_of("{{ 'a' if messages | length > 2 else 'b' }}" + CHATML)
+    document = encode(talk("q", "first answer", "r", "second"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "second<|im_end|>"
+    assert isinstance(document, Document)
+    assert [note.split(",")[0] for note in document.notes] == ["answers not trained on"]
 
 
 def test_fails_closed_where_a_block_is_missing_though_the_texts_are_equal() -> None:
