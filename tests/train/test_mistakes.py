@@ -47,7 +47,10 @@ BROKEN = {
         '{"messages": [{"role": "user", "content": "we go home"}]}\n',
         ["no .*conversation|no assistant turn"],
     ),
-    "other roles": ('{"messages": [{"role": "bot", "content": "hi"}]}\n', ["another role"]),
+    "other roles": (
+        '{"messages": [{"role": "moderator", "content": "hi"}]}\n',
+        ["another role: moderator"],
+    ),
     "cut in the first record": ('[{"messages": [{"role": "us', ["cut off"]),
     "binary": ("\x00\x01\x02", ["no conversation"]),
 }
