@@ -4,9 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -111,12 +114,48 @@ def register() -> None:
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
-    """Overrides in a form that Hydra accepts. A value that contains an equals sign, as in
-    decode.rule=lenience:factor=0.8, is quoted, since Hydra's grammar refuses it otherwise.
-    drafter.from= becomes stage.draft=, since no dataclass can have a field called `from`."""
-    plain = re.compile(r"\A([+~]{0,2}[\w./@-]+=)([^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*)\Z")
+    """Overrides in a form that Hydra accepts. A text that Hydra's grammar refuses, such as a path
+    with brackets, quotes, braces or letters like é in it, is quoted, as is any value with an equals
+    sign, as in decode.rule=lenience:factor=0.8. drafter.from= becomes stage.draft=, since no
+    dataclass can have a field called `from`."""
     named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
-    return [a if a[:1] == "-" else plain.sub(r"\1'\2'", a) for a in named]
+    return [a if a[:1] == "-" else _quoted(a) for a in named]
+
+
+def _quoted(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or _reads(argument):
+        return argument
+    plain = re.fullmatch(r"[^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*", value)
+    if not plain and not _is_text(key.lstrip("+~")):
+        return argument
+    # a backslash stands for itself, unless a quote or the end follows
+    inner = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"{key}='{inner}'"
+
+
+def _reads(argument: str) -> bool:
+    """Whether Hydra's grammar accepts an override."""
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return False
+    return True
+
+
+def _is_text(key: str) -> bool:
+    """Whether the values of a key are texts: by the types of `Config` and of the settings of any
+    family, and for Hydra's own folders."""
+    if key.startswith("hydra."):
+        return key.endswith("dir")
+    kinds: list[Any] = [Config]
+    for name in key.split("."):
+        types = [get_type_hints(kind).get(name) for kind in kinds if is_dataclass(kind)]
+        kinds = [drafter.Config for drafter in DRAFTERS.values()] if name == "drafter" else types
+    return any(
+        kind is str or (get_origin(kind) in (Union, UnionType) and str in get_args(kind))
+        for kind in kinds
+    )
 
 
 def resolve(cfg: DictConfig) -> Config:
@@ -192,6 +231,16 @@ def of_hydra(error: Exception) -> UserError:
         cause = cause.__cause__
     if key := getattr(cause, "full_key", None):
         return _key_error(str(key), getattr(cause, "object_type", None))
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return UserError(f"configuration: {error.override!r} has no value: give KEY=VALUE")
+        inside = value.replace("'", "\\'")
+        return UserError(
+            f"configuration: {error.override!r} cannot be read: close all brackets, braces and "
+            f"quotes; or, for a text that contains them, put quotes around it within those of the "
+            f"shell, as in \"{key}='{inside}'\""
+        )
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     noise = ("reference_type=", "object_type=")
     said = "; ".join(line for line in lines if line and not line.startswith(noise))

@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/test_configs.py         (-m "not slow": under half a minute)
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,45 @@ UNTOUCHED = ["-m", "--help", "--config-dir=a=b", "drafter=lm", "data.path='a=b'"
 @pytest.mark.parametrize("argument", UNTOUCHED)
 def test_what_hydra_reads_by_itself_is_not_quoted(argument: str) -> None:
     assert quoted([argument]) == [argument]
+
+
+TEXTS = [
+    "chats (1)",
+    "[a]x",
+    "{a}",
+    "it's",
+    'a "b"',
+    "é中",
+    "C:\\x(1)\\",
+    "a'\\",
+    "a\\'b\"{",
+    "a=[b]",
+    "#;&",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "key", ["data.path", "data.prefix", "answers.root", "drafter.from", "name"]
+)
+def test_a_text_may_have_brackets_quotes_and_any_letter(key: str, text: str) -> None:
+    config = compose(["target=smollm2", "data.path=x", "drafter=medusa", f"{key}={text}"])
+    value = config.stage.draft if key == "drafter.from" else config
+    for name in key.split(".") if value is config else ():
+        value = getattr(value, name)
+    assert value == text
+
+
+@pytest.mark.parametrize(
+    "mistake", ["drafter.layers=[1,2", "optim.rates={*.bias:2", "optim.lr=(1", "data.pair=[a,b'"]
+)
+def test_what_hydra_cannot_read_is_told_without_its_words(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    said = told(capsys, tiny.overrides("eagle3", mistake))
+    require_one_line(said, re.escape(mistake), "close all brackets", "put quotes around it")
+    assert not re.search("token recognition|mismatched|viable|EOF", said)
+    require_one_line(told(capsys, ["data.path"]), "'data.path' has no value: give KEY=VALUE")
 
 
 # What can be told before the target is loaded

@@ -204,4 +204,4 @@ def _plain(message: Message) -> dict[str, Any]:
     """A message as transformers gives it to a template, with both names of its reasoning."""
     thought = message.beside.get("reasoning_content")
     older = {} if thought is None else {"thinking": thought}
-    return {"role": message.role, "content": message.content} | older | dict(message.beside)
+    return older | {"role": message.role, "content": message.content} | dict(message.beside)

@@ -1,0 +1,474 @@
+"""The conventions of data: what is read is read right, what is not is counted by its own reason.
+
+`cases` has a file of each common shape and of each kind of template that was once read wrongly; the
+tables here say what each gives. All names and texts are made up.
+
+Run alone: python -m pytest tests/train/data/test_cases.py (about 10 s)
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.errors import UserError
+from tests.train.data.chats import (
+    ASK,
+    CHATML,
+    GENERATION,
+    asked,
+    encode,
+    said,
+    talk,
+    tokenizer_of,
+)
+from tests.train.data.test_conversations import read_all, write_lines
+from train.data.conversations import Conversation, DataConfig, Message
+from train.data.split import Split, split_documents, split_prompts
+from train.data.template import DISAGREE, Document, Prompt
+
+CASES = Path(__file__).parent / "cases"
+# writes reasoning, calls, results and tools
+FULL = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls %}<call>{{ call.function | tojson }}</call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}" + ASK
+)
+USER = {"role": "user", "content": "What is up?"}
+ANSWER = {"role": "assistant", "content": "A lot."}
+BROKEN = {"name": "f", "arguments": "{"}
+WEATHER = {"name": "weather", "arguments": {"city": "Oslo"}}
+TOOL_USE = {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def documents(path: Path | str, template: str = CHATML) -> Split[Document]:
+    cfg = DataConfig(path=str(path), held_out=0, min_answer=1)
+    return split_documents(cfg, tokenizer_of(template))
+
+
+def prompts(path: Path | str, template: str = CHATML) -> Split[Prompt]:
+    cfg = DataConfig(path=str(path), held_out=0, answers="target")
+    return split_prompts(cfg, tokenizer_of(template))
+
+
+def answers(split: Split[Document], template: str = CHATML) -> list[str]:
+    tokenizer = tokenizer_of(template)
+    return sorted(said(document, tokenizer) for document in split.train)
+
+
+# Shapes
+
+
+WHOLE = {  # file → how many conversations it has, and what of it is not read
+    "chats.jsonl.gz": (5, []),
+    "chats_utf16.jsonl": (5, []),
+    "chats_cp1252.jsonl": (5, ["line that is not UTF-8"]),
+    "dict_of_lists.parquet": (3, []),
+    "empty_conversations_beside_messages.jsonl": (2, []),
+    "lmsys_conversation_key.jsonl": (3, []),
+    "messages_as_json_string.jsonl": (3, []),
+    "mixed_conventions.jsonl": (1, []),
+    "null_filled_roles.jsonl": (2, []),
+    "null_filled_roles.parquet": (2, []),
+    "pretty_objects.json": (5, []),
+    "prompt_completion.jsonl": (3, []),
+    "roles_other_spelling.jsonl": (4, []),
+    "trailing_comma.json": (5, ["nothing after the last comma"]),
+    "ultrachat_data_list.jsonl": (3, []),
+    "wrapped.json": (5, []),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_case_is_read_whole(name: str) -> None:
+    count, unread = WHOLE[name]
+    for split in (documents(CASES / name), prompts(CASES / name)):
+        assert len(split.train) == split.tally.kept == split.tally.read == count
+        assert not split.tally.dropped and not split.tally.changed
+        assert list(split.tally.unread) == unread
+    assert all(answer.endswith("<|im_end|>") for answer in answers(documents(CASES / name)))
+
+
+READ: list[tuple[Any, str]] = [  # record → roles and texts
+    ([USER, ANSWER], "user What is up?|assistant A lot."),
+    ({"dialogue": [USER, ANSWER]}, "user What is up?|assistant A lot."),
+    ({"conversation": ["a", "b", "c"]}, "user a|assistant b|user c"),
+    ({"messages": {"role": ["user", "bot"], "content": ["a", "b"]}}, "user a|assistant b"),
+    ({"messages": '{"from": ["human"], "value": ["a"]}'}, "user a"),
+    ({"messages": [{"role": " User ", "text": "a"}]}, "user a"),
+    ({"messages": [{"role": "USER", "value": None, "content": "a", "from": None}]}, "user a"),
+    ({"messages": [{"role": "user", "from": "human", "content": "a", "value": "a "}]}, "user a"),
+    ({"conversations": None, "messages": [USER]}, "user What is up?"),
+    ({"conversations": [USER], "messages": [USER]}, "user What is up?"),
+    ({"prompt": "a", "completion": "b"}, "user a|assistant b"),
+    ({"prompt": "a", "completion": [{"role": "model", "content": "b"}]}, "user a|assistant b"),
+    ({"instruction": "a", "input": "", "output": "b"}, "user a|assistant b"),
+    ({"instruction": "a", "input": "x", "output": "b"}, "user a\n\nx|assistant b"),
+    ({"system_prompt": "s", "question": "a", "response": "b"}, "system s|user a|assistant b"),
+    ({"input": "a", "output": "b"}, "user a|assistant b"),
+    ({"query": "a"}, "user a"),
+    ({"system": "s", "conversations": [USER]}, "system s|user What is up?"),
+    ({"system": "", "conversations": [USER]}, "user What is up?"),
+    ({"messages": [{"role": "developer", "content": "s"}, USER]}, "system s|user What is up?"),
+    ({"messages": [{"role": "user", "content": ["a", {"text": "b"}]}]}, "user ab"),
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), READ)
+def test_a_shape_that_is_read(tmp_path: Path, record: Any, expected: str) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [record, record])
+    for conversation in read_all(path)[0]:
+        texts = "|".join(f"{m.role} {m.content}" for m in conversation.messages)
+        assert texts == expected
+
+
+NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
+    ({"messages": [USER, {"role": "moderator", "content": "x"}]}, "another role: moderator"),
+    ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, "two different roles"),
+    ({"messages": [{"role": "user", "content": "a", "value": "b"}]}, "two different contents"),
+    ({"messages": [USER], "conversations": [USER, ANSWER]}, "under 'conversations' and 'messages'"),
+    ({"system": "s", "messages": [{"role": "system", "content": "t"}, USER]}, "two different sys"),
+    ({"image": "a.png", "messages": [USER]}, "image, which is not read"),
+    ({"messages": [USER | {"images": ["a.png"]}]}, "images, which is not read"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text: image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "not text: tool_res"),
+    ({"messages": [USER, ANSWER | {"weight": 0}]}, "weight 0 for all answers"),
+    ({"messages": [USER, CALLING | {"tool_calls": [{"type": "custom"}]}]}, "calls without a func"),
+    (
+        {"messages": [USER, CALLING | {"function_call": BROKEN}]},
+        "not JSON",
+    ),
+    ({"messages": [USER], "tools": "[{"}, "tools or tool calls that are not JSON"),
+    ({"messages": [USER], "tools": ["weather"]}, "tools that are not JSON objects"),
+    ({"messages": [USER, ANSWER, ANSWER | {"reasoning": "x"}]}, "in a row with reasoning"),
+    ('{"messages": [{"role": "user", "role": "system", "content": "a"}]}', "occurs twice"),
+    ('{"messages": [], "messages": [{"role": "user", "content": "a"}]}', "occurs twice"),
+    ('{"messages": [{"role": "user", "content": NaN}]}', "not text: there is none"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), NAMED)
+def test_a_shape_that_is_left_out_is_named(tmp_path: Path, record: Any, reason: str) -> None:
+    good = {"messages": [USER, ANSWER]}
+    found, tally = read_all(write_lines(tmp_path / "x.jsonl", [good, record, good]))
+    assert len(found) == 2 and tally.dropped.total() == 1
+    assert reason in str(tally)
+
+
+def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
+    record = {
+        "model": "m",
+        "tags": [],
+        "note": None,
+        "messages": [USER | {"country": "x", "at": None}, ANSWER | {"weight": 0.5, "country": "y"}],
+    }
+    _, tally = read_all(write_lines(tmp_path / "x.jsonl", [record, record]))
+    turns = {f"the key {key!r} of turns": 2 for key in ("country", "weight")}
+    assert tally.ignored == turns | {"the key 'model' of records": 2}
+    assert "ignored: the key 'model' of records" in str(tally)
+
+
+def test_hostile_roles_do_not_flood_the_count(tmp_path: Path) -> None:
+    roles = [f"r{i}\x1b[31m" for i in range(300)]
+    records: list[Any] = [{"messages": [{"role": role, "content": "a"}]} for role in roles]
+    _, tally = read_all(write_lines(tmp_path / "x.jsonl", [*records, {"messages": [USER]}]))
+    assert len(tally.dropped) <= 101 and tally.dropped.total() == 300
+    assert "\x1b" not in str(tally)
+
+
+# Files
+
+
+LINES = "".join(json.dumps({"messages": [USER, ANSWER], "id": i}) + "\n" for i in range(40))
+
+
+def _zstd(data: bytes) -> bytes:
+    import pyarrow
+
+    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
+)
+def test_any_encoding_is_read(tmp_path: Path, encoding: str, end: str) -> None:
+    text = LINES.replace("A lot.", "é😀").replace("\n", end)
+    for array in (False, True):
+        if array:
+            text = "[" + ",".join(LINES.splitlines()) + "]"
+        (tmp_path / "x.jsonl").write_bytes(text.encode(encoding))
+        found, tally = read_all(str(tmp_path / "x.jsonl"))
+        assert len(found) == 40 and not tally.unread
+        assert found[0].messages[1].content == ("A lot." if array else "é😀")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, _zstd])
+def test_any_compression_is_read_up_to_its_damage(tmp_path: Path, pack: Any) -> None:
+    path = tmp_path / "chats.jsonl.gz"  # the content tells, not the name
+    data = pack(LINES.encode("utf-16"))
+    path.write_bytes(data)
+    assert len(read_all(str(tmp_path))[0]) == 40
+    path.write_bytes(data[: len(data) - 6])
+    try:
+        found, tally = read_all(str(path))
+    except UserError as error:  # cut before the end of the first block, where nothing can be had
+        assert "compressed file is cut or damaged" in str(error)
+    else:
+        assert len(found) <= 40 and "compressed file is cut or damaged" in str(tally)
+
+
+OTHER = {
+    b"PK\x03\x04...": "a zip archive: unpack it",
+    b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
+    b"<!DOCTYPE html><html>": "a web page",
+}
+
+
+@pytest.mark.parametrize("data", OTHER)
+def test_what_is_no_text_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.jsonl").write_bytes(data)
+    with pytest.raises(UserError, match=OTHER[data]):
+        read_all(str(tmp_path / "x.jsonl"))
+
+
+ONE = json.dumps({"messages": [USER, ANSWER]})
+OVER_LINES = json.dumps({"messages": [USER, ANSWER]}, indent=1)
+FILES: list[tuple[str, int, list[str]]] = [  # text, records read, what is not
+    (f"{OVER_LINES}\n{ONE}\n{OVER_LINES}", 3, []),
+    (f"{OVER_LINES},\n{OVER_LINES},\n", 2, []),
+    (f"{ONE},\n{ONE},\n", 2, []),
+    (f"{ONE}{ONE} {ONE}\n", 3, []),
+    (f"{OVER_LINES[:-20]}\n{ONE}\n{OVER_LINES}", 2, ["broken JSON line"]),
+    (f"{OVER_LINES}\n{OVER_LINES[:-9]}", 1, ["broken JSON line"]),
+    (f"{OVER_LINES}\n}}\n{OVER_LINES}", 2, ["broken JSON line"]),
+    (f"[{ONE}]\n{ONE}", 1, ["whatever follows the end of the list"]),
+    (f"[{json.dumps(USER)}, {json.dumps(ANSWER)}]\n" * 2, 2, []),
+    (f'{{"version": 1, "rows": [{ONE}, {ONE}], "more": 2}}', 2, []),
+    (f'{{"rows": [{ONE}, {ONE[:-9]}', 1, ["record cut off by the end of the file"]),
+    (f'{{"tools": [{json.dumps(TOOL)}], "messages": [{json.dumps(USER)}]}}', 1, []),
+]
+
+
+@pytest.mark.parametrize(("text", "count", "unread"), FILES)
+def test_values_one_after_another(tmp_path: Path, text: str, count: int, unread: list[str]) -> None:
+    (tmp_path / "x.json").write_text(text)
+    found, tally = read_all(str(tmp_path / "x.json"))
+    assert len(found) == tally.read == count
+    assert list(tally.unread) == unread
+
+
+# Reasoning, calls, names, weights
+
+
+def test_reasoning_is_a_part_of_the_answer_or_the_record_is_left_out(tmp_path: Path) -> None:
+    path = CASES / "reasoning_content.jsonl"
+    whole = "<think>Two and two: count up, four.</think>It is four.<|im_end|>"
+    assert whole in answers(documents(path, FULL), FULL)
+    with pytest.raises(UserError, match="2 reasoning, which this template does not write"):
+        documents(path)
+    for key in ("reasoning", "thinking"):
+        turn = ANSWER | {key: "Look around."}
+        other = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn]}])
+        assert answers(documents(other, FULL), FULL) == [
+            "<think>Look around.</think>A lot.<|im_end|>"
+        ]
+    part = [{"type": "thinking", "thinking": "Look."}, {"type": "text", "text": "A lot."}]
+    turn = ANSWER | {"content": part}
+    other = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn]}])
+    assert answers(documents(other, FULL), FULL) == ["<think>Look.</think>A lot.<|im_end|>"]
+
+
+def test_reasoning_that_later_turns_leave_out_is_not_cut_from_an_answer(tmp_path: Path) -> None:
+    """As templates do that write only the last answer's thought: the first answer, whose thought
+    the whole text does not have, is not trained on."""
+    last = FULL.replace("if m.reasoning_content", "if loop.last and m.reasoning_content")
+    turn = ANSWER | {"reasoning_content": "Look."}
+    path = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn, USER, turn]}])
+    split = documents(path, last)
+    assert answers(split, last) == ["<think>Look.</think>A lot.<|im_end|>"]
+    assert [note.split(",")[0] for note in split.tally.changed] == ["answers not trained on"]
+    assert prompts(path, last).tally.changed == {
+        "reasoning of earlier answers, which this template leaves out": 1
+    }
+
+
+def test_calls_are_written_or_the_record_is_left_out() -> None:
+    unknown = {"tool calls, which this template does not write"}
+    mixed = CASES / "tool_calls_mixed.jsonl"
+    for split in (documents(mixed), prompts(mixed)):
+        assert len(split.train) == 1 and set(split.tally.dropped) == unknown
+    call = '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call><|im_end|>'
+    said_then = "It rains in Oslo, and it is 4 degrees.<|im_end|>"
+    assert f"{call}|{said_then}" in answers(documents(mixed, FULL), FULL)
+    for name in ("tool_calls_only", "tool_calls_with_text"):
+        path = CASES / f"{name}.jsonl"
+        with pytest.raises(UserError, match="tool calls, which this template does not write"):
+            documents(path)
+        split = documents(path, FULL)
+        assert not split.tally.dropped
+        assert all("<call>" in answer for answer in answers(split, FULL))
+    with pytest.raises(UserError, match="1 tools, which this template does not write"):
+        documents(CASES / "tools_record.jsonl")
+    (document,) = documents(CASES / "tools_record.jsonl", FULL).train
+    assert '"name": "weather"' in tokenizer_of(FULL).decode(document.ids)
+
+
+def test_a_prompt_may_end_with_the_result_of_a_tool() -> None:
+    split = prompts(CASES / "tool_calls_only.jsonl", FULL)
+    text = tokenizer_of(FULL).decode(split.train[0].ids)
+    assert text.endswith("<|im_start|>tool\n4 degrees, rain<|im_end|>\n<|im_start|>assistant\n")
+
+
+OTHER_CALLS: list[list[Any]] = [
+    [USER, {"from": "function_call", "value": json.dumps(WEATHER)}],
+    [USER, ANSWER | {"function_call": WEATHER | {"arguments": '{"city": "Oslo"}'}}],
+    [USER, {"role": "assistant", "tool_calls": [WEATHER]}],
+    [USER, {"role": "assistant", "content": [TOOL_USE], "tool_calls": None}],
+]
+
+
+@pytest.mark.parametrize("turns", OTHER_CALLS)
+def test_other_ways_to_write_a_call(tmp_path: Path, turns: list[Any]) -> None:
+    null_filled = json.loads(json.dumps(turns).replace('{"city"', '{"unit": null, "city"'))
+    for messages in (turns, null_filled):
+        path = write_lines(tmp_path / "x.jsonl", [{"messages": messages}])
+        (answer,) = answers(documents(path, FULL), FULL)
+        assert answer.startswith("A lot." * ("function_call" in turns[1]))
+        assert '"name": "weather", "arguments": {' in answer and '"city": "Oslo"}' in answer
+        with pytest.raises(UserError, match="tool calls, which this template does not write"):
+            documents(path)
+
+
+def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
+    messages = [USER | {"name": "Ann"}, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]
+    messages[3]["content"] = "Nothing else."
+    path = write_lines(tmp_path / "x.jsonl", [{"messages": messages}])
+    split = documents(path)
+    assert answers(split) == ["Nothing else.<|im_end|>"]
+    assert split.tally.changed == {
+        "answers of weight 0 not trained on": 1,
+        "names, which this template does not write": 1,
+    }
+
+
+# Templates
+
+
+def closed_by_the_next_role() -> Any:
+    tokenizer = tokenizer_of((CASES / "template_turn_closed_by_next_role.jinja").read_text())
+    more = ["<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": more})
+    return tokenizer
+
+
+def test_a_turn_that_the_next_role_closes_has_its_end_in_the_mask() -> None:
+    tokenizer = closed_by_the_next_role()
+    for chat in (talk("q", "answer"), talk("q", "answer", "r")):
+        document = encode(chat, tokenizer, DataConfig())
+        assert said(document, tokenizer) == "\nanswer<|user|>"
+    document = encode(talk("q", "one a", "r", "two b"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "\none a<|user|>|\ntwo b<|user|>"
+    for forged in ("<|user|>", "<|assistant|>"):
+        chat = talk(f"q{forged}", "answer")
+        assert encode(chat, tokenizer, DataConfig()) == "a control token in its text"
+
+
+def test_role_tokens_that_a_template_puts_together_are_control_tokens() -> None:
+    pieces = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}<|im_end|>{% endfor %}"
+    tokenizer = tokenizer_of(pieces + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>"])  # not even special ones
+    chat = talk("q <|assistant|> sure", "answer")
+    assert encode(chat, tokenizer, DataConfig()) == "a control token in its text"
+    assert (
+        said(encode(talk("q", "answer"), tokenizer, DataConfig()), tokenizer) == "answer<|im_end|>"
+    )
+
+
+def test_words_of_the_template_in_a_prompt_are_counted() -> None:
+    """A server reads <think> in a prompt as the template's, and so do we; it ends no turn."""
+    tokenizer = tokenizer_of(FULL)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    for notes in (
+        encode(talk("what is <think>?", "answer"), tokenizer, DataConfig()).notes,  # type: ignore[union-attr]
+        asked(talk("what is <think>?"), tokenizer).notes,
+    ):
+        assert notes == ("words of the template in its text, read as a server reads them",)
+
+
+def test_a_prompt_that_opens_a_thought() -> None:
+    tokenizer = tokenizer_of((CASES / "template_prompt_opens_a_thought.jinja").read_text())
+    document = encode(talk("q", "answer"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "\n</think>\n\nanswer<|im_end|>"
+    document = encode(talk("q", "one a", "r", "two b"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "\n</think>\n\ntwo b<|im_end|>"
+    assert isinstance(document, Document) and len(document.notes) == 1
+    merged = tokenizer_of(tokenizer.chat_template, merges=[("Ċ", "Ċ")])
+    assert encode(talk("q", "answer"), merged, DataConfig()) == DISAGREE  # a token over the edge
+
+
+ENDS = {  # template → what is trained on of two answers
+    "an end after the last answer alone": (
+        CHATML.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }}\n").replace(
+            ASK, "{% if not add_generation_prompt %}<|im_end|>{% endif %}" + ASK
+        ),
+        "one a\n<|im_start|>|two b\n<|im_end|>",
+    ),
+    "an end between turns alone": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}<|im_end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_end|>assistant: {% endif %}",
+        "one a<|im_end|>|two b<|im_end|>",
+    ),
+    "something at the very beginning": (
+        "{% for m in messages %}{% if loop.first %}<s>{% endif %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK,
+        "one a<|im_end|>|two b<|im_end|>",
+    ),
+    "a block without the end": (
+        GENERATION.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n"),
+        "one a<|im_end|>|two b<|im_end|>",
+    ),
+    "a block with the header": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK,
+        "one a<|im_end|>|two b<|im_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_has_its_end(name: str) -> None:
+    template, expected = ENDS[name]
+    tokenizer = tokenizer_of(template)
+    document = encode(talk("q", "one a", "r", "two b"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == expected
+    assert isinstance(document, Document) and not document.notes
+
+
+def test_a_template_without_ends_is_told() -> None:
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    document = encode(talk("q", "answer"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "answer"
+    assert isinstance(document, Document)
+    assert document.notes == ("answers that this template ends without a token",)
+
+
+def test_a_system_prompt_that_the_template_leaves_out_is_counted() -> None:
+    tokenizer = tokenizer_of(CHATML.replace("in messages", "in messages if m.role != 'system'"))
+    chat = Conversation("x", (Message("system", "Be brief."), *talk("q", "answer").messages), "q")
+    document = encode(chat, tokenizer, DataConfig())
+    assert isinstance(document, Document)
+    assert document.notes == ("a system prompt, which this template does not write",)
