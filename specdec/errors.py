@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from specdec.terminal import one_line
 
 T = TypeVar("T")
+GRACE = 30.0  # seconds
 OF_FILES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
@@ -24,6 +26,11 @@ OF_FILES = (
 
 class UserError(Exception):
     """A user's mistake: one line that says what, where and what to do; exit code 2."""
+
+
+class Elsewhere(UserError):
+    """An error in another process of this run, which reports it: this one ends without a word, with
+    exit code 2, once the other has had the time to do so."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
@@ -101,6 +108,9 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
             sys.exit(128 + signal.SIGPIPE)
         except (OSError, SafetensorError) as error:
             raise of_files(error) from error
+    except Elsewhere:
+        time.sleep(GRACE)  # a launcher ends all at the first exit: the line must come before it
+        sys.exit(2)
     except UserError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)

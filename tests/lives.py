@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from specdec import errors
+from specdec.errors import Elsewhere, UserError
 from tests.kills import plant
 from tests.processes import environment
 from tests.tiny import REPOSITORY, Tiny, compose
@@ -106,7 +109,10 @@ def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
             plant(*life.kills[rank])
         pipeline.run(compose(plan["overrides"]), plan["folder"])
         code = 0
-    except pipeline.UserError as error:
+    except Elsewhere:  # as `command` does: the other prints its line first
+        time.sleep(errors.GRACE)
+        code = 2
+    except UserError as error:
         print(f"error: {error}")
         code = 2
     except BaseException:

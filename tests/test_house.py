@@ -27,6 +27,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.files",
         "specdec.progress",
         "specdec.context",
+        "specdec.ranks",
     ),
     ("specdec.runtime",),
     ("specdec.sampling",),

@@ -6,8 +6,10 @@ from pathlib import Path
 from accelerate import Accelerator
 from rich.progress import Progress
 
+from specdec.ranks import Ranks
 from specdec.target.loading import TargetOnDemand
 from train.config import Config
+from train.processes import ranks_of
 from train.tracking import Tracker
 
 
@@ -22,6 +24,11 @@ class Job:
     tracker: Tracker
     progress: Progress
     started: float  # by time.monotonic
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run as `specdec` knows them."""
+        return ranks_of(self.accelerator)
 
     @property
     def main(self) -> bool:

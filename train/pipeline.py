@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from specdec.measure.confidence import CALIBRATING, calibrate
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results, Training
 from specdec.progress import bars, console
+from specdec.ranks import ALONE
 from specdec.report import report
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, opening
@@ -43,7 +44,8 @@ from train.folder import (
 )
 from train.job import Job
 from train.loop import Keep, train
-from train.processes import accelerator_of
+from train.portion import Portion
+from train.processes import accelerator_of, from_main
 from train.rounds import RoundsConfig, written
 from train.stages import starting
 from train.start import regress
@@ -65,13 +67,57 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     main = accelerator.is_main_process
     console.quiet = not main
 
-    # everything that can be checked before the target is loaded
     cfg = with_date(cfg, folder)
-    require_same_run(folder, cfg)
-    portion = portion_of(folder, cfg.loop, accelerator.num_processes)
-    loop, spread = portion.shared(cfg.loop, accelerator.num_processes)
-    cfg = replace(cfg, loop=loop)
     cfg.objective.require_complete(cfg.decode.paths)
+    from_main(accelerator, lambda: _require_runnable(cfg, folder))
+    processes = accelerator.num_processes
+    portion = from_main(accelerator, lambda: portion_of(folder, cfg.loop, processes))
+    loop, spread = from_main(accelerator, lambda: portion.shared(cfg.loop, processes))
+    cfg = replace(cfg, loop=loop)
+    make_folder(folder)
+    if cfg.data.answers == "target":
+        make_folder(Path(cfg.answers.root))
+    if cfg.stores_features:
+        make_folder(Path(cfg.features.path or cfg.features.root))
+    accelerator.wait_for_everyone()
+
+    with ExitStack() as held:
+        from_main(accelerator, lambda: held.enter_context(alone(folder)))
+        tracker = held.enter_context(closing(Tracker(cfg, folder, main)))
+        progress = held.enter_context(bars(console, main))
+        device = str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
+        with accelerator.main_process_first():  # one process makes a GGUF target dense
+            target = TargetOnDemand(replace(cfg.target, device=device))
+            fingerprint = target.parts.fingerprint()
+        if cfg.needs_layers:
+            target.whole()
+        console.print(opening(target.parts, cfg.target, reason))
+        if cfg.export is not None and export.layout_names(cfg.drafter.name):
+            layout = cfg.export
+            from_main(
+                accelerator, lambda: export.require_exportable(cfg.drafter, target.parts, layout)
+            )
+        if spread:
+            console.print(spread)
+        job = Job(cfg, folder, accelerator, target, tracker, progress, started)
+        texts = texts_of(job)
+        drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
+        job.ranks.first(lambda: _require_possible(job, drafter, texts))
+        job.ranks.first(lambda: _record(job, texts, fingerprint, portion))
+
+        training = _trained(job, drafter, texts)
+        accelerator.wait_for_everyone()
+        results = _finish(job, texts, training)
+        accelerator.wait_for_everyone()
+    if training is not None:
+        return training.objective
+    return results.temperatures[0].tau.value if results else 0.0
+
+
+def _require_runnable(cfg: Config, folder: Path) -> None:
+    """Everything that can be checked before the target is loaded, by one process: the settings, the
+    run's folder and the data. Raises UserError."""
+    require_same_run(folder, cfg)
     require(
         not cfg.rounds.answers_again or cfg.data.answers == "target",
         f"rounds.data={cfg.rounds.data} answers the prompts again: give data.answers=target",
@@ -88,54 +134,24 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     if cfg.objective.reference is not None:
         drafts.read_card(cfg.objective.reference)
     make_folder(folder)
-    if main:
-        note_date(cfg, folder)
-    if cfg.data.answers == "target":
-        make_folder(Path(cfg.answers.root))
-    if cfg.stores_features:
-        make_folder(Path(cfg.features.path or cfg.features.root))
-    accelerator.wait_for_everyone()
+    note_date(cfg, folder)
 
-    with (
-        alone(folder) if main else nullcontext(),
-        closing(Tracker(cfg, folder, main)) as tracker,
-        bars(console, main) as progress,
-    ):
-        device = str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
-        with accelerator.main_process_first():  # one process makes a GGUF target dense
-            target = TargetOnDemand(replace(cfg.target, device=device))
-            fingerprint = target.parts.fingerprint()
-        if cfg.needs_layers:
-            target.whole()
-        console.print(opening(target.parts, cfg.target, reason))
-        if cfg.export is not None and export.layout_names(cfg.drafter.name):
-            export.require_exportable(cfg.drafter, target.parts, cfg.export)
-        if spread:
-            console.print(spread)
-        job = Job(cfg, folder, accelerator, target, tracker, progress, started)
-        texts = texts_of(job)
-        drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
-        _require_possible(job, drafter, texts)
-        of = {"target": fingerprint, "training data": digest(texts.train)}
-        of["held-out data"] = digest(texts.held_out)
-        if cfg.stage.draft is not None:
-            of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
-        if cfg.objective.reference is not None:
-            of["reference draft"] = drafts.digest(cfg.objective.reference)
-        require_same_texts(folder, of)
-        if main:  # until here, an error leaves the folder free for another run
-            described = asdict(cfg) | {"of": of, "records": texts.records}
-            described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
-            described["processes"] = portion.processes
-            write_whole(folder / "config.json", json.dumps(described, indent=1))
 
-        training = _trained(job, drafter, texts)
-        accelerator.wait_for_everyone()
-        results = _finish(job, target.whole(), texts, training) if main else None
-        accelerator.wait_for_everyone()
-    if training is not None:
-        return training.objective
-    return results.temperatures[0].tau.value if results else 0.0
+def _record(job: Job, texts: Texts, fingerprint: str, portion: Portion) -> None:
+    """Write the run's config.json, unless the folder holds a run of other texts or models: then
+    raise UserError. Until here, an error leaves the folder free for another run."""
+    cfg = job.cfg
+    of = {"target": fingerprint, "training data": digest(texts.train)}
+    of["held-out data"] = digest(texts.held_out)
+    if cfg.stage.draft is not None:
+        of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
+    if cfg.objective.reference is not None:
+        of["reference draft"] = drafts.digest(cfg.objective.reference)
+    require_same_texts(job.folder, of)
+    described = asdict(cfg) | {"of": of, "records": texts.records}
+    described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
+    described["processes"] = portion.processes
+    write_whole(job.folder / "config.json", json.dumps(described, indent=1))
 
 
 def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
@@ -236,30 +252,46 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     return [Disk(store, needs, side, target.parts.device) for side in sides]
 
 
-def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -> Results:
-    """Calibrate the best draft, measure it with the decoder, write and log a report, and export."""
-    cfg, folder, original, also = job.cfg, job.folder, target, None
+def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None:
+    """Calibrate the best draft, measure it with the decoder, write and log a report, and export.
+    Processes that do not see the run's folder (they may have disks of their own) take no part, and
+    get None; then the first measures alone."""
+    cfg, folder, also, ranks = job.cfg, job.folder, None, job.ranks
+    sees = ranks.shared(range(ranks.world), lambda _: (folder / "best").is_dir())
+    if not all(sees):
+        if not job.main:
+            return None
+        ranks = ALONE
+    original = job.target.whole()
     drafter, target = drafts.load_pair(folder / "best", original)
     prompts = [p.ids.tolist() for p in texts.prompts]
     others = prompts[texts.measured :][:CALIBRATING]
     if others and not drafter.copies:
         console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
-        drafter.calibrations = calibrate(target, drafter, others, cfg.decode)
-        drafts.keep_calibrations(folder / "best", drafter)
+        drafter.calibrations = calibrate(target, drafter, others, cfg.decode, ranks)
+        ranks.first(lambda: drafts.keep_calibrations(folder / "best", drafter))
     if cfg.also is not None:
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
-        drafts.save(folder / f"with-{cfg.also}", also, target)
+        ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target))
     results = evaluate(
         Subject(cfg.name, target, drafter, cfg.data.path, also, original),
         prompts,
         replace(cfg.decode, prompts=texts.measured),
         job.progress,
         [p.words for p in texts.prompts],
+        ranks=ranks,
     )
     if training is not None:
         seen = curve(folder / "metrics.jsonl")
         results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
+    ranks.first(lambda: _write(job, results, drafter, target, original))
+    return results
+
+
+def _write(job: Job, results: Results, drafter: Drafter, target: Target, original: Target) -> None:
+    """Write and log the report, and export the draft."""
+    cfg, folder = job.cfg, job.folder
     pictures = report.write(folder / "report", results)
     job.tracker.report(results, pictures, folder / "best")
     console.print(report.summary(results))
@@ -270,4 +302,3 @@ def _finish(job: Job, target: Target, texts: Texts, training: Training | None) -
         if target is not original:
             export.write_target(folder / "export-target", target)
             console.print(f"exported the adapted target to {folder / 'export-target'}")
-    return results

@@ -13,12 +13,12 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    broadcast_object_list,
     gather_object,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from specdec.errors import UserError, require
+from specdec.ranks import Ranks
 from train.launcher import end_with_launcher
 
 if TYPE_CHECKING:
@@ -88,16 +88,12 @@ def accelerator_of(cfg: "Config") -> Accelerator:
     return accelerator
 
 
+def ranks_of(accelerator: Accelerator) -> Ranks:
+    """The processes as `specdec` knows them."""
+    return Ranks(accelerator.process_index, accelerator.num_processes)
+
+
 def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """What `work` returns in the main process, which alone does it, in all processes. A UserError
-    there is raised in all of them, so that none waits for the others."""
-    outcome: list[T | UserError | None] = [None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [work()]
-        except UserError as error:
-            outcome = [error]
-    (result,) = broadcast_object_list(outcome)
-    if isinstance(result, UserError):
-        raise result
-    return result
+    """What `work` returns in the main process, which alone does it, in all processes. An error is
+    raised there and ends the others too (see `Ranks`), so that none waits."""
+    return ranks_of(accelerator).first(work)

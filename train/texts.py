@@ -1,5 +1,6 @@
 """The texts that a run reads: conversations, pairs or plain texts, with the data's answers or the
-target's own, as many as fit its budget."""
+target's own, as many as fit its budget. Of several processes the first reads the data, and hands
+what it made of them to the others."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,45 @@ class Texts:
 
 def texts_of(job: Job) -> Texts:
     """The texts of a run. Features that are kept on disk are stored while the target answers."""
+    cfg, parts, ranks = job.cfg, job.target.parts, job.ranks
+    split: Split[Any] = Split()
+
+    def read() -> list[Any]:
+        nonlocal split
+        split = _split(job)
+        return split.train
+
+    train, held_out = ranks.handed(read), ranks.handed(lambda: split.held_out)
+    prompts, records = ranks.handed(lambda: split.prompts), ranks.first(lambda: split.tally.read)
+    answering, asked, keep = cfg.data.answers == "target", [], None
+    size, measured = planned(job, train, held_out)
+    train = train[:size]
+    if answering and cfg.stores_features:
+        with torch.device("meta"):
+            needs = cfg.family(cfg.drafter, cfg.family.plan(cfg.drafter, parts)).needs
+        keep = Store(cfg.features, parts, needs, cfg.sampler)
+        keep.prepare(0)
+    if answering:
+        asked = train
+        train, held_out = (
+            answered(job.target, some, cfg.answers, job.accelerator, job.progress, keep)
+            for some in (train if cfg.reads_plain_answers else [], held_out)
+        )
+        train = train or [Document(p.id, p.ids, np.zeros(len(p.ids), np.bool_)) for p in asked]
+    if cfg.data.rounds:
+        logs = Path(cfg.data.rounds)
+        train = ranks.handed(lambda: logged(logs, cfg.drafter.depth, parts, prompts))
+    for name, documents in (("train", train), ("held out", held_out)):
+        console.print(
+            f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
+            f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
+        )
+    return Texts(train, held_out, prompts, measured, records, asked)
+
+
+def _split(job: Job) -> Split[Any]:
+    """The data of a run, split: prompts if the target answers them, else documents. Raises
+    UserError if a side is empty, or if its texts cannot be used."""
     cfg, parts = job.cfg, job.target.parts
     require(
         not (cfg.data.format in TEXTS and parts.model.config.is_encoder_decoder),
@@ -43,7 +83,7 @@ def texts_of(job: Job) -> Texts:
     console.print(f"data from {cfg.data.path}\n{split.tally}")
     for name, side in (("training", split.train), ("held-out", split.held_out)):
         require(bool(side), f"no {name} conversation: give more data or change data.held_out")
-    most, new, asked, keep = cfg.data.max_prompt, cfg.answers.max_new_tokens, [], None
+    most, new = cfg.data.max_prompt, cfg.answers.max_new_tokens
     require(
         bool(split.prompts),
         f"{cfg.data.path}: no held-out prompt to decode: raise data.max_prompt={most}",
@@ -55,26 +95,4 @@ def texts_of(job: Job) -> Texts:
         f"data.max_length={cfg.data.max_length}: raise data.max_length, or lower "
         f"data.max_prompt={most} or answers.max_new_tokens",
     )
-    size, measured = planned(job, split.train, split.held_out)
-    train, held_out = split.train[:size], split.held_out
-    logs = cfg.data.rounds and Path(cfg.data.rounds)
-    if answering and cfg.stores_features:
-        with torch.device("meta"):
-            needs = cfg.family(cfg.drafter, cfg.family.plan(cfg.drafter, parts)).needs
-        keep = Store(cfg.features, parts, needs, cfg.sampler)
-        keep.prepare(0)
-    if answering:
-        asked = train
-        train, held_out = (
-            answered(job.target, prompts, cfg.answers, job.accelerator, job.progress, keep)
-            for prompts in (train if cfg.reads_plain_answers else [], held_out)
-        )
-        train = train or [Document(p.id, p.ids, np.zeros(len(p.ids), np.bool_)) for p in asked]
-    if logs:
-        train = logged(logs, cfg.drafter.depth, parts, split.prompts)
-    for name, documents in (("train", train), ("held out", held_out)):
-        console.print(
-            f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
-            f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
-        )
-    return Texts(train, held_out, split.prompts, measured, split.tally.read, asked)
+    return split

@@ -8,6 +8,7 @@ one answer, K depths, N tokens.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.forced import Text, along, decoded
 from specdec.measure.results import Bin, Reliability
 from specdec.measure.setup import Setup
+from specdec.ranks import ALONE, Ranks
 from specdec.sampling.confidence import Calibration, Calibrations, logit
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
@@ -58,12 +60,16 @@ def believed(text: Text, variant: str, gamma: int) -> Believed:
 
 
 def calibrate(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], cfg: DecodeConfig
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    cfg: DecodeConfig,
+    ranks: Ranks = ALONE,
 ) -> Calibrations:
     """The drafter's calibrations, fitted at the temperatures in `cfg` to its chains in answers to
     `prompts`, on which nothing else should be measured. All temperatures above 0 share one fit.
     Where `cfg` lacks 0, or any temperature above it, the calibrations for that stay as they were.
-    Raises UserError for a drafter that copies."""
+    The prompts are shared out over `ranks`. Raises UserError for a drafter that copies."""
     name = drafter.config.name
     require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
     found: dict[str, list[Believed]] = {}
@@ -73,16 +79,31 @@ def calibrate(
         setup = Setup(target, drafter, cfg, sampler)
         forcing = TeacherForcing(drafter, target, Sampler(1.0) if sampler.greedy else sampler)
         variants = ("greedy",) if sampler.greedy else ("greedy_draft", "sampled")
-        for first in range(0, len(prompts), AT_ONCE):
-            some = prompts[first : first + AT_ONCE]
-            seeds = range(cfg.seed + first, cfg.seed + first + len(some))
-            for made in setup.answers(some, Chain(gamma), seeds=seeds, rule="auto", compiled=False):
-                read = along(forcing, target, made.prompt, [*made.ids, *made.overrun])
-                text = decoded(read, made, gamma, sampler.greedy)
-                for variant in variants:
-                    found.setdefault(variant, []).append(believed(text, variant, gamma))
+        of_batch = partial(_believed, setup, forcing, prompts, gamma, variants)
+        for answers in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
+            for by_variant in answers:
+                for variant, answer in zip(variants, by_variant, strict=True):
+                    found.setdefault(variant, []).append(answer)
     fitted = {name: fit(answers) for name, answers in found.items()}
     return replace(drafter.calibrations, **fitted, prompts=len(prompts))
+
+
+def _believed(
+    setup: Setup,
+    forcing: TeacherForcing,
+    prompts: Sequence[Sequence[int]],
+    gamma: int,
+    variants: Sequence[str],
+    first: int,
+) -> list[list[Believed]]:
+    """For each answer to the `AT_ONCE` prompts from `first` on: its drafted tokens, by variant."""
+    some, seed, found = prompts[first : first + AT_ONCE], setup.cfg.seed + first, []
+    seeds = range(seed, seed + len(some))
+    for made in setup.answers(some, Chain(gamma), seeds=seeds, rule="auto", compiled=False):
+        read = along(forcing, setup.target, made.prompt, [*made.ids, *made.overrun])
+        text = decoded(read, made, gamma, setup.sampler.greedy)
+        found.append([believed(text, variant, gamma) for variant in variants])
+    return found
 
 
 def fit(answers: Sequence[Believed]) -> Calibration:

@@ -1,5 +1,7 @@
 """What decoding costs on this machine, in seconds: plain steps, verification, drafting, rounds.
 Things that are compared take turns, so that a change in the machine's speed affects all of them.
+Of several processes the first alone measures, by its own clock, while the others wait, and all get
+what it found (see `specdec.ranks`).
 Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted)."""
 
 import math
@@ -42,12 +44,16 @@ class Costs:
     v: Interval
 
 
-@torch.inference_mode()
 def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
     """The costs of the parts of a round that drafts `shape`, after a prompt on `cfg.batch` rows.
     The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
     so that each finds the processor's caches as decoding leaves them. If passes are compiled, their
     caches have room for `cfg.max_new_tokens`. Of too long a prompt, only the end is read."""
+    return setup.ranks.first(lambda: _costs(setup, prompt, shape, turns))
+
+
+@torch.inference_mode()
+def _costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int) -> Costs:
     target, batch, slots = setup.target, setup.cfg.batch, None
     if setup.cfg.compile:
         slots = capacity(len(prompt) + setup.cfg.max_new_tokens, setup.drafter, shape)
@@ -142,6 +148,12 @@ def rounds_in_turn(
 ) -> list[float]:
     """For each shape, the seconds of a whole round when `cfg.batch` prompts are decoded together:
     medians of `OF_ROUNDS` timings, taken in turn after a warm-up."""
+    return setup.ranks.first(lambda: _rounds_in_turn(setup, prompts, shapes))
+
+
+def _rounds_in_turn(
+    setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
+) -> list[float]:
     cfg, found = setup.cfg, [list[float]() for _ in shapes]
     batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
     tokens = min(cfg.max_new_tokens, TIMED)

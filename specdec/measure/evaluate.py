@@ -3,6 +3,13 @@
 For each temperature, every batch of prompts is answered plainly and speculatively in turn. α is
 taken over the target's own plain text at all positions, and over the decoded text at the anchors
 where rounds started. Intervals are bootstraps over prompts, those of seconds over batches.
+
+Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
+them and is what one process would count: batches, seeds and order are the same. Seconds come from
+the first process alone, on the first part of the prompts, by its own clock, while the others wait:
+processes that decode on one machine at the same time slow each other down, the more the more there
+are. A length policy may learn from one prompt to the next, so with one, the first process answers
+all prompts.
 """
 
 import statistics
@@ -26,12 +33,22 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, divergence
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
-from specdec.measure.forced import along, decoded, drafting, forced, foreseen, prompt_counts, whole
+from specdec.measure.forced import (
+    Text,
+    along,
+    decoded,
+    drafting,
+    forced,
+    foreseen,
+    prompt_counts,
+    whole,
+)
 from specdec.measure.machine import machine_of
 from specdec.measure.results import AtTemperature, Results, Sample, Shift
 from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.progress import bars, console
+from specdec.ranks import ALONE, Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
@@ -41,6 +58,7 @@ from specdec.theory.leviathan import pass_cost
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
 SHOWN = 6  # sample answers that are kept in the results
+TIMED = 12  # prompts that the first of several processes times at least, for the intervals of times
 
 
 @dataclass
@@ -63,12 +81,14 @@ def evaluate(
     progress: Progress | None = None,
     words: Sequence[str] = (),
     log: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest`, and with `subject.also` if there is one. A shape or a length is
     chosen on the prompts that follow those. `words` are what the user says in each prompt, for the
-    samples (default: the decoded prompt). The draft's rounds are appended to the file `log`. Raises
-    UserError if there is no prompt."""
+    samples (default: the decoded prompt). The draft's rounds are appended to the file `log`. All of
+    `ranks` call this with the same arguments and get the same results. Raises UserError if there is
+    no prompt."""
     target, drafter = subject.target, subject.drafter
     chosen = [list(p) for p in prompts[: cfg.prompts]]
     if not chosen:
@@ -88,15 +108,15 @@ def evaluate(
     task = progress.add_task("decoding", total=len(chosen) * len(cfg.temperatures))
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        setups = [Setup(target, *way, sampler) for way in ways]
+        setups = [Setup(target, *way, sampler, ranks) for way in ways]
         hows = [strategy(setup, learning) for setup in setups]
         answers = _answered(setups, hows, chosen, partial(progress.update, task))
         for of_way, setup, how, made in zip(found, setups, hows, answers, strict=True):
             key = setup.drafter, repr(how.shape)
             cost = known[key] = known.get(key) or costs(setup, chosen[0], how.shape)
-            at = _figures(setup, how, made, cost, words)
+            at, timed = _figures(setup, how, made, cost, words), made.timed
             if of_way is found[0]:
-                if log is not None:
+                if log is not None and ranks.rank == 0:
                     log_rounds(log, made.drafted)
                 at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
             of_way.append(at)
@@ -104,13 +124,16 @@ def evaluate(
 
     def results(way: tuple[Drafter, DecodeConfig], temperatures: list[AtTemperature]) -> Results:
         (each, cfg), gamma = way, temperatures[0].gamma
-        c_hat, step = operations(Setup(target, each, cfg, sampler), chosen[0], gamma)
+        counted = partial(operations, Setup(target, each, cfg, sampler), chosen[0], gamma)
+        c_hat, step = ranks.first(counted)
         return Results(
             name=subject.name,
             drafter=each.config.name,
             target=target.name,
             data=subject.data,
             prompts=len(chosen),
+            timed=timed,
+            processes=ranks.world,
             batch=cfg.batch,
             max_new_tokens=cfg.max_new_tokens,
             tree=cfg.tree,
@@ -130,14 +153,14 @@ def evaluate(
     measured.also = others_measured.pop(0) if subject.also is not None else None
     before = subject.original
     if before is not None and before is not target:
-        measured.shift = shift(before, target, chosen, cfg.max_new_tokens, cfg.batch)
+        measured.shift = shift(before, target, chosen, cfg.max_new_tokens, cfg.batch, ranks)
     return measured
 
 
 @dataclass
 class Answered:
-    """All prompts answered plainly and speculatively. Seconds and `tokens` have one entry per
-    batch; `tokens` counts the tokens of its plain answers, without the first of each."""
+    """All prompts answered plainly and speculatively. Seconds and `tokens` have one entry for each
+    batch that was timed: `tokens` counts those of its plain answers, without the first of each."""
 
     plain: list[Generation] = field(default_factory=list)
     drafted: list[Generation] = field(default_factory=list)
@@ -145,19 +168,30 @@ class Answered:
     plain_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # for the same number of tokens
     spent: list[dict[str, float]] = field(default_factory=list)
+    timed: int = 0  # how many prompts were timed: the first ones
 
     @property
     def rounds(self) -> list[Round]:
         return [r for g in self.drafted for r in g.rounds]
 
+    def add(self, plain: Sequence[Generation], drafted: Sequence[Generation]) -> None:
+        """Add the answers to a batch of prompts."""
+        self.plain += plain
+        self.drafted += drafted
+
 
 def _answered(
     setups: Sequence[Setup], hows: Sequence[Strategy], prompts: list[list[int]], tell: Callable
 ) -> list[Answered]:
-    """Answer every batch `cfg.repeats` times plainly and with each draft, in turn. Counts come
-    from the first time; seconds are medians. `tell` is told of the progress after each batch."""
-    cfg, many = setups[0].cfg, [Answered() for _ in setups]
+    """Answer every batch plainly and with each draft. Those that are timed are answered
+    `cfg.repeats` times, in turn: counts come from the first time, seconds are medians. `tell` is
+    told of the progress after each batch."""
+    cfg, ranks = setups[0].cfg, setups[0].ranks
     policies, untimed = ([how.length and how.length() for how in hows] for _ in range(2))
+    starts = range(0, len(prompts), cfg.batch)
+    timed = len(starts)
+    if ranks.world > 1 and not any(policies):
+        timed = max(-(-timed // ranks.world), -(-min(TIMED, len(prompts)) // cfg.batch))
 
     def turns(first: int, lengths: Sequence[Length | None], repeat: int) -> list[list[Generation]]:
         """The batch that starts with prompt `first`, plainly and with each draft."""
@@ -168,25 +202,39 @@ def _answered(
             made.append(setup.answers(batch, how.shape, seeds=seeds, length=length))
         return made
 
-    for first in range(0, len(prompts), cfg.batch):
-        if cfg.compile or not first:  # warm-up; each number of rows and tokens has its own graph
-            turns(first, untimed, 0)
-        repeats = [turns(first, policies, repeat) for repeat in range(cfg.repeats)]
-        plain, *drafts = repeats[0]
-        tokens = _after_the_first(plain)
-        for way, (made, drafted) in enumerate(zip(many, drafts, strict=True), 1):
-            made.plain += plain
-            made.drafted += drafted
-            made.tokens.append(tokens)
-            for seconds, of in ((made.plain_seconds, 0), (made.seconds, way)):
-                seconds.append(tokens * statistics.median(_a_token(r[of]) for r in repeats))
-            slowest = max(drafted, key=lambda g: g.seconds)
-            other = slowest.seconds - sum(slowest.spent.values())
-            made.spent.append(slowest.spent | {"other": other})
+    def in_time() -> list[Answered]:
+        """The batches that are timed."""
+        many = [Answered() for _ in setups]
+        for first in starts[:timed]:
+            # warm-up; if compiled, each number of rows and tokens has its own graph
+            if cfg.compile or not first:
+                turns(first, untimed, 0)
+            repeats = [turns(first, policies, repeat) for repeat in range(cfg.repeats)]
+            plain, *drafts = repeats[0]
+            tokens = _after_the_first(plain)
+            for way, (made, drafted) in enumerate(zip(many, drafts, strict=True), 1):
+                made.add(plain, drafted)
+                made.timed = len(made.plain)
+                made.tokens.append(tokens)
+                for seconds, of in ((made.plain_seconds, 0), (made.seconds, way)):
+                    seconds.append(tokens * statistics.median(_a_token(r[of]) for r in repeats))
+                slowest = max(drafted, key=lambda g: g.seconds)
+                other = slowest.seconds - sum(slowest.spent.values())
+                made.spent.append(slowest.spent | {"other": other})
+            said(many, len(plain))
+        return many
+
+    def said(many: Sequence[Answered], count: int) -> None:
         taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
-        said = " and ".join(f"{tau:.2f}" for tau in taus)
+        by_way = " and ".join(f"{tau:.2f}" for tau in taus)
         at = f"decoding  T={setups[0].sampler.temperature:g}"
-        tell(advance=len(plain), description=f"{at}  τ {said}")
+        tell(advance=count, description=f"{at}  τ {by_way}")
+
+    many = ranks.first(in_time)
+    for plain, *drafts in ranks.shared(starts[timed:], lambda first: turns(first, policies, 0)):
+        for made, drafted in zip(many, drafts, strict=True):
+            made.add(plain, drafted)
+        said(many, len(plain))
     return many
 
 
@@ -209,13 +257,18 @@ def _figures(
     gamma, depths, rounds, rule = shape.depth, range(shape.depth), made.rounds, setup.rule(shape)
     drafter = drafting(setup.drafter, gamma)
     forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else sampler)
-    every, visited = [], []
-    for plain, drafted in zip(made.plain, made.drafted, strict=True):
+
+    def texts(answers: tuple[Generation, Generation]) -> tuple[Text, Text]:
+        """What is measured along one prompt's plain answer, and along the drafted one."""
+        plain, drafted = answers
         read = along(forcing, target, drafted.prompt, [*drafted.ids, *drafted.overrun])
-        visited.append(decoded(read, drafted, gamma, greedy))
+        at_visits = decoded(read, drafted, gamma, greedy)
         if plain.ids != drafted.ids:
             read = along(forcing, target, plain.prompt, plain.ids)
-        every.append(whole(read, len(plain.ids), drafter.depth))
+        return whole(read, len(plain.ids), drafter.depth), at_visits
+
+    both = setup.ranks.shared([*zip(made.plain, made.drafted, strict=True)], texts)
+    every, visited = map(list, zip(*both, strict=True))
 
     variant = setup.variant(shape)
     beliefs = [] if drafter.copies else [believed(t, variant, gamma) for t in visited]
@@ -292,15 +345,21 @@ def _oracle(
     return oracle(found, cost.c.value, pass_cost({shape.depth: cost.v.value}))
 
 
-@torch.inference_mode()
 def shift(
-    original: Target, adapted: Target, prompts: Sequence[Sequence[int]], tokens: int, batch: int
+    original: Target,
+    adapted: Target,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    batch: int,
+    ranks: Ranks = ALONE,
 ) -> Shift:
     """How far `adapted`, which was trained with its draft, has moved from `original`, over answers
-    of up to `tokens` tokens."""
-    kl, counts, same = [], [], []
-    for start in range(0, len(prompts), batch):
-        asked = prompts[start : start + batch]
+    of up to `tokens` tokens. The prompts are shared out."""
+
+    @torch.inference_mode()
+    def moved(start: int) -> list[tuple[float, int, bool]]:
+        """The summed KL of each answer in a batch, its tokens, and whether it stayed the same."""
+        asked, found = prompts[start : start + batch], []
         told = (decode(t, asked, max_new_tokens=tokens) for t in (original, adapted))
         for before, after in zip(*told, strict=True):
             ids, first = torch.tensor([[*before.prompt, *before.ids]]), len(before.prompt) - 1
@@ -308,7 +367,10 @@ def shift(
                 t.logits(t.features(ids.to(t.device), Needs())[1][0, first:-1])
                 for t in (original, adapted)
             )
-            kl.append(float(divergence(*logits).sum()))
-            counts.append(len(before.ids))
-            same.append(before.ids == after.ids)
+            kl = float(divergence(*logits).sum())
+            found.append((kl, len(before.ids), before.ids == after.ids))
+        return found
+
+    batches = ranks.shared(range(0, len(prompts), batch), moved)
+    kl, counts, same = map(list, zip(*(answer for of in batches for answer in of), strict=True))
     return Shift(original.name, ratio_interval(kl, counts), ratio_interval(same, [1] * len(same)))

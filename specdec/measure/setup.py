@@ -10,6 +10,7 @@ from specdec.decoding.decode import decode, fitting_rule
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import Rule
 from specdec.drafters.base import Drafter
+from specdec.ranks import ALONE, Ranks
 from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
@@ -18,12 +19,14 @@ from specdec.target.base import Target
 
 @dataclass(frozen=True)
 class Setup:
-    """A drafter that decodes for a target as `cfg` says, at the temperature of `sampler`."""
+    """A drafter that decodes for a target as `cfg` says, at the temperature of `sampler`, measured
+    by `ranks` together."""
 
     target: Target
     drafter: Drafter
     cfg: DecodeConfig
     sampler: Sampler
+    ranks: Ranks = ALONE
 
     def answers(
         self, prompts: Sequence[Sequence[int]], shape: Shape | None, **options: Any
@@ -49,8 +52,13 @@ class Setup:
     def rounds(
         self, prompts: Sequence[Sequence[int]], gamma: int, length: Length | None = None
     ) -> list[Round]:
-        """The rounds when each prompt is answered alone, drafting γ tokens or as `length` says."""
-        made: list[Generation] = []
-        for i, prompt in enumerate(prompts, self.cfg.seed):
-            made += self.answers([prompt], Chain(gamma), seeds=[i], length=length, compiled=False)
-        return [r for g in made for r in g.rounds]
+        """The rounds when each prompt is answered alone, drafting γ tokens or as `length` says. The
+        prompts are shared out, unless there is a `length`, which may learn from one to the next."""
+
+        def rounds(i: int) -> list[Round]:
+            options: dict[str, Any] = {"seeds": [self.cfg.seed + i], "length": length}
+            (made,) = self.answers([prompts[i]], Chain(gamma), compiled=False, **options)
+            return made.rounds
+
+        ranks = self.ranks if length is None else ALONE
+        return [r for of_prompt in ranks.shared(range(len(prompts)), rounds) for r in of_prompt]

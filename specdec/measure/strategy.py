@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.disco import Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, length
@@ -84,9 +85,13 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     if cfg.length == "goodput":
         table = cost_table(setup, prompts[0], gamma)
         return Strategy(chain, lambda: length(cfg.length, settings, table), Learned(table=table))
-    recorder = Recorder(gamma)  # records what this rule accepts at this temperature
-    setup.rounds(learning, gamma, recorder)
-    classifier = fit(*recorder.records())
+
+    def classified() -> StopClassifier:
+        recorder = Recorder(gamma)  # records what this rule accepts at this temperature
+        setup.rounds(learning, gamma, recorder)
+        return fit(*recorder.records())
+
+    classifier = setup.ranks.first(classified)
     learned = Learned(classifier=classifier)
     return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
 
@@ -99,7 +104,8 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
         return found.c.value, found.v.value
 
     new = min(WEIGHED, setup.cfg.max_new_tokens)
-    made = setup.answers(prompts, None, max_new_tokens=new, seeds=range(len(prompts)))
+    seeds = range(len(prompts))
+    made = setup.ranks.first(lambda: setup.answers(prompts, None, max_new_tokens=new, seeds=seeds))
     texts = [[*g.prompt, *g.ids] for g in made]
     masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in made]
     setup.drafter.weigh(cost, texts, masks, setup.variant(Chain(gamma)))
@@ -115,9 +121,13 @@ def acceptance_by_rank(
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
     options = {"seeds": [0], "compiled": False} | options
-    for prompt in prompts:
+
+    def rounds(prompt: Sequence[int]) -> list[Round]:
         (made,) = setup.answers([prompt], Static(paths), **options)
-        for r in made.rounds:
+        return made.rounds
+
+    for of_prompt in setup.ranks.shared(prompts, rounds):
+        for r in of_prompt:
             kept = paths[r.path[-1]] if r.path else ()
             for d in range(min(depth, len(kept) + 1)):
                 if any(kept[:d]):

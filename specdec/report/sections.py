@@ -60,6 +60,17 @@ def _setting(results: Results) -> str:
         f"Intervals are 95 % bootstraps over prompts{batches}. "
         "Plain and speculative decoding take turns in one process; times cover the tokens after "
         "the first, which the target's prefill emits, and include the draft's own prefill."
+        f"{_shared(results)}"
+    )
+
+
+def _shared(results: Results) -> str:
+    """Who measured what, if several processes did."""
+    if results.processes == 1:
+        return ""
+    return (
+        f" {results.processes} processes shared the prompts out; times are those of the first "
+        f"process on the first {results.timed} prompts, while the others waited."
     )
 
 

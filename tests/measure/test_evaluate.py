@@ -4,7 +4,7 @@ Run alone: python -m pytest tests/measure/test_evaluate.py
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -23,12 +23,14 @@ from specdec.measure.costs import Costs
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
 from specdec.measure.setup import Setup
+from specdec.ranks import Ranks
 from specdec.report import sections
 from specdec.report.report import summary
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.target.base import Target
 from specdec.theory.intervals import Interval
+from tests.ranks import together
 from tests.tiny import architectures, lm, make_tokenizer, random_drafter, random_target
 
 TOKENIZER = make_tokenizer()
@@ -314,3 +316,71 @@ def test_samples_show_what_the_user_said(target: Target) -> None:
     cfg = replace(GREEDY, prompts=2)
     (at,) = measured(target, medusa(target), cfg, words=["Why?", "How?"]).temperatures
     assert [s.prompt for s in at.samples] == ["Why?", "How?"]
+
+
+# Several processes
+
+
+BY_THE_CLOCK = {"speedup", "tokens_per_second", "plain_tokens_per_second", "costs", "oracle"}
+BY_THE_CLOCK |= {"seconds_spent", "timed", "processes"}
+
+
+def counted(value: Any) -> Any:
+    """Results without what depends on a clock."""
+    if isinstance(value, dict):
+        return {k: counted(x) for k, x in value.items() if k not in BY_THE_CLOCK}
+    return [counted(x) for x in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("world", "change", "timed", "others"),
+    [
+        (2, {}, 3, True),
+        (2, {"batch": 2, "repeats": 2}, 4, False),  # one batch is left, for the first process
+        (2, {"length": "confidence", "settings": {"threshold": 0.2}}, 5, False),
+        (3, {"tree": "static", "nodes": 3}, 2, True),
+        (6, {}, 1, True),  # for the sixth there is no prompt to answer
+    ],
+    ids=str,
+)
+def test_processes_count_together_what_one_counts(
+    monkeypatch: pytest.MonkeyPatch, world: int, change: dict[str, Any], timed: int, others: bool
+) -> None:
+    """All have the same results, whose counts, texts and intervals are those of one process. Only
+    the first times, and while it does so, no other one decodes; `others` do afterwards."""
+    cfg = replace(GREEDY, temperatures=[0.0, 1.0], **change)
+    monkeypatch.setattr(module, "TIMED", 1)
+    targets = [random_target(architectures(61, 2)["llama"]) for _ in range(world)]
+    for target in targets:
+        target.tokenizer = TOKENIZER
+    drafts = [medusa(target) for target in targets]
+    alone = counted(asdict(measured(targets[0], drafts[0], cfg)))
+    decoding, answers, first = [0] * world, Setup.answers, Ranks.first
+
+    def seen(setup: Setup, *args: Any, **options: Any) -> list[Generation]:
+        decoding[setup.ranks.rank] += 1
+        return answers(setup, *args, **options)
+
+    def watched(ranks: Ranks, work: Any) -> Any:
+        def only() -> Any:
+            assert ranks.rank == 0
+            before = decoding[1:]
+            made = work()
+            assert decoding[1:] == before
+            return made
+
+        return first(ranks, only)
+
+    monkeypatch.setattr(Setup, "answers", seen)
+    monkeypatch.setattr(Ranks, "first", watched)
+    ends = together(
+        monkeypatch, world, lambda us: measured(targets[us.rank], drafts[us.rank], cfg, ranks=us)
+    )
+    for results in ends:
+        assert isinstance(results, Results), results
+        assert counted(asdict(results)) == alone
+        assert (results.timed, results.processes) == (timed, world)
+    assert f"times are those of the first process on the first {timed} prompts" in sections.page(
+        ends[0], {}
+    )
+    assert any(decoding[1:]) == others

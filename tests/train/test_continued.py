@@ -194,3 +194,15 @@ def test_places_and_portions_of_memory_are_not_part_of_a_run(
     assert (tmp_path / "answers.root").exists() and (tmp_path / "features.root").exists()
     with pytest.raises(UserError, match=r"answers\.seed=0, not 1"):
         tiny.job(run, "medusa", *answered, "answers.seed=1")
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+def test_an_error_in_the_data_is_told_once_and_ends_all(
+    lives: Lives, tmp_path: Path, answers: str
+) -> None:
+    """Only the first process reads the data, so that only it can tell; the other does not wait. Of
+    the conversations in this file none is held out, which shows after all of them are read."""
+    more = ("data.held_out=0.0001", f"data.answers={answers}")
+    ends, printed = lives.run(tmp_path / "run", "medusa", [Life(2)], *more, fails=True)
+    assert ends[0][0] == -2, printed
+    assert printed.count("error: ") == printed.count("no held-out conversation") == 1

@@ -85,6 +85,20 @@ def test_accelerate_launch_trains_as_one_process_does(
     weights = draft(whole)
     for name, tensor in draft(tmp_path / "run").items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-4)
+    # one process reads for both, and both measure: the same texts, and the same counts at T = 0
+    texts, results = (
+        [json.loads((folder / name).read_text()) for folder in (tmp_path / "run", whole)]
+        for name in ("config.json", "report/results.json")
+    )
+    assert texts[0]["of"] == texts[1]["of"] and texts[0]["records"] == texts[1]["records"]
+    assert [found["processes"] for found in results] == [2, 1]
+    ours, theirs = (found["temperatures"][0] for found in results)
+    for name in ("rounds", "accepted_lengths", "drafted", "accepted", "identical"):
+        assert ours[name] == theirs[name]
+    for ours_of, theirs_of in zip(ours["prompts"], theirs["prompts"], strict=True):
+        for name in ("emitted", "rounds", "positions", "greedy"):
+            assert ours_of[name] == theirs_of[name]
+    assert [s["prompt"] for s in ours["samples"]] == [s["prompt"] for s in theirs["samples"]]
 
 
 def test_fsdp_of_the_first_version_is_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from specdec.target.loading import TargetOnDemand
 from specdec.target.parts import Parts
 from train.data.template import Document, Prompt
 from train.features.store import Store
+from train.processes import ranks_of
 
 
 @dataclass
@@ -81,10 +82,9 @@ def answered(
     """
     folder = make_folder(author.folder if author else Path(cfg.root) / _key(target.parts, cfg))
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
-    known = _read(folder)
-    accelerator.wait_for_everyone()
-    world, rank = accelerator.num_processes, accelerator.process_index
-    batches = _batches(asked, known, cfg.batch)[rank::world]
+    ranks = ranks_of(accelerator)
+    known = ranks.first(lambda: set(_read(folder)))
+    batches = _batches(asked, known, cfg.batch)[ranks.rank :: ranks.world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
     alone = author is not None and author.rule is None
     whose = "draft's" if alone else "draft's and target's" if author else "target's"
@@ -123,14 +123,21 @@ def answered(
         write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
     progress.remove_task(task)
     accelerator.wait_for_everyone()
-    known, documents = _read(folder), []
     depth = author.rounds if author else None
+    return ranks.handed(lambda: _documents(prompts, _read(folder), depth))
+
+
+def _documents(
+    prompts: Sequence[Prompt], known: Mapping[str, Mapping[str, Any]], depth: int | None
+) -> list[Document]:
+    """The documents of prompts whose answers are known, without those for which there is none."""
+    found = []
     for prompt in prompts:
         entry = known[_name(prompt)]
         document = of_answer(prompt.id, prompt.ids, entry["ids"], entry.get("rounds"), depth)
         if document is not None:
-            documents.append(document)
-    return documents
+            found.append(document)
+    return found
 
 
 def of_answer(

@@ -1,0 +1,102 @@
+"""Processes that do one work together: what the first alone does, and what they share out.
+
+All of them run the same code and go on with the same results. What does not depend on who makes it
+(answers, acceptance, texts) is shared out, and all get the union, in order. Seconds do depend:
+processes of one machine that compute at the same time slow each other down. So the first process
+alone measures time, by its own clock, while the others wait, idle.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from specdec.errors import Elsewhere, first_line
+
+S = TypeVar("S")
+T = TypeVar("T")
+AT_ONCE = 4096  # items that are handed over at a time
+WORKING = ContextVar("WORKING", default=False)  # whether others wait for what this process does now
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What a process that failed gives to the others."""
+
+    line: str
+
+
+@dataclass(eq=False)
+class Ranks:
+    """This process's number among all; by default, it is alone. An error in one process ends all:
+    it is raised where it occurred, and as `Elsewhere` in the others. Work that one process does
+    must not wait for the others, so within it, this process counts as alone."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1 or WORKING.get()
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What `work` returns in the first process, which alone does it while the others wait."""
+        if self.alone:
+            return work()
+        error, outcome = self._tried(work) if self.rank == 0 else (None, None)
+        held: list[Any] = [outcome]
+        dist.broadcast_object_list(held)
+        _require_done(error, held)
+        made: Any = outcome if self.rank == 0 else held[0]
+        return made  # type: ignore[no-any-return]
+
+    def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
+        """What `work` makes of each item, in their order. The processes take turns at the items; a
+        process for which none is left waits for the others."""
+        if self.alone:
+            return [work(item) for item in items]
+        error, outcome = self._tried(lambda: [work(x) for x in items[self.rank :: self.world]])
+        held: list[Any] = [None] * self.world
+        dist.all_gather_object(held, outcome)
+        _require_done(error, held)
+        held[self.rank] = outcome
+        return [held[i % self.world][i // self.world] for i in range(len(items))]
+
+    def handed(self, make: Callable[[], Sequence[T]]) -> list[T]:
+        """The items that the first process makes, in all of them. They are handed over some at a
+        time, since between GPUs they pass through a GPU's memory."""
+        items: Sequence[T] = []
+
+        def made() -> int:
+            nonlocal items
+            items = make()
+            return len(items)
+
+        count, parts = self.first(made), list[T]()
+        for start in range(0, 0 if self.alone else count, AT_ONCE):
+            parts += self.first(lambda at=start: items[at : at + AT_ONCE])  # type: ignore[misc]
+        return list(items) if self.rank == 0 or self.alone else parts
+
+    def _tried(self, work: Callable[[], Any]) -> tuple[Exception | None, Any]:
+        """The error that `work` raises, if any, and what is given to the others."""
+        before = WORKING.set(True)
+        try:
+            return None, work()
+        except Exception as error:
+            return error, _Failed(first_line(error))
+        finally:
+            WORKING.reset(before)
+
+
+def _require_done(error: Exception | None, outcomes: Sequence[Any]) -> None:
+    """Raise this process's own error, or `Elsewhere` for that of another one."""
+    if error is not None:
+        raise error
+    for outcome in outcomes:
+        if isinstance(outcome, _Failed):
+            raise Elsewhere(outcome.line)
+
+
+ALONE = Ranks()
