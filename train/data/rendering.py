@@ -201,7 +201,7 @@ class Template:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as transformers gives it to a template, with both names of its reasoning."""
+    """A message as transformers and vLLM give it to a template, with all names of its reasoning."""
     thought = message.beside.get("reasoning_content")
-    older = {} if thought is None else {"thinking": thought}
-    return older | {"role": message.role, "content": message.content} | dict(message.beside)
+    others = {} if thought is None else {"thinking": thought, "reasoning": thought}
+    return others | {"role": message.role, "content": message.content} | dict(message.beside)

@@ -217,14 +217,20 @@ class Answers:
         self.spans: list[Span] = []
         self.notes: dict[str, None] = {}
         answers = [i for i, m in enumerate(self.messages) if m.role == "assistant"]
-        if chat.template.has_blocks and len(blocks) != len(answers):
+        has_blocks = (chat.with_tools if self.tools else chat.template).has_blocks
+        if has_blocks and len(blocks) != len(answers):
             raise Unusable(DISAGREE)
+        if not any(self.messages[i].trained for i in answers):
+            raise Unusable("weight 0 for all answers")
         for n, i in enumerate(answers):
             if not self.messages[i].trained:
+                self.notes["answers of weight 0 not trained on"] = None
                 continue
-            span = self._in_block(i, blocks[n]) if chat.template.has_blocks else self._compared(i)
+            span = self._in_block(i, blocks[n]) if has_blocks else self._compared(i)
             if span is not None:
                 self.spans.append(span)
+        if not self.spans and any(_reasons(self.messages[i]) for i in answers):
+            raise Unusable("reasoning, which this template writes in another way")
         if not self.spans or any(a[1] > b[0] for a, b in pairwise(self.spans)):
             raise Unusable(DISAGREE)
 
@@ -383,6 +389,11 @@ def _written(part: str, text: str, without: str) -> bool:
     """Whether a text has a part more often than the same text without it; JSON may escape it."""
     forms = {part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]}
     return any(text.count(form) > without.count(form) for form in forms if form) or not part
+
+
+def _reasons(message: Message) -> bool:
+    """Whether an answer has reasoning, beside its text or within it."""
+    return "reasoning_content" in message.beside or "</think>" in message.content
 
 
 def _less(message: Message, key: str) -> Message:

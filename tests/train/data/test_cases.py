@@ -141,7 +141,6 @@ NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
     ({"messages": [USER | {"images": ["a.png"]}]}, "images, which is not read"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text: image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "not text: tool_res"),
-    ({"messages": [USER, ANSWER | {"weight": 0}]}, "weight 0 for all answers"),
     ({"messages": [USER, CALLING | {"tool_calls": [{"type": "custom"}]}]}, "calls without a func"),
     (
         {"messages": [USER, CALLING | {"function_call": BROKEN}]},
@@ -288,6 +287,19 @@ def test_reasoning_is_a_part_of_the_answer_or_the_record_is_left_out(tmp_path: P
     assert answers(documents(other, FULL), FULL) == ["<think>Look.</think>A lot.<|im_end|>"]
 
 
+def test_reasoning_that_does_not_follow_the_generation_prompt_is_named(tmp_path: Path) -> None:
+    """Templates that write an empty thought into the prompt, and take thoughts out of a text."""
+    prompt = ASK.replace("assistant\n", "assistant\n<think></think>")
+    quiet = FULL.replace(ASK, prompt).replace("m.content", "m.content.split('</think>')[-1]")
+    for turn in (
+        ANSWER | {"reasoning_content": "Look."},
+        ANSWER | {"content": "<think>Look.</think>A lot."},
+    ):
+        path = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn]}])
+        with pytest.raises(UserError, match="1 reasoning, which this template writes in another"):
+            documents(path, quiet)
+
+
 def test_reasoning_that_later_turns_leave_out_is_not_cut_from_an_answer(tmp_path: Path) -> None:
     """As templates do that write only the last answer's thought: the first answer, whose thought
     the whole text does not have, is not trained on."""
@@ -354,6 +366,11 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     messages[3]["content"] = "Nothing else."
     path = write_lines(tmp_path / "x.jsonl", [{"messages": messages}])
     split = documents(path)
+    assert prompts(path).tally.changed == {"names, which this template does not write": 1}
+    none = write_lines(tmp_path / "y.jsonl", [{"messages": messages[:2]}])
+    assert len(prompts(none).train) == 1
+    with pytest.raises(UserError, match="1 weight 0 for all answers"):
+        documents(none)
     assert answers(split) == ["Nothing else.<|im_end|>"]
     assert split.tally.changed == {
         "answers of weight 0 not trained on": 1,

@@ -25,7 +25,8 @@ SNIPPETS = [
     "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x ~ m.role %}"
     "{% endfor %}{{ ns.x | upper }}{% if not ns.y is defined %}{{ 7 % 4 }}{% endif %}"
     "{{ '%s!' % 5 }}",
-    "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ messages[::-1][0].content[:3] }}",
+    "{{ messages | tojson(sort_keys=true) }}{{ tools | tojson(indent=2) }}"
+    "{{ messages[::-1][0].content[:3] }}",
     "{{ 'a,b'.split(',') | join('-') }}{{ [1] + [2] }}{{ 3 * 'ab' }}{{ 2 ** 5 }}{{ 1 + 2.5 }}",
     "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.role }}"
     "{% if loop.index == 3 %}{% break %}{% endif %}{% else %}none{% endfor %}",
@@ -45,6 +46,9 @@ def test_a_template_is_rendered_as_transformers_renders_it(source: str, prompt: 
     template = Template(source, tokenizer, None)
     for messages in (CHAT, [*CHAT, THOUGHT]):
         chat = [{"role": m.role, "content": m.content} | dict(m.beside) for m in messages]
+        for turn in chat:  # as vLLM does
+            if "reasoning_content" in turn:
+                turn |= {"reasoning": turn["reasoning_content"]}
         try:
             texts, blocks = render_jinja_template(
                 [chat],
