@@ -153,7 +153,9 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     id = record.get("id")
     if isinstance(id, int) or (isinstance(id, str) and id and not SURROGATE.search(id)):
         name = str(id)
-    return Conversation(name, (*system, *kept), kept[0].content, roles, _tools(record))
+    tools = _tools(record)
+    _require_unicode([tools, *(m.beside for m in kept)])
+    return Conversation(name, (*system, *kept), kept[0].content, roles, tools)
 
 
 def is_turn(value: Any) -> bool:
@@ -401,6 +403,16 @@ def _absent(value: Any) -> bool:
     """Whether a key with this value is as good as missing: tables fill what a row lacks with null,
     NaN or nothing. A blank text is there."""
     return value is None or value != value or (isinstance(value, list | dict) and not value)
+
+
+def _require_unicode(value: Any) -> None:
+    """Raise Unusable if a text within a JSON value has half of a character in it."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, str):
+        _whole(value)
+    for inner in value if isinstance(value, list | tuple) else ():
+        _require_unicode(inner)
 
 
 def _require_single(value: Any) -> None:

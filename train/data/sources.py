@@ -310,7 +310,7 @@ def _array(path: Path, file: TextFile, skipped: int, tally: Tally) -> Iterator[t
         rest = text[lead.end() + 1 :]
         while not rest.strip() and (data := file.stream.read(PIECE)):
             rest = data.decode(errors="replace")
-        if rest.strip() and not skipped:
+        if rest.strip() != "}" * bool(skipped):
             tally.count(tally.unread, "whatever follows the end of the list", place)
         return
     if cut and not ended:

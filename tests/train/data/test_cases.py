@@ -151,6 +151,12 @@ NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
     ({"messages": [USER, ANSWER, ANSWER | {"reasoning": "x"}]}, "in a row with reasoning"),
     ('{"messages": [{"role": "user", "role": "system", "content": "a"}]}', "occurs twice"),
     ('{"messages": [], "messages": [{"role": "user", "content": "a"}]}', "occurs twice"),
+    (
+        {"messages": [USER, CALLING | {"tool_calls": [WEATHER | {"arguments": {"\ud800": 1}}]}]},
+        "Unic",
+    ),
+    ({"messages": [USER | {"name": "\ud800"}, ANSWER]}, "not Unicode"),
+    ({"messages": [USER, ANSWER], "tools": [{"name": "\udc00"}]}, "not Unicode"),
     ('{"messages": [{"role": "user", "content": NaN}]}', "not text: there is none"),
 ]
 
@@ -252,7 +258,8 @@ FILES: list[tuple[str, int, list[str]]] = [  # text, records read, what is not
     (f"{OVER_LINES}\n}}\n{OVER_LINES}", 2, ["broken JSON line"]),
     (f"[{ONE}]\n{ONE}", 1, ["whatever follows the end of the list"]),
     (f"[{json.dumps(USER)}, {json.dumps(ANSWER)}]\n" * 2, 2, []),
-    (f'{{"version": 1, "rows": [{ONE}, {ONE}], "more": 2}}', 2, []),
+    (f'{{"version": 1, "rows": [{ONE}, {ONE}]}}', 2, []),
+    (f'{{"train": [{ONE}], "test": [{ONE}]}}', 1, ["whatever follows the end of the list"]),
     (f'{{"rows": [{ONE}, {ONE[:-9]}', 1, ["record cut off by the end of the file"]),
     (f'{{"tools": [{json.dumps(TOOL)}], "messages": [{json.dumps(USER)}]}}', 1, []),
 ]
