@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
 from tests.drafters.families import make_drafter, make_target, text
@@ -108,6 +109,13 @@ def test_fsdp_of_the_first_version_is_refused(tiny: Tiny, tmp_path: Path) -> Non
     assert "error: drafters are sharded by FSDP2 only: give --fsdp_version 2" in done.stderr
 
 
+@pytest.mark.parametrize("kind", processes.OTHERS)
+def test_other_kinds_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(UserError, match=r"is not supported: .* sharded by FSDP2"):
+        processes.accelerator_of(SimpleNamespace())  # type: ignore[arg-type]
+
+
 def test_two_sharded_processes_equal_the_whole() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", "-m", "tests.train.test_sharded"]
@@ -168,6 +176,13 @@ def main() -> None:
     os._exit(0)
 
 
+# what `accelerate config` may have left: units of sharding that families do not keep to, and a
+# number of micro-batches that is not the loop's
+OF_A_LAUNCHER = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1"}
+OF_A_LAUNCHER |= {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+OF_A_LAUNCHER |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+
+
 def require_equal_precision(dtype: str, precision: str) -> None:
     """A sharded draft, prepared as on a GPU, computes what a replicated one does: with the same
     weights the same loss, α and held-out α, bit for bit, and the same gradient up to the order of
@@ -183,7 +198,9 @@ def require_equal_precision(dtype: str, precision: str) -> None:
     def computed(sharded: bool) -> list[torch.Tensor]:
         """The loss, the statistics, held-out α, the gradient's norm, and the loss after a step."""
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
+        os.environ |= OF_A_LAUNCHER
         accelerator = processes.accelerator_of(cfg)
+        assert accelerator.gradient_accumulation_steps == 1
         target = make_target()
         target.head.weight.mul_(10)  # log Z is about 30, so rounding it to bfloat16 moves p by 6 %
         target.model.to(getattr(torch, dtype))
