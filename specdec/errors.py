@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from specdec.terminal import one_line
 
 T = TypeVar("T")
-GRACE = 30.0  # seconds
+GRACE, PATIENCE = 30.0, 5.0  # seconds in which another process may tell an error; see `command`
 OF_FILES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
@@ -97,7 +97,9 @@ def of_files(error: OSError | SafetensorError) -> UserError:
 
 
 def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a command line: a user's mistake becomes one line on stderr and exit code 2."""
+    """Run a command line: a user's mistake becomes one line on stderr and exit code 2. Where a
+    launcher started several processes, those that met the same mistake leave the line to the
+    first."""
     try:
         try:
             made = main()
@@ -112,6 +114,8 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         time.sleep(GRACE)  # a launcher ends all at the first exit: the line must come before it
         sys.exit(2)
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":  # set by launchers, in each process of several
+            time.sleep(PATIENCE)  # mostly the first process tells the same, and all are ended then
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -99,3 +99,7 @@ def test_one_process_alone_prints_the_line(
     assert [end(UserError("bad data")), end(Elsewhere("bad data"))] == [2, 2]
     assert capsys.readouterr().err == "error: bad data\n"
     assert waited == [errors.GRACE]
+    monkeypatch.setenv("RANK", "1")  # it may be the only one with this error, so it tells at last
+    assert end(UserError("bad data")) == 2
+    assert capsys.readouterr().err == "error: bad data\n"
+    assert waited == [errors.GRACE, errors.PATIENCE]
