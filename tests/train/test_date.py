@@ -70,6 +70,7 @@ def test_a_run_goes_on_the_next_day(
         with monkeypatch.context() as patch:
             on(patch, day)
             pipeline.run(cfg, folder)
+        (folder / BEGAN).unlink()  # from now on config.json says it
         assert lines() == first
     assert config_of(folder)["data"]["date"] == "2031-03-03T12:30:00"
     assert data_of_run(folder).date == "2031-03-03T12:30:00"

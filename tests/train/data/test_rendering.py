@@ -104,7 +104,7 @@ def test_a_template_that_does_not_end_is_stopped_in_any_thread() -> None:
         thread.start()
         thread.join()
         assert len(told) == 1 and "\n" not in told[0], name
-        assert "does not end" in told[0] or "refused" in told[0], (name, told)
+        assert "does not end" in told[0], (name, told)
 
 
 def test_long_chats_are_no_endless_ones() -> None:
