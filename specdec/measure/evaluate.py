@@ -191,7 +191,8 @@ def _answered(
     starts = range(0, len(prompts), cfg.batch)
     timed = len(starts)
     if ranks.world > 1 and not any(policies):
-        timed = max(-(-timed // ranks.world), -(-min(TIMED, len(prompts)) // cfg.batch))
+        least = max(2, -(-TIMED // cfg.batch))  # a single batch shows no variation
+        timed = min(timed, max(-(-timed // ranks.world), least))
 
     def turns(first: int, lengths: Sequence[Length | None], repeat: int) -> list[list[Generation]]:
         """The batch that starts with prompt `first`, plainly and with each draft."""

@@ -339,7 +339,7 @@ def counted(value: Any) -> Any:
         (2, {"batch": 2, "repeats": 2}, 4, False),  # one batch is left, for the first process
         (2, {"length": "confidence", "settings": {"threshold": 0.2}}, 5, False),
         (3, {"tree": "static", "nodes": 3}, 2, True),
-        (6, {}, 1, True),  # for the sixth there is no prompt to answer
+        (6, {}, 2, True),  # for the sixth there is no prompt to answer
     ],
     ids=str,
 )
