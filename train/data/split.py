@@ -21,7 +21,8 @@ from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
-    '{"messages": [{"role": "user", "content": "…"}, …]}, as a JSON array or one per line; '
+    '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}, '
+    "as a JSON array or one per line; "
     "data=pairs and data=text read other data"
 )
 T = TypeVar("T")

@@ -77,7 +77,12 @@ class Chat:
         self.with_tools = self.template
         if with_tools != source:  # some tokenizers have a template of its own for tools
             self.with_tools = Template(with_tools, tokenizer, clock)
-        added = [t for t in tokenizer.added_tokens_decoder.values() if not t.content.isspace()]
+        # some tokenizers also have words, signs and spaces among the added tokens
+        added = [
+            t
+            for t in tokenizer.added_tokens_decoder.values()
+            if t.special or not (len(t.content) == 1 or t.content.isalnum() or t.content.isspace())
+        ]
         self.added = sorted((t.content for t in added), key=len, reverse=True)
         both = source + with_tools
         special = {t.content for t in added if t.special and t.content in both}

@@ -418,6 +418,14 @@ def test_role_tokens_that_a_template_puts_together_are_control_tokens() -> None:
     )
 
 
+def test_words_among_the_added_tokens_are_no_control_tokens() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    tokenizer.add_tokens(["user", "assistant", "0", "\n\n"])
+    document = encode(talk("a user's 0", "an assistant's\n\n0"), tokenizer, DataConfig())
+    assert said(document, tokenizer) == "an assistant's\n\n0<|im_end|>"
+    assert isinstance(document, Document) and not document.notes
+
+
 def test_words_of_the_template_in_a_prompt_are_counted() -> None:
     """A server reads <think> in a prompt as the template's, and so do we; it ends no turn."""
     tokenizer = tokenizer_of(FULL)
