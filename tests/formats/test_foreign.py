@@ -17,11 +17,13 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     Olmo3Config,
     Phi3Config,
     PhiConfig,
@@ -33,7 +35,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
+from specdec.drafters.recurrent.layer import _full_attention, config_of, llama_of
 from specdec.drafters.recurrent.mtp import MTPConfig
+from specdec.drafters.recurrent.rope import Rope, share_of
 from specdec.errors import UserError
 from specdec.formats import export, foreign
 from specdec.target.base import Target
@@ -393,3 +397,60 @@ def test_logits_may_differ_by_rounding_where_kernels_sum_in_any_order(
     )
     with pytest.raises(UserError, match="read back, its logits differ"):
         export.write(tmp_path / "other", drafter, target)
+
+
+def sized(config: PreTrainedConfig) -> dict[str, Any]:
+    return llama_of(parts_of_config(config))
+
+
+def test_a_layer_is_shaped_like_the_last_one_with_full_attention() -> None:
+    """Gemma 4's heads are wider there, Gemma 3n lists the sizes of its MLPs, and MiMo rotates a
+    third of its heads: int(.334 · 24) = 8 numbers."""
+    found = sized(TARGETS["gemma4"]())
+    assert (found["head_dim"], found["num_key_value_heads"]) == (16, 1)
+    assert found["rotary_dim"] == 4  # a quarter
+    assert found["rope_parameters"]["rope_theta"] == 1e6
+    theirs = {**BASE, "intermediate_size": [48, 48, 48, 48, 64, 32]}
+    kinds = ["sliding_attention"] * 4 + ["full_attention", "sliding_attention"]
+    more = dict(head_dim=8, layer_types=kinds, num_kv_shared_layers=0, sliding_window=8)
+    config = Gemma3nTextConfig(**theirs, **more, activation_sparsity_pattern=[0.0] * 6)
+    assert _full_attention(config)[0] == 4
+    target = parts_of_config(llama())
+    target.config = config
+    assert llama_of(target)["intermediate_size"] == 64
+    assert llama_of(target)["rope_parameters"]["rope_theta"] == 1e6  # of full attention
+    assert sized(TARGETS["gpt_neox"]())["rotary_dim"] == 4
+    target.config = MiMoV2FlashConfig(**BASE, head_dim=24, v_head_dim=16)
+    found = llama_of(target)
+    assert found["rotary_dim"] == 8 and found["rope_parameters"]["rope_theta"] == 5e6
+    assert "rotary_dim" not in sized(llama())
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted"),
+    [
+        ({"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}, 5.0),
+        (
+            {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                **{"rope_type": "default", "rope_theta": 1e4},
+            },
+            1e4,
+        ),
+        ({"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}, 7.0),
+        ({"rope_type": "dynamic", "rope_theta": 7.0, "alpha": 64.0}, 7.0 * 64.0 ** (8 / 6)),
+    ],
+)
+def test_a_card_of_an_earlier_version_keeps_its_network(
+    rope: dict[str, Any], wanted: float
+) -> None:
+    """Such drafts rotated whole heads, and by the parameters beside those by kind of layer."""
+    keys = sized(llama()) | {"rope_parameters": rope}
+    config = config_of(keys)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": pytest.approx(wanted)}
+    assert Rope(config)(torch.tensor([[3]]), 4)[0].shape == (1, 1, 8)
+
+
+def test_a_reader_who_rounds_down_finds_the_rotated_numbers() -> None:
+    every = [(width, whole) for whole in range(2, 260, 2) for width in range(2, whole + 1, 2)]
+    assert all(int(whole * share_of(width, whole)) == width for width, whole in every)

@@ -178,6 +178,11 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
             ["scripts/export", "x", "--to", "y", "--with-target", "tests"],
             "tests exists",
         ),
+        (["scripts/export", "x", "--to", "."], "the current folder"),
+        (
+            ["scripts/export", "x", "--to", "y", "--with-target", "tests/../y"],
+            "name two folders beside each other",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
