@@ -30,7 +30,7 @@ from train import checkpoint, optim, processes
 from train.optim import OptimConfig
 
 pytestmark = pytest.mark.slow
-LAUNCH = ["-m", "accelerate.commands.launch"]
+LAUNCH = ["-m", "accelerate.commands.launch", "--main_process_port", "0"]  # tests run beside others
 SHARDED = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"]
 # `train.py` that notes how many numbers of the trained parameters each process holds
 WATCHED = """
