@@ -31,6 +31,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
+from train import pipeline
 from train.data import answers
 from train.data.answers import AnswersConfig, answered
 from train.data.packing import Row
@@ -190,6 +191,24 @@ def test_dropped_prompts_are_counted_on_both_sides(
     kept = int(said[said.index("kept") - 1])
     documents = [int(said[i - 1]) for i, word in enumerate(said) if word == "documents,"]
     assert kept == sum(documents) < 60
+
+
+def test_what_an_export_refuses_is_told_before_any_text_is_read(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several modules, which no engine runs; without an export they are trained all the same."""
+
+    class Read(Exception):
+        pass
+
+    def read(*_: object) -> None:
+        raise Read
+
+    monkeypatch.setattr(pipeline, "texts_of", read)
+    with pytest.raises(UserError, match=r"drafter\.modules=1.*export=null"):
+        tiny.job(tmp_path / "run", "mtp", "drafter.modules=2")
+    with pytest.raises(Read):
+        tiny.job(tmp_path / "run", "mtp", "drafter.modules=2", "export=null")
 
 
 def test_an_export_replaces_nothing_but_an_export(target: Target, tmp_path: Path) -> None:
