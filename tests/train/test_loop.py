@@ -25,7 +25,7 @@ from specdec.target import loading
 from specdec.target.base import Target
 from specdec.target.loading import load_target
 from tests.processes import process
-from tests.runs import draft, final_state, require_same_run, rows_of
+from tests.runs import draft, final_state, require_learning, require_same_run, rows_of
 from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
 from train import pipeline
 from train.features.source import Online
@@ -76,8 +76,7 @@ def test_whole_job(
         assert all(math.isfinite(x) for line in curve for x in line)
         steps = [step for step, _ in losses(tmp_path / "run")]
         assert steps == list(range(1, 1 + (12 if answers == "data" else len(steps))))
-        first, last = (sum(line[0] for line in part) for part in (curve[:3], curve[-3:]))
-        assert last < first, "12 steps of 100 answer tokens lower the loss of depth 0"
+        require_learning(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
