@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 import train
 from specdec.errors import command
 from specdec.progress import tell
-from train.config import of_hydra, quoted, register, resolve
+from train.config import composed, of_hydra, quoted, register, resolve
 from train.loop import Diverged
 
 INTERRUPTED = "interrupted: run the same command again to continue from the last checkpoint"
@@ -44,8 +44,13 @@ def main(cfg: DictConfig) -> float:
     return command(lambda: run(cfg), INTERRUPTED)  # else Hydra would print an error first
 
 
-def composed() -> None:
-    """Run `main`, and turn Hydra's errors about overrides into UserErrors."""
+def start(arguments: list[str]) -> None:
+    """Run `main`, and turn Hydra's errors about overrides into UserErrors. A single run is composed
+    once before, since Hydra makes the run's folder before it calls `main`, even for a
+    configuration that is refused."""
+    if not any(argument.startswith("-") for argument in arguments):
+        composed(arguments)
+    sys.argv[1:] = quoted(arguments)
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
@@ -54,5 +59,4 @@ def composed() -> None:
 
 if __name__ == "__main__":
     register()
-    sys.argv[1:] = quoted(sys.argv[1:])
-    command(composed, INTERRUPTED)
+    command(lambda: start(sys.argv[1:]), INTERRUPTED)

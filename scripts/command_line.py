@@ -7,7 +7,7 @@ import argparse
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,10 +26,19 @@ from specdec.target.loading import TargetConfig, load_target, opening
 DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser that takes a draft's folder and shows a script's docstring as its help."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+class Parser(argparse.ArgumentParser):
+    """A parser that shows a script's docstring as its help and raises UserError for a mistake."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def parser_of(doc: str | None) -> Parser:
+    """A parser that takes a draft's folder."""
+    parser = Parser(description=doc)
     parser.add_argument("draft", type=Path, help=DRAFT)
     return parser
 

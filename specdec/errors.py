@@ -83,13 +83,19 @@ def first_line(error: BaseException) -> str:
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:
-    """The UserError for a full disk or a place that cannot be written; raises any other error."""
+    """The UserError for a full disk, a place that cannot be written or a file that is gone; raises
+    any other error."""
     code = getattr(error, "errno", None)
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
         code = int(found[1])
+    where = getattr(error, "filename", None) or "a file"
+    if code == errno.ENOENT:
+        return UserError(
+            f"{where} is gone: it was moved or deleted while this command ran; start the command "
+            "again, and what is missing is made again"
+        )
     if code not in OF_FILES:
         raise error
-    where = getattr(error, "filename", None) or "a file"
     return UserError(
         f"{where} cannot be written ({os.strerror(code)}): make room, or give another place; what "
         "was saved before is complete, and the same command continues from it"

@@ -43,7 +43,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from tests.device import DEVICE
-from train.config import Config, quoted, register, resolve
+from train.config import CONF, Config, composed, quoted, register
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
@@ -365,12 +365,13 @@ def make_tiny(root: Path, count: int = 29) -> Tiny:
 
 
 def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
-    """A `Config` as `train.py` would be given it; with `hydra`, the composition before that."""
+    """A `Config` as `train.py` would be given it; with `hydra`, what Hydra composes for that."""
     register()
+    if not hydra:
+        return composed(overrides)
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        cfg = hydra_compose("config", quoted(overrides), return_hydra_config=hydra)
-    return cfg if hydra else resolve(cfg)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra_compose("config", quoted(overrides), return_hydra_config=True)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

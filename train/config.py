@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -17,6 +19,7 @@ from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, Drafter, family
 from specdec.drafters.hybrid import Hybrid
 from specdec.errors import UserError, nearest, require, require_within
+from specdec.files import record
 from specdec.formats.export import LAYOUTS, layout_names
 from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig
@@ -32,6 +35,11 @@ from train.plan import BudgetConfig
 from train.rounds import RoundsConfig
 from train.stages import StageConfig
 from train.tracking import TrackConfig
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
+# what Hydra and OmegaConf raise for a user's mistake; the last three are not meant for users
+REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)
 
 
 @dataclass
@@ -158,13 +166,45 @@ def _is_text(key: str) -> bool:
     )
 
 
+def composed(overrides: Sequence[str]) -> Config:
+    """The configuration that `python train.py OVERRIDES` runs; nothing is written. The schema must
+    be registered. Raises UserError for whatever Hydra refuses, and as `resolve` does."""
+    _require_group_names(overrides)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose("config", quoted(overrides))
+    except REFUSALS as error:
+        raise of_hydra(error) from error
+    return resolve(cfg)
+
+
+def _require_group_names(overrides: Sequence[str]) -> None:
+    """Raise UserError for a number or the like in place of a file of a group, such as data=1, which
+    Hydra's own error does not name."""
+    for override in overrides:
+        group, equals, value = override.partition("=")
+        if not equals or not (CONF / group).is_dir():
+            continue
+        known = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        known += [*DRAFTERS] * (group == "drafter") + [*TERMS] * (group == "objective")
+        plain = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?|true|false|null|\[.*", value, re.IGNORECASE)
+        optional = value == "null" and group in ("experiment", "search", "debug")
+        if plain and not optional:
+            raise UserError(
+                f"{_shortened(override)} does not name a group of settings{nearest(value, known)}; "
+                f"a single setting is given as {group}.KEY=VALUE"
+            )
+
+
 def resolve(cfg: DictConfig) -> Config:
     """Hydra's composition as a `Config`, with `optim.lr` filled in. Raises UserError for an unknown
-    key (even one added with `+`), for a value that is missing or of the wrong type, and for
-    settings that cannot go together."""
+    key (even one added with `+`), for a value that is missing, of the wrong type or too large a
+    number, and for settings that cannot go together."""
     try:
+        _require_moderate(OmegaConf.to_container(cfg), "")
         config = OmegaConf.to_object(cfg)
-    except OmegaConfBaseException as error:
+    except REFUSALS as error:
         raise of_hydra(error) from error
     assert isinstance(config, Config)
     require(
@@ -176,6 +216,7 @@ def resolve(cfg: DictConfig) -> Config:
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
     config.objective.require_complete(config.decode.paths)
     drafter = config.drafter
+    record(type(drafter), asdict(drafter), "drafter")  # OmegaConf lets a list pass as a number
     require(
         isinstance(drafter, config.family.Config),
         f"drafter.name={drafter.name} does not match the other keys of the drafter: give "
@@ -241,10 +282,28 @@ def of_hydra(error: Exception) -> UserError:
             f"quotes; or, for a text that contains them, put quotes around it within those of the "
             f"shell, as in \"{key}='{inside}'\""
         )
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return UserError(f"{group}={name} is unknown{nearest(name, error.options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    noise = ("reference_type=", "object_type=")
-    said = "; ".join(line for line in lines if line and not line.startswith(noise))
-    return UserError(f"configuration: {said or repr(error)}")
+    noise = ("reference_type=", "object_type=", "full_key: ")
+    said = "; ".join(line for line in lines if line and not line.startswith(noise)) or repr(error)
+    keys = [line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")]
+    where = f"{keys[0]}: " if keys and keys[0] not in said else ""
+    return UserError(f"configuration: {where}{_shortened(said, 600)}")
+
+
+def _require_moderate(value: Any, key: str) -> None:
+    """Raise UserError for a whole number, in `value` or within it, that is beyond 64 bits."""
+    inner = dict(enumerate(value)) if isinstance(value, list) else value
+    for name, x in inner.items() if isinstance(inner, dict) else ():
+        _require_moderate(x, f"{key}.{name}" if key else str(name))
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise UserError(f"{key}={_shortened(str(value))}: give a number of at most {LARGEST}")
+
+
+def _shortened(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _key_error(key: str, owner: Any) -> UserError:

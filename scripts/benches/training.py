@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated
 
 import torch
 from benches.turns import show
-from hydra import compose, initialize_config_dir
 
 from specdec.errors import require
 from specdec.measure.costs import timed
@@ -23,12 +21,11 @@ from specdec.objectives.piece import Piece
 from specdec.progress import console
 from specdec.target.loading import load_target, resolved
 from specdec.theory.alpha import acceptance
-from train.config import register, resolve
+from train.config import composed, register
 from train.data.split import split_documents
 from train.plan import rehearsal
 from train.processes import accelerator_of
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft vocabulary
 
 
@@ -103,8 +100,7 @@ def throughput(
     """
     register()
     given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = resolve(compose("config", [*given, f"drafter.draft_vocab={VOCAB}", *overrides]))
+    cfg = composed([*given, f"drafter.draft_vocab={VOCAB}", *overrides])
     target = load_target(cfg.target)
     documents = split_documents(cfg.data, target.tokenizer).train
     on_gpu = target.device.type == "cuda"

@@ -1,6 +1,5 @@
 """The user's settings for decoding, and checks that a drafter can follow them."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,7 @@ from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, require_temperature
 from specdec.sampling.trees import DEEPEST, Chain, Static
 
 TREES = ("static", "dynamic", "best_first")
@@ -74,10 +73,7 @@ class DecodeConfig:
             f"decode.temperatures={self.temperatures}: give at least one, and each only once",
         )
         for temperature in self.temperatures:
-            require(
-                0 <= temperature < math.inf,
-                f"decode.temperatures holds {temperature}: give finite numbers >= 0",
-            )
+            require_temperature("decode.temperatures", temperature)
             sampler = Sampler(temperature, self.top_k, self.top_p)
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
             for shape in (like, Static([[0]])) if self.fastest else (like,):

@@ -238,7 +238,8 @@ def require_room(
     fit the positions of the target, or of a `drafter` that cannot stop before they run out."""
     known = target.embedding.num_embeddings
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
-    require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}: give 1 or more")
+    whole = isinstance(max_new_tokens, int) and max_new_tokens >= 1
+    require(whole, f"max_new_tokens={max_new_tokens}: give a whole number of 1 or more")
     for ids in prompts:
         require(len(ids) > 0, "the prompt has no tokens: there is nothing to continue")
         worst = min(ids) if min(ids) < 0 else max(ids)

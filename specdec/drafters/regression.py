@@ -6,6 +6,8 @@ Letters: N rows, X inputs, Y outputs, R rank.
 import torch
 from torch import Tensor
 
+from specdec.errors import require
+
 RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares of its input
 
 
@@ -30,7 +32,14 @@ class Squares:
 
 def ridge(xx_XX: Tensor, xy_XY: Tensor) -> Tensor:
     """The weights W [X, Y] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖². With this
-    penalty, rescaling an input changes nothing but its weights."""
+    penalty, rescaling an input changes nothing but its weights. Raises UserError if a row that was
+    summed was not finite."""
+    require(
+        bool(xx_XX.isfinite().all() and xy_XY.isfinite().all()),
+        "the target's states are not finite numbers on the training texts, so no start can be "
+        "solved for: its weights are damaged, or they overflow in this dtype (give "
+        "target.dtype=float32)",
+    )
     size_X = xx_XX.diagonal()
     penalty_X = RIDGE * size_X + 1e-12 * size_X.max().clamp_min(1e-12)
     penalised_XX = xx_XX.clone()

@@ -4,13 +4,24 @@ One object warps target and draft in the same way in training, evaluation and de
 the same everywhere. Letters: N positions, V vocabulary, S draft vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.errors import require
+from specdec.errors import UserError, require
+
+COLDEST = 1e-4  # the least temperature above 0: logits of 10^34 divided by it are still finite
+
+
+def require_temperature(name: str, value: float) -> None:
+    """Raise UserError unless a temperature is 0 or from `COLDEST` upwards."""
+    require(
+        value == 0 or COLDEST <= value < math.inf,
+        f"{name}={value}: give 0 for greedy decoding, or a finite number of {COLDEST:g} or more",
+    )
 
 
 class Summary(NamedTuple):
@@ -32,9 +43,8 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
-        finite = 0 <= temperature < float("inf")
-        require(finite, f"sampler.temperature={temperature}: give a finite number >= 0")
+        top_k, top_p = self.top_k, self.top_p
+        require_temperature("sampler.temperature", self.temperature)
         require(top_k >= 0, f"sampler.top_k={top_k}: give a number >= 0 (0 keeps all)")
         require(0 < top_p <= 1, f"sampler.top_p={top_p}: give a number in (0, 1]")
 
@@ -113,11 +123,15 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def draws(probs_NV: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
     """`count` independent tokens [N, count] from each row of probabilities (any positive sum), by
     inverting the distribution function in float64: 20 times as fast on a CPU as
-    `torch.multinomial`. Raises RuntimeError for a row whose sum is 0 or not finite."""
+    `torch.multinomial`. Raises UserError for a row whose sum is 0 or not finite."""
     upto_NV = probs_NV.cumsum(-1, dtype=torch.float64)
     mass_N1 = upto_NV[:, -1:]
     if not ((mass_N1 > 0) & mass_N1.isfinite()).all():
-        raise RuntimeError("there is nothing to draw from: the probabilities are 0 or not finite")
+        raise UserError(
+            "there is nothing to draw from: the probabilities of a token are all 0 or not finite "
+            "numbers. Either the weights are damaged, or they overflow in this dtype (give float32), "
+            "or a logits processor forbids every token"
+        )
     shape = (len(probs_NV), count)
     at_NC = torch.rand(shape, dtype=torch.float64, generator=generator, device=probs_NV.device)
     return torch.searchsorted(upto_NV, at_NC * mass_N1, right=True)

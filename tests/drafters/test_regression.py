@@ -355,3 +355,12 @@ def test_the_learning_rate_is_the_familys_own_unless_it_is_given(tiny: Tiny) -> 
         ("eagle3", ["optim.lr=7e-4"], 7e-4),
     ):
         assert tiny.config(drafter, *given).optim.lr == expected
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_states_that_are_not_finite_start_nothing(value: float) -> None:
+    squares = Squares()
+    squares.add(torch.eye(3), torch.ones(3, 2))
+    squares.add(torch.tensor([[1.0, value, 0.0]]), torch.ones(1, 2))
+    with pytest.raises(UserError, match="not finite numbers on the training texts"):
+        ridge(squares.xx, squares.xy)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.sampling.sampler import Sampler, draws, sample
+from specdec.sampling.sampler import COLDEST, Sampler, draws, sample
 from tests.device import DEVICE
 
 INF = math.inf
@@ -302,11 +302,19 @@ def test_draws_of_a_row_are_independent() -> None:
         assert (draws(only, 50) == only.argmax()).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-5, -1.0, math.nan, INF])
+def test_temperatures_at_which_logits_would_not_be_finite(temperature: float) -> None:
+    with pytest.raises(UserError, match=r"sampler\.temperature=.*: give 0 for greedy decoding"):
+        Sampler(temperature)
+    coldest = Sampler(COLDEST).probs(torch.tensor([[1e34, -1e34, 0.0]]))
+    assert coldest.tolist() == [[1.0, 0.0, 0.0]]
+
+
 @pytest.mark.parametrize("weight", [0.0, math.nan, INF])
 def test_nothing_is_drawn_from_a_row_without_mass(weight: float) -> None:
     probs = torch.full((2, 5), 0.2)
     probs[1] = weight
-    with pytest.raises(RuntimeError, match="nothing to draw from"):
+    with pytest.raises(UserError, match="nothing to draw from"):
         draws(probs, 1)
 
 

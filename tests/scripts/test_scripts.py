@@ -19,6 +19,7 @@ from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.target.base import Target
 from tests.processes import process
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
+from tests.told import require_one_line
 
 
 def test_homogeneity_of_two_samples() -> None:
@@ -173,6 +174,7 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
         (["scripts/bench", "samples", "x", "--gamma", "3"], "--gamma"),
         (["scripts/bench", "lossless", "x", "--dtype", "float16"], "--dtype"),
         (["scripts/bench", "trees", "x", "y"], "y"),
+        (["scripts/generate", "x", "hello", "--max-new-tokens", "2.5"], "--max-new-tokens"),
         (["scripts/bench", "theory", "x", "--gamma", "0"], "--gamma 0"),
         (
             ["scripts/export", "x", "--to", "y", "--with-target", "tests"],
@@ -189,7 +191,7 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
 def test_options_that_would_be_ignored_are_refused(arguments: list[str], part: str) -> None:
     done = process(arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert part in done.stderr.splitlines()[-1]
+    require_one_line(done.stderr, part)
 
 
 def test_an_engine_is_spoken_to_line_by_line(

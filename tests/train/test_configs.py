@@ -232,7 +232,18 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("decode.repeats=0", ["decode.repeats"]),
         ("decode.temperatures=[]", ["decode.temperatures"]),
         ("decode.temperatures=[-1.0]", [r"decode\.temperatures", "-1"]),
+        ("decode.temperatures=[1e-38]", [r"decode\.temperatures", "1e-38", "give 0 for greedy"]),
+        ("answers.temperature=1e-38", [r"answers\.temperature", "1e-38", "give 0 for greedy"]),
         ("export=hff", ["export|layout", "did you mean 'hf'"]),
+        ("debug=1", ["debug=1 does not name a group of settings; known: tiny"]),
+        ("data=1", ["data=1 does not name", "conversations"]),
+        ("data=null", ["data=null does not name"]),
+        ("objective=[1]", ["objective=.1. does not name", "nla"]),
+        ("drafter=eagle4", ["drafter=eagle4 is unknown; did you mean 'eagle"]),
+        ("drafter.layers=[[0]]", [r"drafter: layers\[0\]: expected a whole number"]),
+        ("optim.lr=" + "9" * 400, [r"optim\.lr: int too large"]),
+        ("loop.epochs=" + "9" * 400, [r"loop\.epochs=9+\.\.\.: give a number of at most"]),
+        ("answers.max_new_tokens=2.5", [r"answers\.max_new_tokens", "2.5"]),
     ],
 )
 def test_a_value_that_cannot_be(

@@ -313,6 +313,13 @@ def test_train_py_tells_a_mistake_in_one_line(
     require_one_line(without_noise(done.stderr), *parts)
 
 
+def test_a_refused_configuration_leaves_no_folder(tiny: Tiny, tmp_path: Path) -> None:
+    done = process(tiny.command(tmp_path / "run", "medusa", "name=../elsewhere"))
+    assert done.returncode == 2
+    require_one_line(without_noise(done.stderr), "name='../elsewhere' is not the name of a folder")
+    assert not (tmp_path / "run").exists()
+
+
 def without_noise(stderr: str) -> str:
     """Progress bars of other libraries end in a carriage return or show a percentage."""
     return "\n".join(x for x in stderr.splitlines() if not re.search(r"\d+%\|", x))

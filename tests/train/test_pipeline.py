@@ -3,8 +3,10 @@
 Run alone: python -m pytest tests/train/test_pipeline.py
 """
 
+import contextlib
 import errno
 import json
+import math
 import shutil
 from collections import namedtuple
 from dataclasses import astuple
@@ -234,9 +236,36 @@ def test_a_disk_that_fails_is_told_in_one_line() -> None:
     assert "runs/x cannot be written (No space left on device)" in str(of_files(full))
     text = "Error while serializing: I/O error: File too large (os error 27)"
     assert "File too large" in str(of_files(SafetensorError(text)))
-    for bug in (FileNotFoundError(errno.ENOENT, "gone", "x"), SafetensorError("bad header")):
+    assert "x is gone" in str(of_files(FileNotFoundError(errno.ENOENT, "no such file", "x")))
+    for bug in (OSError(errno.EBADF, "bad descriptor"), SafetensorError("bad header")):
         with pytest.raises(type(bug)):
             of_files(bug)
+
+
+@pytest.mark.parametrize("what", ["run", "features", "checkpoints"])
+def test_folders_deleted_during_a_run_are_told_or_made_again(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Deleted at the first held-out evaluation, of three. The same command then makes the run."""
+    places = {"run": tmp_path / "run", "features": tmp_path / "features"}
+    places["checkpoints"] = tmp_path / "run" / "checkpoints"
+    evaluate, calls = loop.evaluate, []
+
+    def deleting(*args: Any) -> Any:
+        if not calls:
+            shutil.rmtree(places[what], ignore_errors=True)
+        calls.append(args)
+        return evaluate(*args)
+
+    monkeypatch.setattr(loop, "evaluate", deleting)
+    options = [f"features.root={tmp_path / 'features'}", "export=null", "decode.prompts=1"]
+    with contextlib.suppress(UserError):
+        try:
+            tiny.job(tmp_path / "run", "medusa", *options)
+        except OSError as error:
+            raise of_files(error) from error
+    assert math.isfinite(tiny.job(tmp_path / "run", "medusa", *options))
+    assert (tmp_path / "run" / "report" / "results.json").is_file()
 
 
 # --- caches --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.drafters import Drafter
 from specdec.errors import require, require_within
 from specdec.files import make_folder, read_lines, record, write_whole
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, require_temperature
 from specdec.sampling.trees import Chain
 from specdec.target.loading import TargetOnDemand
 from specdec.target.parts import Parts
@@ -43,7 +43,8 @@ class AnswersConfig:
 
     def __post_init__(self) -> None:
         seeds = (0, 2**32 - 1)
-        require_within("answers", self, temperature=0, max_new_tokens=1, batch=1, seed=seeds)
+        require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
+        require_temperature("answers.temperature", self.temperature)
         require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a number above 0, up to 1")
         require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
