@@ -128,9 +128,9 @@ def draws(probs_NV: Tensor, count: int, generator: torch.Generator | None = None
     mass_N1 = upto_NV[:, -1:]
     if not ((mass_N1 > 0) & mass_N1.isfinite()).all():
         raise UserError(
-            "there is nothing to draw from: the probabilities of a token are all 0 or not finite "
-            "numbers. Either the weights are damaged, or they overflow in this dtype (give float32), "
-            "or a logits processor forbids every token"
+            "there is nothing to draw from: all probabilities are 0 or not finite numbers. Either "
+            "the weights are damaged, or they overflow in this dtype (give float32), or a logits "
+            "processor forbids every token"
         )
     shape = (len(probs_NV), count)
     at_NC = torch.rand(shape, dtype=torch.float64, generator=generator, device=probs_NV.device)

@@ -33,7 +33,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, load_target
 from tests.tiny import Tiny, conversations, records, write_jsonl
-from train import pipeline
+from train import loop, pipeline
 from train.data import answers
 from train.data.answers import AnswersConfig, answered
 from train.data.packing import Row
