@@ -262,9 +262,7 @@ def test_summary_of_a_token_alone() -> None:
     ],
 )
 def test_mistakes_are_named(key: str, value: Any) -> None:
-    with pytest.raises(
-        UserError, match=rf"^sampler\.{key}={value}: give (a|0)[^\n]*$"
-    ):
+    with pytest.raises(UserError, match=rf"^sampler\.{key}={value}: give (a|0)[^\n]*$"):
         Sampler(**{key: value})
 
 
