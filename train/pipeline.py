@@ -85,9 +85,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         from_main(accelerator, lambda: held.enter_context(alone(folder)))
         tracker = held.enter_context(closing(Tracker(cfg, folder, main)))
         progress = held.enter_context(bars(console, main))
-        device = str(accelerator.device) if cfg.target.device == "auto" else cfg.target.device
         with accelerator.main_process_first():  # one process makes a GGUF target dense
-            target = TargetOnDemand(replace(cfg.target, device=device))
+            target = TargetOnDemand(replace(cfg.target, device=str(accelerator.device)))
             fingerprint = target.parts.fingerprint()
         if cfg.needs_layers:
             target.whole()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
+from specdec.target.loading import device_of
 from train.launcher import end_with_launcher
 
 if TYPE_CHECKING:
@@ -35,14 +36,15 @@ OTHERS = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # as in ACCELERATE_
 
 
 def accelerator_of(cfg: "Config") -> Accelerator:
-    """The processes as `accelerate launch` started them, plain or sharded.
+    """The processes as `accelerate launch` started them, plain or sharded, each on its own device:
+    `accelerator.device` is where the target, the draft and the batches of a process are.
 
     accelerate 1.15 shards only on GPUs and the like: if asked for FSDP on CPU processes, it
     silently replicates the model. Its FSDP2 does run on CPUs once its state is set by hand, which
     no public option does. Every process starts from the same weights, so none are broadcast. A
     draft is one unit of sharding, since families read weights outside of their modules' forward
     passes. Raises UserError for FSDP1 and whatever else accelerate may start, and if
-    `target.dtype=auto` stands for different types on the machines.
+    `target.dtype=auto` stands for different types on the machines; see also `_placed`.
     """
     end_with_launcher()
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # wait for the slowest process
@@ -67,8 +69,9 @@ def accelerator_of(cfg: "Config") -> Accelerator:
         )
     AcceleratorState._reset_state()  # an earlier run in this process may have another precision
     native = "bf16" if cfg.target.dtype == "bfloat16" else "no"
+    device = _placed(device_of(cfg.target.device), patient)
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
+        cpu=device.type == "cpu",
         mixed_precision=native if cfg.loop.precision == "auto" else cfg.loop.precision,
         kwargs_handlers=[patient],
         # the loop accumulates by itself; the launcher's number would divide the loss again
@@ -91,6 +94,29 @@ def accelerator_of(cfg: "Config") -> Accelerator:
 def ranks_of(accelerator: Accelerator) -> Ranks:
     """The processes as `specdec` knows them."""
     return Ranks(accelerator.process_index, accelerator.num_processes)
+
+
+def _placed(device: torch.device, options: InitProcessGroupKwargs) -> torch.device:
+    """Start accelerate's processes, each on the device that `target.device` stands for: left to
+    itself, accelerate would put the draft on the first GPU of a machine that has one. Several
+    processes on GPUs take one each. Raises UserError if one device is named for several processes,
+    or one that accelerate does not start processes on."""
+    state = PartialState(cpu=device.type == "cpu", **options.to_kwargs())
+    if state.num_processes == 1:
+        state.device = device
+        if device.index is not None and device.type != "cpu":
+            torch.get_device_module(device).set_device(device)
+    require(
+        state.device.type == device.type,
+        f"target.device={device}: accelerate started {state.num_processes} processes on "
+        f"{state.device.type}: leave target.device out",
+    )
+    require(
+        device.index is None or state.num_processes == 1,
+        f"target.device={device} names one device for {state.num_processes} processes: give "
+        f"target.device={device.type}, and each process takes its own",
+    )
+    return state.device
 
 
 def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:

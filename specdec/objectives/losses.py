@@ -230,7 +230,7 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     """
     if piece.accepted is None:
         return kl(piece)
-    depths = torch.arange(piece.log_q.shape[1]).to(piece.log_q)
+    depths = torch.arange(piece.log_q.shape[1], device=piece.log_q.device)
     return torch.where(piece.accepted, kl(piece), decay**depths * reverse_kl(piece))
 
 
@@ -244,7 +244,9 @@ def confidence(piece: Piece) -> Tensor:
             "family makes none: leave the term out"
         )
     beta = piece.beta.detach().clamp(0, 1).to(piece.confidence.dtype)
-    return nn.functional.binary_cross_entropy(piece.confidence, beta, reduction="none")
+    # a GPU's autocast forbids this loss, because probabilities in float16 lose their logarithms
+    with torch.autocast(beta.device.type, enabled=False):
+        return nn.functional.binary_cross_entropy(piece.confidence, beta, reduction="none")
 
 
 Term = Callable[..., Tensor]

@@ -53,22 +53,29 @@ class TargetConfig:
 def resolved(cfg: TargetConfig) -> TargetConfig:
     """The configuration with `auto` replaced by this machine's device and dtype. Raises UserError
     for a device that this machine lacks and for an unknown dtype."""
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = auto if cfg.device == "auto" else cfg.device
-    try:
-        kind, index = torch.device(device).type, torch.device(device).index or 0
-        if kind != "cuda":  # on a GPU, this tensor would take memory of the first one
-            torch.zeros(1, device=device).item()
-        elif index >= torch.cuda.device_count():
-            raise RuntimeError
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"target.device={device!r} is not available here (torch finds "
-            f"{torch.cuda.device_count()} CUDA GPUs): give auto or cpu, or cuda if it finds one"
-        ) from error
+    device = str(device_of(cfg.device))
     dtype = native_dtype(device).dtype if cfg.dtype == "auto" else cfg.dtype
     require_known("target", cfg, dtype=[*DTYPES, "auto"])
     return replace(cfg, device=device, dtype=dtype)
+
+
+def device_of(name: str) -> torch.device:
+    """The device that `target.device` names; `auto` is a GPU where there is one. Raises UserError
+    for a device that this machine lacks."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":  # on a GPU, this tensor would take memory of the first one
+            torch.zeros(1, device=device).item()
+        elif (device.index or 0) >= torch.cuda.device_count():
+            raise RuntimeError
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"target.device={name!r} is not available here (torch finds "
+            f"{torch.cuda.device_count()} CUDA GPUs): give auto or cpu, or cuda if it finds one"
+        ) from error
+    return device
 
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:

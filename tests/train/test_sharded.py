@@ -192,7 +192,8 @@ def require_equal_precision(dtype: str, precision: str) -> None:
     here, to a multiple of 1/8, which moves p by up to 6 %: α is then off by more than 3 %."""
     sampler, rank = Sampler(1.0), dist.get_rank()
     cfg: Any = SimpleNamespace(
-        target=SimpleNamespace(dtype=dtype), loop=SimpleNamespace(precision=precision)
+        target=SimpleNamespace(dtype=dtype, device="auto"),
+        loop=SimpleNamespace(precision=precision),
     )
     ids, mask = text(rank, 20)[0].tolist(), [False] * 4 + [True] * 16
 
