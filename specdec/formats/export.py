@@ -117,8 +117,15 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
         f"{len(tensors)} tensors read back, logits {same}; transformers' own layers, built from "
-        f"{CONFIG}, compute the same to {elsewhere:.0e} of the largest logit"
+        f"{CONFIG}, compute the same to {elsewhere:.0e} of the largest logit{_stops(target)}"
     )
+
+
+def _stops(target: Target) -> str:
+    """What an engine must be told to end answers where they ended here; mostly nothing."""
+    unknown = sorted(set(target.eos) - set(target.declared_eos))
+    said = f"; give the engine stop_token_ids={unknown}, which the target's own files leave out"
+    return said if unknown else ""
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -3,6 +3,7 @@
 Letters: B batch, T time, D width, F concatenated features, V vocabulary.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,6 +89,12 @@ class Target(Parts, ABC):
             "engine loads it from where it is: leave it out, and name it to the engine",
         )
         self.model.save_pretrained(folder)
+        if set(self.eos) - set(
+            self.generation_eos
+        ):  # else an engine would not stop where answers end here
+            stops = copy.deepcopy(self.model.generation_config)
+            stops.eos_token_id = list(self.eos)
+            stops.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     @contextmanager

@@ -80,7 +80,8 @@ def device_of(name: str) -> torch.device:
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
-    and the `reason` for it (for auto, the probe's), and which products use packed weights."""
+    and the `reason` for it (for auto, the probe's), which products use packed weights, and a
+    warning if nothing ends an answer."""
     dtype = str(target.dtype).removeprefix("torch.")
     reasons = [native_dtype(str(target.device)).reason if cfg.dtype == "auto" else reason]
     stored = target.weights.kind if target.weights and not target.quantisation else None
@@ -89,12 +90,15 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     if target.quantisation:
         reasons.append(f"the checkpoint is quantised: {target.quantisation}")
     reason = "; ".join(filter(None, reasons))
+    _, after = target.turn_ends
+    endless = f"; answers may run on: no token ends one in its chat template ({after!r} does)"
     kind, layers = type(target.model).__name__, target.config.num_hidden_layers
     pack = cfg.packed and target.device.type == "cpu"
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
         f"{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
+        f"{endless if after is not None else ''}"
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specdec.errors import require
 from specdec.runtime.quantised import dense, dense_linear, plain
+from specdec.target.turns import turn_ends
 
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
@@ -26,6 +27,7 @@ class Parts:
     embedding: nn.Embedding
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
     stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
+    _turn_ends: tuple[Any, tuple[set[int], str | None]] | None = None  # and their template
     weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
 
     def __init__(
@@ -105,11 +107,34 @@ class Parts:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The ids that end a generation, from the model's own generation config."""
+        """The ids that end an answer: those of the model's own generation config, the tokenizer's
+        eos, and what ends a turn of the assistant in its chat template. Any of them may be missing
+        from the others, and an answer that runs on past its end would be trained on."""
+        ends, _ = self.turn_ends
+        ids = dict.fromkeys([*self.declared_eos, *sorted(ends)])
+        return tuple(i for i in ids if i < self.vocab_size)
+
+    @property
+    def declared_eos(self) -> tuple[int, ...]:
+        """The ids that end an answer without a look at the chat template, as engines know them."""
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return tuple(dict.fromkeys([*self.generation_eos, *([] if own is None else [own])]))
+
+    @property
+    def generation_eos(self) -> tuple[int, ...]:
+        """Those of the generation config alone, or the tokenizer's if it has none."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
-        return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
+        return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+    @property
+    def turn_ends(self) -> tuple[set[int], str | None]:
+        """See `specdec.target.turns`; worked out once for a chat template."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        if self._turn_ends is None or self._turn_ends[0] != template:
+            self._turn_ends = template, turn_ends(self.tokenizer)
+        return self._turn_ends[1]
 
     def placed(self, prompt: Sequence[int]) -> int:
         """How many of the decoder's positions a prompt takes."""

@@ -187,6 +187,8 @@ def _batches(
 def _key(target: Parts, cfg: AnswersConfig) -> str:
     """The name of the folder for this target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
+    if set(target.eos) != set(target.generation_eos):  # answers that ran on past others are kept
+        how["eos"] = sorted(target.eos)
     for name in ("batch", "root"):  # these do not change the answers
         del how[name]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
