@@ -78,8 +78,11 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+    """The first line of an error's message, with the next one if it ends with a colon, or the
+    error's type if it has no message."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    said = lines[0].strip()
+    return f"{said} {lines[1].strip()}" if said.endswith(":") and len(lines) > 1 else said
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:

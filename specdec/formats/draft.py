@@ -266,7 +266,8 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
         for part in value:
             _require_sane(part, where, key)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        most = MOST_MODULES if "layer" in key or "expert" in key or "depth" in key else 2**31
+        counts = key.endswith(("layer", "layers", "expert", "experts", "depth"))
+        most = MOST_MODULES if counts else 2**31
         fits = abs(value) <= most  # NaN does not
         require(fits, f"{where}: {key} is {str(value)[:24]}: expected at most {most}")
 

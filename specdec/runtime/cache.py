@@ -96,8 +96,7 @@ class SlotCache(Cache):
     """See the module. `capacity` fixes the number of slots, for compiled passes."""
 
     def __init__(self, layers: int, capacity: int | None = None) -> None:
-        self.slot_layers = [SlotLayer(self) for _ in range(layers)]
-        super().__init__(layers=list(self.slot_layers))
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
         self.fixed = capacity is not None
         self.capacity = capacity or 0
         self.lengths: list[int] = [0]  # committed slots of each row
@@ -107,6 +106,11 @@ class SlotCache(Cache):
         self.shown = 0  # number of slots that the current pass sees
         self.offset = 0  # where the current pass starts in the longest row
         self._sees_BSS: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
+
+    @property
+    def slot_layers(self) -> list[SlotLayer]:
+        """All layers, also copies that a model with loops has added for its later passes."""
+        return self.layers  # type: ignore[return-value]
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
         """Make room in all layers for a pass over these tokens, and return its place. `parents_BT`

@@ -112,7 +112,15 @@ class Target(Parts, ABC):
         require(0 < k <= L, f"drafter.layers asks for layer {k} of the target: give 1 to {L}")
 
         def keep(_layer: nn.Module, _args: Any, out: Any) -> None:
-            seen[k] = out[0] if type(out) is tuple else out
+            stream = out[0] if type(out) is tuple else out
+            alike = stream.dim() == 3 and stream.shape[-1] == self.width
+            require(
+                alike,
+                f"{self.title} passes states {list(stream.shape)} between layers, but its head "
+                f"reads a width of {self.width}, so a draft cannot read its layers: give a drafter "
+                "that reads only the target's final state",
+            )
+            seen[k] = stream
 
         return self.layers[k - 1].register_forward_hook(keep)
 

@@ -4,17 +4,18 @@ Letters: B batch, T time, N documents, L their length, D width, F concatenated f
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.errors import require
+from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.target.base import States, Target, concatenated
-from specdec.target.checks import check_causal
+from specdec.target.checks import check_causal, understood
 
 LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
@@ -31,12 +32,29 @@ class CausalTarget(Target):
         quantisation: str | None = None,
     ) -> None:
         super().__init__(model, tokenizer, name, revision, quantisation)
-        count = self.config.num_hidden_layers
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        require(bool(lists), f"{self.title} has no list of {count} decoder layers: give another")
-        self.layers = lists[0]  # found by its length, as its name depends on the architecture
+        with understood(self):
+            self.layers = self._decoder_layers()
         self._compiled: dict[Needs, Pass] = {}
         check_causal(self)
+
+    @torch.no_grad()
+    def _decoder_layers(self) -> nn.ModuleList:
+        """The layers that read a text, whose name depends on the architecture: the first list of
+        as many modules as the model has layers, all of which run. A vision tower may have as many,
+        but has nothing to see. Raises UserError if there is no such list."""
+        count, run = self.config.num_hidden_layers, set[nn.Module]()
+        modules = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
+        lists = [m for m in modules if len(m) == count]
+        with ExitStack() as stack:
+            for layer in (layer for some in lists for layer in some):
+                hook = layer.register_forward_hook(lambda module, *_: run.add(module))
+                stack.enter_context(hook)
+            ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+            self.model.base_model(input_ids=ids, use_cache=False)
+        found = next((some for some in lists if run.issuperset(some)), None)
+        if found is None:
+            raise UserError(f"{self.title} has no list of {count} decoder layers: give another")
+        return found
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)

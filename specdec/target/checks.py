@@ -45,8 +45,8 @@ def understood(target: Parts) -> Iterator[None]:
 
 def check_causal(target: Target) -> None:
     """Raise UserError unless the logits are right, even over a cache with ragged rows and a
-    tree. In 16 bits and with quantised weights, rounding hides what is wrong, so that a few layers
-    are checked in float32 as well."""
+    tree, of which paths are kept. In 16 bits and with quantised weights, rounding hides what is
+    wrong, so that a few layers are checked in float32 as well."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.quantisation
     with understood(target), torch.no_grad():
         check_head(target)
@@ -64,12 +64,15 @@ def check_causal(target: Target) -> None:
 
 @torch.no_grad()
 def check_head(target: Parts) -> None:
-    """Raise UserError unless `logits(final)` equals what the model itself returns."""
+    """Raise UserError unless `logits(final)`, and `unembedding` over part of the vocabulary, equal
+    what the model itself returns. A head may scale its logits by factors of its own."""
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
+    some_S = torch.arange(0, target.vocab_size, -(-target.vocab_size // 64), device=target.device)
     final = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     theirs = target.model(input_ids=ids, use_cache=False).logits
     require(
-        _distance(target.logits(final), theirs) <= SAME,
+        _distance(target.logits(final), theirs) <= SAME
+        and _distance(target.unembedding(some_S)(final), theirs[..., some_S]) <= SAME,
         f"{target.title} turns hidden states into logits in a way that is not supported: give "
         "another target (or add its scaling to head_scaling in specdec/target/parts.py)",
     )
@@ -96,22 +99,34 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
 
 
 def _cache_error(target: Target) -> float:
-    """The distance of a small tree's logits (its second node follows the first), after rows of
-    unequal length, from the logits of passes over whole texts."""
-    lengths = [9, 5]
-    ids = (7 * torch.arange(2 * 12, device=target.device).view(2, 12) + 3) % target.vocab_size
-    cache = target.new_cache()
-    target.features(ids[:, :9], Needs(), cache=cache)
+    """The distance of logits over a cache from those of passes over whole texts: of a small tree
+    (its second node follows the first) after rows of unequal length, and of the tokens after it,
+    once a path of each row has been kept and the rows have changed places."""
+    lengths, paths = [9, 5], [[0, 1], [2]]
+    ids = (7 * torch.arange(2 * 14, device=target.device).view(2, 14) + 3) % target.vocab_size
+    texts = [torch.cat([ids[b, : lengths[b]], ids[b, 9:12][paths[b]], ids[b, 12:]]) for b in (0, 1)]
+    cache, worst = target.new_cache(), 0.0
+
+    def logits(few: Tensor, parents_BT: Tensor | None = None) -> Tensor:
+        _, final = target.features(few, Needs(), cache=cache, parents_BT=parents_BT)
+        return target.logits(final)
+
+    def error(found: Tensor, text: Tensor) -> float:
+        """The distance of logits [T, V] from those of the last T tokens of a text."""
+        whole = target.model(input_ids=text[None], use_cache=False).logits[0, -len(found) :]
+        return _distance(found, whole)
+
+    logits(ids[:, :9])
     cache.keep(lengths)
-    parents_BT = torch.tensor(2 * [[-1, 0, -1]], device=target.device)
-    _, final = target.features(ids[:, 9:], Needs(), cache=cache, parents_BT=parents_BT)
-    found, worst = target.logits(final), 0.0
+    tree = logits(ids[:, 9:12], torch.tensor(2 * [[-1, 0, -1]], device=target.device))
     for b, n in enumerate(lengths):
-        for path in ([0, 1], [2]):
-            text = torch.cat([ids[b, :n], ids[b, 9:][path]])[None]
-            whole = target.model(input_ids=text, use_cache=False).logits[0, n:]
-            worst = max(worst, _distance(found[b, path], whole))
-    return worst
+        for path in paths:
+            text = torch.cat([ids[b, :n], ids[b, 9:12][path]])
+            worst = max(worst, error(tree[b, path], text))
+    cache.keep([2, 1], torch.tensor([[0, 1], [2, -1]], device=target.device))
+    cache.select([1, 0])
+    after = logits(ids[[1, 0], 12:])
+    return max(worst, error(after[0], texts[1]), error(after[1], texts[0]))
 
 
 def _rounding_error(target: Target) -> float:

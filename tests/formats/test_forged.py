@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,21 @@ def test_a_process_says_it_and_exits_with_2(
     ended = process(arguments(script, folder, tmp_path))
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.strip().splitlines()[-1].startswith(f"error: {folder}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fits"),
+    [
+        ("num_hidden_layers", 1025, False),
+        ("num_experts", 10**6, False),
+        ("n_layer", 1024, True),
+        ("shared_expert_intermediate_size", 5632, True),
+        ("vocab_size_per_layer_input", 262144, True),
+        ("layer_rope_theta", [1e4, 1e6], True),
+        ("intermediate_size", 2**32, False),
+    ],
+)
+def test_only_counts_of_modules_are_few(key: str, value: Any, fits: bool) -> None:
+    """A width or a theta by layer or expert is no count, though its key names them."""
+    with nullcontext() if fits else pytest.raises(UserError, match=f"shape: model.{key} is"):
+        drafts._require_sane({"model": {key: value}}, "shape")

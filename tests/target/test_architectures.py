@@ -11,14 +11,17 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from specdec.context import Needs
 from specdec.decoding.decode import decode, generate
 from specdec.drafters import DRAFTERS
 from specdec.drafters.copying.counts import BigramConfig
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
+from specdec.target import checks
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from specdec.target.seq2seq import Seq2SeqTarget
@@ -298,3 +301,83 @@ def test_a_head_of_a_drafts_own_starts_with_the_targets_scale(kind: str, option:
     torch.testing.assert_close(final @ target.own_head(vocab).T, target.logits(final)[:, vocab])
     drafter = DRAFTERS["hydra"].build(DRAFTERS["hydra"].Config(draft_vocab=None), target)
     assert torch.equal(drafter.lm_heads[0].weight, target.own_head())
+
+
+# --- Layers that are found, and layers that loop ------------------------------------------------
+
+
+def test_the_layers_of_a_model_that_also_sees_are_those_that_read_the_text() -> None:
+    """Its vision tower has as many layers, which come first and never run on a text."""
+    text = dict(**SMALL, head_dim=8, vocab_size=V, pad_token_id=0)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    target = CausalTarget(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
+    assert target.layers is target.model.base_model.language_model.layers
+    ctx, _ = target.features(torch.tensor([words(9)]), Needs(layers=(1, 4)))
+    assert ctx.layers_BTF is not None and ctx.layers_BTF.shape == (1, 9, 2 * 32)
+
+
+def dory() -> Target:
+    """A model with loops, whose head has a factor for each token."""
+    torch.manual_seed(0)
+    loops = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    shape = {**SMALL, **loops, **kinds, "head_dim": 8, "max_position_embeddings": 256}
+    config = AutoConfig.for_model("dory", vocab_size=V, initializer_range=0.3, **shape)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model.generation_config.eos_token_id = None
+    nn.init.normal_(model.lm_head.logit_scale, 0.3, 0.1)
+    return CausalTarget(model, None, "dory")
+
+
+def test_a_head_with_factors_of_its_own_is_refused() -> None:
+    """Dory's head scales each token's logit: a part of its weights does not give these logits."""
+    with pytest.raises(UserError, match="turns hidden states into logits in a way that is not"):
+        dory()
+
+
+def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dory's later loops write to copies of its layers' keys, which it adds to the cache. Rows that
+    leave the batch leave them too, and so do the nodes of a tree that are not accepted."""
+    monkeypatch.setattr(checks, "check_head", lambda _: None)
+    target = dory()
+    prompts = [words(9), words(14, seed=4)]
+    expected = [transformers_ids(target, p, 20) for p in prompts]
+    drafter = DRAFTERS["bigram"].build(BigramConfig(depth=2), target)
+    learn(drafter, [prompts[0] + expected[0], [*expected[1][::2], *prompts[0]]])
+    shape = Static([[0], [1], [2], [0, 0], [1, 0]])
+    made = decode(target, prompts, max_new_tokens=20, drafter=drafter, shape=shape, eos=())
+    assert [answer.ids for answer in made] == expected
+    assert any(r.accepted for answer in made for r in answer.rounds)
+
+
+def test_layers_that_pass_other_states_than_the_head_reads_are_refused_in_one_line() -> None:
+    streams = {"intermediate_size": [48] * 4, "num_kv_shared_layers": 0}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    several = target_of("gemma3n_text", **{**SHARED, **streams, **kinds}, laurel_rank=4)
+    narrow = {"word_embed_proj_dim": 16, "ffn_dim": 48, "max_position_embeddings": 64}
+    for target in (several, target_of("opt", **SMALL, **narrow)):
+        target.features(torch.tensor([words(5)]), Needs(final_hidden=True))
+        with pytest.raises(UserError, match="cannot read its layers") as caught:
+            target.features(torch.tensor([words(5)]), Needs(layers=(2,)))
+        assert "\n" not in str(caught.value)
+
+
+# --- Adapters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "phimoe"])
+def test_adapters_are_on_linear_layers_alone(kind: str) -> None:
+    """Experts that are kept as one weight are no linear layer, and neither is a router that is
+    made from one but returns two things."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(kind, vocab_size=V, **SMALL, **experts)
+    model = AutoModelForCausalLM.from_config(config)
+    with_adapters(model, LoraOptions(rank=2))
+    adapted = {name for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    of_layer = {f"self_attn.{part}_proj" for part in "qkvo"}
+    assert adapted == {f"model.layers.{k}.{part}" for k in range(4) for part in of_layer}
+    assert model(input_ids=torch.tensor([words(5)])).logits.isfinite().all()

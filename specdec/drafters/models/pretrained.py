@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
@@ -27,6 +28,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 from specdec.target.attention import group
 from specdec.target.parts import Parts, head_scaling
+
+LINEAR = (nn.Linear, Conv1D)
 
 
 @dataclass
@@ -167,21 +170,44 @@ class Pretrained(Drafter):
         return growth_over(cache, ctx, partial(self.over_cache, cache))
 
 
-def with_adapters(model: nn.Module, lora: LoraOptions) -> Any:
-    """Put adapters into a model, freeze its own weights, and return peft's wrapper of it."""
+class Holder(nn.Module):
+    """A model without its config, from which peft would learn that it is a mixture of experts. peft
+    then adapts experts that are kept as one weight, which neither a view nor a draft can hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def with_adapters(model: Any, lora: LoraOptions) -> Any:
+    """Put adapters into a model, freeze its own weights, and return peft's wrapper of it. Experts
+    that are kept as one weight are left as they are."""
     from peft import LoraConfig, get_peft_model  # as slow to import as transformers itself
 
+    head = model.get_output_embeddings()
+    linear = [n for n, m in model.named_modules() if _is_linear(m) and m is not head]
+    require(
+        bool(lora.targets or linear),
+        f"{lora.key}.rank={lora.rank}: this model has no linear layers to adapt: give 0",
+    )
     options = LoraConfig(
         r=lora.rank,
         # peft only divides by the rank, so any number works
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets) if lora.targets else "all-linear",
+        target_modules=list(lora.targets) if lora.targets else [f"model.{n}" for n in linear],
     )
     try:
-        return get_peft_model(model, options)  # type: ignore[arg-type]
+        return get_peft_model(Holder(model), options)  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(f"{lora.key}: {' '.join(str(error).split())}") from error
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, also a quantised one. A router of transformers' may be
+    made from one, but computes something else."""
+    of_model = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
+    return isinstance(module, LINEAR) and not of_model
 
 
 def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
