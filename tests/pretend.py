@@ -185,6 +185,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _to_copy(*args, **kwargs)
     if func in COPIES:
         return _copied(func, *args)
+    module.done += 1
     known, tensors, generators = facts(func), list[Tensor](), list[CpuGenerator]()
 
     def inside(x: Any) -> Any:
@@ -549,11 +550,30 @@ def _widest(op: Any, args: Any, kwargs: Any) -> Any:
 # ---- the module torch.pretend ----
 
 
+class Event:
+    """A mark on the device's timeline, on which an operator takes a millisecond."""
+
+    def __init__(self, module: "Module", enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.module, self.at = module, -1
+
+    def record(self) -> None:
+        self.at = self.module.done
+
+    def synchronize(self) -> None:
+        syncs["synchronize"] += 1
+
+    def elapsed_time(self, end: "Event") -> float:
+        return float(end.at - self.at)
+
+
 class Module:
     """What `torch.get_device_module("pretend")` gives."""
 
     def __init__(self) -> None:
         self.index = 0
+        self.done = 0  # operators, the unit of this device's time
+        self.Event = functools.partial(Event, self)
 
     def is_initialized(self) -> bool:
         return True

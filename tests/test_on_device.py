@@ -3,13 +3,28 @@
 Run alone: DRAFTSMITH_TEST_DEVICE=pretend python -m pytest tests/test_on_device.py
 """
 
+import math
+
 import pytest
 import torch
+from accelerate.state import PartialState
+from torch import Tensor
 
+from specdec.context import Moment
+from specdec.decoding.decode import decode
+from specdec.forcing.teacher import TeacherForcing
 from specdec.formats.export import layout_names
+from specdec.objectives import chunked
+from specdec.objectives.losses import TERMS
+from specdec.objectives.objective import ObjectiveConfig
+from specdec.objectives.piece import Piece
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
+from specdec.target.base import Target
 from tests.device import DEVICE
-from tests.pretend import NAME
-from tests.tiny import Tiny
+from tests.drafters.families import make_drafter, make_target, text
+from tests.pretend import NAME, counted, module
+from tests.tiny import Tiny, batch_of
 from train.processes import accelerator_of
 
 pytestmark = pytest.mark.skipif(DEVICE.type != NAME, reason=f"DRAFTSMITH_TEST_DEVICE={NAME} only")
@@ -35,6 +50,7 @@ def test_a_job_keeps_to_the_device_that_it_is_given(
 ) -> None:
     """Left to itself, accelerate takes the first device of the machine for the draft."""
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", NAME)
+    PartialState._reset_state()  # of an earlier run in this process
     tiny.job(tmp_path / "run", "medusa", "target.device=cpu")
 
 
@@ -48,3 +64,102 @@ def test_the_processes_are_where_the_target_is(tiny: Tiny, device: str) -> None:
     if device != "cpu":
         assert torch.get_device_module(device).current_device() == torch.device(device).index
         torch.get_device_module(device).set_device(0)
+
+
+def test_an_estimate_of_acceptance_is_trained_under_autocast() -> None:
+    """Autocast forbids this loss where it is on. By hand: -(¾ log ½ + ¼ log ½) = log 2."""
+    half = torch.full((1, 1), 0.5, requires_grad=True)
+    log_p, log_q = (torch.tensor([[x]]).log() for x in ([0.75, 0.25], [0.5, 0.5]))
+    anything, valid = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
+    piece = Piece(log_p, log_q, anything, anything, valid, log_q, log_q, log_q, confidence=half)
+    with torch.autocast(NAME, torch.bfloat16):
+        loss = TERMS["confidence"](piece)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+    loss.sum().backward()  # ∂/∂c = (c - β) / (c (1 - c)) with β = ½ + ¼
+    assert half.grad is not None and half.grad.item() == pytest.approx(-1, rel=1e-6)
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+WAITING = {"lm", "peagle"}  # transformers looks for packed texts; peagle draws its depths
+PARALLEL = ["medusa", "dflash", "dspark", "peagle"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "lm", *PARALLEL])
+def test_the_host_never_waits_within_a_pass_of_training(
+    target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, in chunks within chunks, with an objective that has rare cases: at
+    most once, in the family's own pass, and never because there are more chunks. Lists that a
+    family uploads, which waits too, are not more either."""
+    monkeypatch.setattr(chunked, "AT_ONCE_ON_GPU", 300)
+    drafter, sampler = make_drafter(name, target), Sampler(1.0)
+    ids, mask = text(0, 40)[0].tolist(), [False] * 4 + [True] * 36
+    batch = batch_of(target, drafter.needs, sampler, [ids], [mask])
+    row = batch.mask_BT[0].cpu(), torch.zeros(40, dtype=torch.int32), torch.arange(40)
+    counts = []
+    for chunk in (4, 64):
+        forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=chunk))
+        chosen = forcing.anchors(*(x.cpu().numpy() for x in row), seed=0)
+        with counted() as waits:
+            loss, _ = forcing(batch, [chosen], Moment(0.5, [0]))
+            loss.backward()
+        counts.append(dict(waits))
+        waits.pop("upload", None)
+        assert sum(waits.values()) == (1 if name in WAITING else 0)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lm", *PARALLEL])
+def test_a_draft_step_does_not_wait(target: Target, name: str) -> None:
+    """At temperature 0 a round waits as often however many tokens it drafts."""
+    drafter, prompt = make_drafter(name, target), text(1)[0].tolist()
+    per_round = []
+    for gamma in (1, 3):
+        with counted() as waits:
+            options = {"shape": Chain(gamma), "max_new_tokens": 8, "eos": ()}
+            (made,) = decode(target, [prompt], drafter=drafter, **options)
+        rounds = len(made.rounds)
+        per_round.append((waits["item"] + waits["nonzero"] + waits["download"]) / rounds)
+    assert per_round[1] <= per_round[0] <= 8
+
+
+def test_phases_are_timed_on_the_device(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator takes a millisecond of the device's time, and none of the host's."""
+    step, inside = target.step, 0
+
+    def stepped(*args: object) -> object:
+        nonlocal inside
+        before = module.done
+        out = step(*args)  # type: ignore[arg-type]
+        inside += module.done - before
+        return out
+
+    monkeypatch.setattr(target, "step", stepped)
+    drafter, prompt = make_drafter("eagle3", target), text(1)[0].tolist()
+    (made,) = decode(target, [prompt], drafter=drafter, max_new_tokens=6, eos=())
+    around = made.spent["verify"] * 1000 - inside  # what puts the pass's tokens together
+    assert inside > 0 and 0 <= round(around) <= 4 * len(made.rounds)
+
+
+def test_buffers_that_a_graph_writes_are_marked_as_staying(target: Target) -> None:
+    ids = text(1).to(DEVICE)
+    marks = []
+    for capacity in (None, 256):
+        cache = target.new_cache(capacity)
+        with torch.inference_mode():
+            target.features(ids.expand(2, -1), make_drafter("eagle3", target).needs, cache=cache)
+            cache.keep([ids.shape[1]] * 2)
+            marks.append([_marked(layer.keys) for layer in cache.slot_layers])
+            cache.select([1])
+            marks.append([_marked(layer.values) for layer in cache.slot_layers])
+    assert not any(marks[0] + marks[1]) and all(marks[2] + marks[3])
+
+
+def _marked(buffer: Tensor) -> bool:
+    return hasattr(buffer, "_dynamo_static_input_type")

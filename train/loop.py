@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from specdec.context import Moment
 from specdec.errors import UserError, require, require_known, require_within
@@ -117,7 +118,7 @@ def train(
     tracker.rewind(state.step)
 
     task = progress.add_task("training", completed=state.step)
-    statistics = torch.zeros(forcing.depth, len(STATISTICS))
+    statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
     stopped = cfg.patience is not None and state.waited >= cfg.patience
     step, steps, tokens_before = -1, 0, 0
 
@@ -154,6 +155,7 @@ def train(
             for i, row in of_rows.items()
         }
         count = sum(a.total for a in anchors.values())
+        losses: list[Tensor] = []
         for n in range(cfg.accumulate):
             mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
             batch = source.batch(mine)
@@ -164,10 +166,14 @@ def train(
                 with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 has none
                     loss, seen = model(batch, [anchors[i] for i in mine], moment)
                 loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
-                _require_finite(float(loss.detach()), "loss", step, mine)
+                losses.append(loss.detach())
                 accelerator.backward(loss)
-            statistics += accelerator.reduce(seen.detach(), "sum").cpu()
+            statistics += accelerator.reduce(seen.detach(), "sum")
+        # only here does the host wait for what the step has computed
         norm = float(accelerator.clip_grad_norm_(parameters, job.cfg.optim.clip))
+        for n, value in enumerate(torch.stack(losses).tolist()):
+            mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+            _require_finite(value, "loss", step, mine)
         _require_finite(norm, "gradient", step, chosen)
         rate = optim.learning_rate(job.cfg.optim, step, steps)
         for optimizer in optimizers:
@@ -179,7 +185,8 @@ def train(
         state.step, state.rows = step + 1, (step + 1) * portion
         state.tokens += sum(len(row.ids) for row in of_rows.values())
         state.seconds += time.perf_counter() - started
-        means = statistics[:, 1:] / statistics[:, :1].clamp_min(1)  # since the last record
+        sums = statistics.cpu()
+        means = sums[:, 1:] / sums[:, :1].clamp_min(1)  # since the last record
         by_depth = dict(zip(STATISTICS[1:], means.T.tolist(), strict=True))
         speed = state.tokens / state.seconds
         record = TrainRecord(**by_depth, lr=rate, gradient_norm=norm, tokens_per_second=speed)

@@ -278,7 +278,7 @@ def timed(
     many = decode(target, rows, max_new_tokens=NEW, eos=())
     one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]
     last = max(many, key=lambda g: g.seconds)
-    steps = [costs.timed(train_step) for _ in range(1 + STEPS)]
+    steps = [costs.timed(train_step, target.device) for _ in range(1 + STEPS)]
     times = [seconds / tokens for seconds, tokens in steps]
     return Speeds(
         read=last.prefill_seconds / len(rows) / max(map(len, rows)),

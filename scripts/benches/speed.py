@@ -133,7 +133,7 @@ def transformers(
             assistant.generation_config = GenerationConfig(**settings)
         ids = torch.tensor([prompt], device=target.device)
         options = {"attention_mask": torch.ones_like(ids), "generation_config": config, **assisted}
-        seconds, out = timed(partial(model.generate, ids, **options))
+        seconds, out = timed(partial(model.generate, ids, **options), target.device)
         return Answer(out[0, len(prompt) :].tolist(), seconds)
 
     return Way(answer, drafted)
@@ -147,7 +147,7 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     token = ids[:, -1:]
 
     def steps(call: Callable[[], object]) -> Answer:
-        return Answer([], sum(timed(call)[0] for _ in range(STEPS)))
+        return Answer([], sum(timed(call, target.device)[0] for _ in range(STEPS)))
 
     def of_theirs(_: list[int]) -> Answer:
         options = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}

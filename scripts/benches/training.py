@@ -53,7 +53,7 @@ def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     chunk = positions if way == "plain" else ObjectiveConfig().chunk
-    seconds, _ = timed(lambda: chunked(part, [hidden], [head], chunk)[0].backward())
+    seconds, _ = timed(lambda: chunked(part, [hidden], [head], chunk)[0].backward(), hidden.device)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds
 
 
@@ -112,7 +112,7 @@ def throughput(
             torch.cuda.reset_peak_memory_stats()
         of_size = replace(cfg, loop=replace(cfg.loop, rows=size))
         step, _ = rehearsal(of_size, target, documents, accelerator)
-        steps = [timed(step) for _ in range(max(4, 24 // size))][1:]
+        steps = [timed(step, target.device) for _ in range(max(4, 24 // size))][1:]
         speed = statistics.median(tokens / seconds for seconds, tokens in steps)
         peak = f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}" if on_gpu else "none used"
         found.append([str(size), f"{speed:,.0f}", peak])

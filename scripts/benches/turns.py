@@ -45,7 +45,7 @@ def ours(
 
     def answer(prompt: list[int]) -> Answer:
         call = partial(generate, target, prompt, max_new_tokens=new, **options)
-        seconds, made = timed(call)
+        seconds, made = timed(call, target.device)
         deepest = max((r.drafted for r in made.rounds), default=0)
         accepted = [sum(r.accepted > k for r in made.rounds) for k in range(deepest)]
         spent = seconds if prefill else made.seconds

@@ -3,11 +3,15 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Verdict
 from specdec.decoding.stream import Stops
+from specdec.runtime.device import Stopwatch
 
 PHASES = ("draft", "verify", "judge", "commit")  # of a round
 
@@ -54,19 +58,29 @@ class Generation:
 
 
 class Clock:
-    """Seconds spent so far in prefill and in each phase of the rounds."""
+    """Seconds spent so far in prefill and in each phase of the rounds, by the device's timeline."""
 
-    def __init__(self) -> None:
-        self.spent = dict.fromkeys(("prefill", *PHASES), 0.0)
-        self.began = self.last = time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        self._watch = Stopwatch(device)
+        self._seconds = dict.fromkeys(("prefill", *PHASES), 0.0)
+        self._ended: list[tuple[str, Any, Any]] = []  # phases that are not counted yet
+        self.began, self._last = time.perf_counter(), self._watch.mark()
 
     def start(self) -> None:
-        self.last = time.perf_counter()
+        self._last = self._watch.mark()
 
     def end(self, phase: str) -> None:
         """Count the time since the last call for this phase."""
-        last, self.last = self.last, time.perf_counter()
-        self.spent[phase] += self.last - last
+        last, self._last = self._last, self._watch.mark()
+        self._ended.append((phase, last, self._last))
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """The seconds by phase; waits until the device has passed the end of the last."""
+        for phase, start, end in self._ended:
+            self._seconds[phase] += self._watch.seconds(start, end)
+        self._ended.clear()
+        return dict(self._seconds)
 
 
 @dataclass(frozen=True)
@@ -89,10 +103,11 @@ class Answers:
     stops: Stops | None
     on_tokens: OnTokens | None
     record: Record | None
+    device: torch.device
 
     def __post_init__(self) -> None:
         self.in_batch = list(range(len(self.prompts)))  # the prompt of each row of the batch
-        self.clock = Clock()
+        self.clock = Clock(self.device)
         self._rounds: list[list[Round]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
 
@@ -114,7 +129,7 @@ class Answers:
                 self.on_tokens(i, ids[before:end], rounds[b] if rounds else None)
             if end is None:
                 continue
-            spent, passed = dict(self.clock.spent), time.perf_counter() - self.clock.began
+            spent, passed = self.clock.spent, time.perf_counter() - self.clock.began
             prefill = spent.pop("prefill")
             self._done[i] = Generation(
                 prompt=list(self.prompts[i]),

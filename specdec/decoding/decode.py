@@ -91,7 +91,8 @@ def decode(
     openings = [p[len(p) - target.placed(p) :] for p in prompts]
     stops = Stops(stop, target.tokenizer) if stop else None
     eos = target.eos if eos is None else eos
-    answers = Answers(prompts, openings, max_new_tokens, eos, stops, on_tokens, record)
+    ends = max_new_tokens, eos, stops
+    answers = Answers(prompts, openings, *ends, on_tokens, record, target.device)
 
     # Prefill: the target reads the prompts and emits the first token of each answer.
     cache = target.new_cache(slots)

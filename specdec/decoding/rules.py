@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from specdec.context import Proposal
 from specdec.errors import UserError, nearest, require
+from specdec.runtime.device import perhaps_any
 from specdec.theory.leviathan import non_iterative_alpha
 
 
@@ -192,7 +193,7 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     for ratio_B in _ratio(before_BNV, q_BNV, tokens_BN[..., None])[..., 0].unbind(-1):
         weights.append((weights[-1] * ratio_B).clamp_max(1))
     weight_BM = torch.stack(weights, -1)
-    if (missing_BN := tokens_BN < 0).any():
+    if perhaps_any(missing_BN := tokens_BN < 0):
         q_BNV = q_BNV.masked_fill(missing_BN[..., None], 0.0)
     next_BMV = pad(weight_BM[:, :-1], (0, 1), value=1.0)[..., None] * p_BMV
     residual_BNV = next_BMV[:, :-1].sub_(q_BNV).clamp_min_(0)
@@ -372,7 +373,7 @@ def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
     """Rows [..., V] scaled to sum to 1. A row without mass, which decoding reaches only
     through rounding, is replaced by `without_mass`."""
     mass = rows.sum(-1, keepdim=True)
-    if not (some := mass > _tiny(mass)).all():
+    if perhaps_any(~(some := mass > _tiny(mass))):
         rows = torch.where(some, rows, without_mass)
         mass = rows.sum(-1, keepdim=True)
     return rows / mass

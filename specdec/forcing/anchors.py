@@ -20,6 +20,7 @@ class Anchors:
     position_N: Tensor
     weight_NK: Tensor  # float32: the weight of each depth in a loss; 0 where it does not count
     total: float  # depth 0's weight summed over all valid positions, drawn as anchors or not
+    host: "Anchors | None" = None  # the same on the CPU, where they were chosen there
 
     @property
     def valid_NK(self) -> Tensor:
@@ -27,8 +28,16 @@ class Anchors:
         return self.weight_NK > 0
 
     def to(self, device: torch.device) -> "Anchors":
-        row_N, position_N = self.row_N.to(device), self.position_N.to(device)
-        return Anchors(row_N, position_N, self.weight_NK.to(device), self.total)
+        row_N, position_N, weight_NK = (
+            x.to(device, non_blocking=True) for x in (self.row_N, self.position_N, self.weight_NK)
+        )
+        host = self if self.row_N.device.type == "cpu" else self.host
+        return Anchors(row_N, position_N, weight_NK, self.total, host)
+
+    @property
+    def nearest(self) -> "Anchors":
+        """The anchors where what depends on their values alone is found without waiting."""
+        return self.host or self
 
     def rounded(self) -> "Anchors":
         """The same anchors, padded to a multiple of `ALIKE` with copies of the last one, which have
@@ -41,12 +50,14 @@ class Anchors:
 
     def grid(self, rows: int) -> tuple[Tensor, Tensor]:
         """The anchors as a padded table [B, A] of positions, and the column [N] of each in it."""
-        counts_B = torch.bincount(self.row_N, minlength=rows)
+        row_N, position_N = self.nearest.row_N, self.nearest.position_N
+        counts_B = torch.bincount(row_N, minlength=rows)
         first_B = counts_B.cumsum(0) - counts_B
-        column_N = torch.arange(len(self.row_N), device=first_B.device) - first_B[self.row_N]
-        where_BA = self.row_N.new_ones(rows, int(counts_B.max()))
-        where_BA[self.row_N, column_N] = self.position_N
-        return where_BA, column_N
+        column_N = torch.arange(len(row_N), device=first_B.device) - first_B[row_N]
+        where_BA = row_N.new_ones(rows, int(counts_B.max()))
+        where_BA[row_N, column_N] = position_N
+        device = self.row_N.device
+        return where_BA.to(device, non_blocking=True), column_N.to(device, non_blocking=True)
 
 
 def rounded(x_N: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class TeacherForcing(nn.Module):
             with torch.no_grad():
                 compared_NKD = self._hidden(reference, batch, chosen)
         decays = [self.objective.weight(k) for k in range(depth)]
-        decay_K = torch.tensor(decays, dtype=torch.float32, device=hidden_NKD.device)
+        decay_K = torch.tensor(decays).to(hidden_NKD.device, non_blocking=True)
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
             piece, tensors = self._pieces(batch, chosen, some_NKD, rows)
@@ -306,10 +306,14 @@ class TeacherForcing(nn.Module):
             states = visited.final_RKD, visited.summary
             where_NK = round_N[:, None] * len(depths) + depths
         else:
-            where_NK = row_N1 * T + at_NK
+            near = anchors.nearest
+            ahead = torch.arange(len(depths), device=near.row_N.device)
+            column_NK = (near.position_N[rows, None] + ahead).clamp_max(T - 1)
+            where_NK = near.row_N[rows, None] * T + column_NK
         # depth k at one anchor and k - 1 at the next share one p, whose logits are computed once
         where_U, index_NK = where_NK.unique(return_inverse=True)
-        where_U = rounded(where_U)
+        where_U = rounded(where_U).to(depths.device, non_blocking=True)
+        index_NK = index_NK.to(depths.device, non_blocking=True)
         summary = Summary(*(x.flatten()[where_U] for x in states[1]))
         final_UD = states[0].flatten(0, 1)[where_U]
         with torch.no_grad(), exactly(final_UD):

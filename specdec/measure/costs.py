@@ -20,6 +20,7 @@ from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
 from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.device import finish
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
@@ -72,7 +73,7 @@ def _costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int) -> Cos
         draft,
         lambda: verify(width, setup.drafter.needs, not isinstance(shape, Chain)),
     ]
-    times = [[timed(part)[0] for part in parts] for _ in range(turns + 2)][2:]
+    times = [[timed(part, target.device)[0] for part in parts] for _ in range(turns + 2)][2:]
     plain, drafted, checked = map(list, zip(*times, strict=True))
     return Costs(
         step_seconds=median_interval(plain),
@@ -120,13 +121,12 @@ def _prepared(
     return rows, cache, lambda: drafter.draft(ctx, shape, choose, draft_cache)
 
 
-def timed(run: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of a call, including the work it started on a GPU, and its result."""
-    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    finish()
+def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds of a call, including the work it started on `device`, and its result."""
+    finish(device)
     start = time.perf_counter()
     result = run()
-    finish()
+    finish(device)
     return time.perf_counter() - start, result
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError, require
 from specdec.objectives.piece import Piece
+from specdec.runtime.device import perhaps_any
 from specdec.sampling.trees import Static
 
 LOG_FLOOR = -60.0  # replaces log 0 where a divergence would be infinite
@@ -88,7 +89,7 @@ def nla(piece: Piece) -> Tensor:
     log_min = torch.minimum(piece.log_p, piece.log_q)  # from logarithms: β itself may underflow
     log_beta = log_min.logsumexp(-1)
     disjoint = log_beta.isneginf()
-    if disjoint.any():
+    if perhaps_any(disjoint):
         log_beta = log_min.masked_fill(disjoint[..., None], LOG_FLOOR).logsumexp(-1)
     return -log_beta
 

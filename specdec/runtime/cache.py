@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._dynamo import mark_static_address
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -63,8 +64,16 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         missing = self.cache.capacity - self.keys.shape[2]
         if missing > 0:
-            self.keys = pad(self.keys, (0, 0, 0, missing))
-            self.values = pad(self.values, (0, 0, 0, missing))
+            self.hold(*(pad(x, (0, 0, 0, missing)) for x in (self.keys, self.values)))
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Keep these buffers. In a cache of fixed size on a GPU they are marked as staying where
+        they are: a CUDA graph would otherwise not be made of a pass that writes them."""
+        self.keys, self.values = keys, values
+        on_gpu = self.cache.fixed and keys.device.type != "cpu"
+        if on_gpu and not torch.compiler.is_compiling():
+            for buffer in (keys, values):
+                mark_static_address(buffer, guard=False)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -208,7 +217,7 @@ class SlotCache(Cache):
         for layer in self.slot_layers:
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+                layer.hold(layer.keys[index], layer.values[index])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

@@ -1,8 +1,9 @@
 """Passes of decoding through `torch.compile`, over caches of fixed capacity.
 
-On a CPU the weights are packed inside the graph; on a GPU a pass is a CUDA graph. Each combination
-of rows, tokens and slots has its own graph, which is built on first use. The graph is used if it
-agrees with the uncompiled pass and is at least as fast; otherwise the pass runs uncompiled.
+On a CPU the weights are packed inside the graph; on a GPU a pass is meant to be a CUDA graph, which
+is recorded again for each new cache (no GPU has run this yet). Each combination of rows, tokens and
+slots has its own graph, which is built on first use. The graph is used if it agrees with the
+uncompiled pass and is at least as fast; otherwise the pass runs uncompiled.
 """
 
 import sys
@@ -18,6 +19,7 @@ from torch._inductor import config as inductor_config
 
 from specdec.progress import tell
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.device import finish
 from specdec.runtime.probes import compare
 
 GRAPHS = 64  # the most graphs of one pass
@@ -74,8 +76,7 @@ class Compiled:
         def through(way: Pass) -> Tensor:
             began = perf_counter()
             parts = [x.float().flatten() for x in way(cache, **inputs) if x is not None]
-            if slots.is_cuda:
-                torch.cuda.synchronize()
+            finish(slots.device)
             if way is graph:
                 taken.append(perf_counter() - began)
             return torch.cat(parts)

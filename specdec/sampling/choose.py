@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
+from specdec.runtime.device import perhaps_any
 from specdec.sampling.sampler import Sampler, draws, sample
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
@@ -119,7 +120,7 @@ class Choose:
                 continue
             if count == 1 or self.siblings == "with":
                 empty_W1 = q_WS.sum(-1, keepdim=True) <= 0
-                safe_WS = q_WS.masked_fill(empty_W1, 1) if empty_W1.any() else q_WS
+                safe_WS = q_WS.masked_fill(empty_W1, 1) if perhaps_any(empty_W1) else q_WS
                 drawn_WC = draws(safe_WS, count, generator)
             else:  # sorting by q / Exp(1) gives the order of draws without replacement
                 race_WS = torch.empty_like(q_WS).exponential_(generator=generator)

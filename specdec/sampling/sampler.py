@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError, require
+from specdec.runtime.device import perhaps_any
 
 COLDEST = 1e-4  # the least temperature above 0: logits of 10^34 divided by it are still finite
 
@@ -66,7 +67,7 @@ class Sampler:
             return hit.masked_fill(logits.isneginf(), -torch.inf)
         scaled, _ = self._kept(logits)
         log_z = scaled.logsumexp(-1, keepdim=True)
-        if not (empty := log_z.isneginf()).any():
+        if not perhaps_any(empty := log_z.isneginf()):
             return scaled - log_z
         scaled = scaled.masked_fill(empty, 0.0)  # or the difference, and its gradient, would be NaN
         return (scaled - scaled.logsumexp(-1, keepdim=True)).masked_fill(empty, -torch.inf)
@@ -77,7 +78,7 @@ class Sampler:
             return self.log_probs(logits).exp()
         scaled = self._scaled(logits)
         probs = scaled.softmax(-1)
-        if probs[..., 0].isnan().any():  # a row without mass is all NaN
+        if perhaps_any(probs[..., 0].isnan()):  # a row without mass is all NaN
             probs = probs.masked_fill(scaled.amax(-1, keepdim=True).isneginf(), 0.0)
         return probs
 

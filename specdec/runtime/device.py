@@ -1,0 +1,48 @@
+"""Work that a device does after the host has asked for it: waiting for it, not waiting, and timing.
+
+A GPU computes while the host goes on. Whatever the host wants to know of a result makes it wait
+until all that was asked for before is done, and the GPU then waits for the host.
+"""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def perhaps_any(mask: Tensor) -> bool:
+    """Whether anything in a mask is set, where that is known without waiting: True on any device
+    but the CPU. For rare cases whose treatment leaves all others as they are."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a device has done all that it was asked for."""
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        module.synchronize(*([] if device.type == "mps" else [device]))
+
+
+class Stopwatch:
+    """Seconds between marks on a device's own timeline, without waiting until they are read. On a
+    GPU the marks are events, which it passes when it has done what it was asked for before; a clock
+    of the host would book work where the host next waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        event = getattr(torch.get_device_module(device), "Event", None)
+        self._event = None if device.type == "cpu" else event
+
+    def mark(self) -> Any:
+        if self._event is None:
+            return perf_counter()
+        event = self._event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The time between two marks; waits until the device has passed the second."""
+        if self._event is None:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
