@@ -231,7 +231,8 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     """
     if piece.accepted is None:
         return kl(piece)
-    depths = torch.arange(piece.log_q.shape[1], device=piece.log_q.device)
+    x = piece.log_q
+    depths = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
     return torch.where(piece.accepted, kl(piece), decay**depths * reverse_kl(piece))
 
 

@@ -151,7 +151,9 @@ def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter
 def drafted(
     drafter: Drafter, ctx: Context, shape: Shape, sampler: Sampler, seed: int, cache: object = None
 ) -> Proposal:
-    generators = [torch.Generator().manual_seed(seed + b) for b in range(len(ctx.ids_BT))]
+    generators = [
+        torch.Generator(ctx.ids_BT.device).manual_seed(seed + b) for b in range(len(ctx.ids_BT))
+    ]
     choose = Choose(sampler, "without", generators, drafter.vocab_S, V)
     return drafter.draft(ctx, shape, choose, cache)
 
