@@ -85,6 +85,28 @@ def first_line(error: BaseException) -> str:
     return f"{said} {lines[1].strip()}" if said.endswith(":") and len(lines) > 1 else said
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's, torch's on a GPU, or torch's on a CPU,
+    which is a plain RuntimeError."""
+    text = str(error).lower()
+    said = any(words in text for words in ("out of memory", "can't allocate memory"))
+    named = type(error).__name__ == "OutOfMemoryError"  # torch's; this module does not import torch
+    return isinstance(error, MemoryError) or named or (isinstance(error, RuntimeError) and said)
+
+
+@contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Turn the error of memory that runs out in this block into a UserError with a `remedy`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"memory ran out while {what} ({first_line(error)[:120]}): {remedy}"
+        ) from error
+
+
 def of_files(error: OSError | SafetensorError) -> UserError:
     """The UserError for a full disk, a place that cannot be written or a file that is gone; raises
     any other error."""
@@ -119,6 +141,13 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
             sys.exit(128 + signal.SIGPIPE)
         except (OSError, SafetensorError) as error:
             raise of_files(error) from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"memory ran out ({first_line(error)[:120]}): give a smaller batch, shorter texts "
+                "or a smaller dtype; what was saved before is complete"
+            ) from error
     except Elsewhere:
         time.sleep(GRACE)  # a launcher ends all at the first exit: the line must come before it
         sys.exit(2)

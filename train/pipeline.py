@@ -12,7 +12,7 @@ from specdec.decoding.alone import require_alone
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, with_copying
-from specdec.errors import require
+from specdec.errors import memory_for, require
 from specdec.files import make_folder, write_whole
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
@@ -51,6 +51,11 @@ from train.stages import starting
 from train.start import regress
 from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
+
+LESS_AT_ONCE = (
+    "lower loop.rows (raise loop.accumulate as much, and a step reads as many rows as before), "
+    "objective.chunk or data.max_length; the same command continues from the last checkpoint"
+)
 
 
 def run(cfg: Config, folder: Path | str | None = None) -> float:
@@ -202,7 +207,9 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
             (texts_read,) = _sources(job, drafter, [texts.train])
         regress(job, drafter, texts_read)
     known = {} if on_policy else {0: data}
-    training = train(job, forcing, partial(_of_round, job, drafter, texts, known), held_out)
+    rows_of_round = partial(_of_round, job, drafter, texts, known)
+    with memory_for("training", LESS_AT_ONCE):
+        training = train(job, forcing, rows_of_round, held_out)
     if job.target.parts.checksum() != before:
         raise RuntimeError("training changed the target's weights: a bug, please report it")
     console.print(
@@ -242,7 +249,8 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
         console.print(f"feature cache {store.folder}: {size} to be added")
     accelerator.wait_for_everyone()  # until all have seen which rows are missing
     if mine := missing[accelerator.process_index :: accelerator.num_processes]:
-        store.fill(Online(target.whole(), needs, sampler, mine), job.progress)
+        with memory_for("computing the target's features", "lower data.max_length"):
+            store.fill(Online(target.whole(), needs, sampler, mine), job.progress)
     accelerator.wait_for_everyone()
     store.refresh()
     if not cfg.needs_layers:
@@ -251,6 +259,11 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     return [Disk(store, needs, side, target.parts.device) for side in sides]
 
 
+@memory_for(
+    "measuring the draft",
+    "lower decode.batch or decode.max_new_tokens; training is complete, and the same command "
+    "measures again",
+)
 def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None:
     """Calibrate the best draft, measure it with the decoder, write and log a report, and export.
     Processes that do not see the run's folder (they may have disks of their own) take no part, and

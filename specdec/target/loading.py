@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
-from specdec.errors import UserError, first_line, require, require_known
+from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
@@ -117,6 +117,10 @@ def named(cfg: TargetConfig) -> str:
     return str(Path(cfg.path).resolve()) if Path(cfg.path).exists() else cfg.path
 
 
+TOO_LARGE = "give target.dtype=bfloat16, a smaller target, or a device with more memory"
+
+
+@memory_for("loading the target", TOO_LARGE)
 def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = _opened(cfg)

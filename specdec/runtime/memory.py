@@ -1,0 +1,36 @@
+"""How much memory is free on a device."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may use
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The bytes that a program can still allocate on a device, caches that torch would reuse
+    included; None where it cannot be asked (a Mac's GPU)."""
+    if device.type == "cpu":
+        free = psutil.virtual_memory().available
+        limit = _left_in_container()
+        return free if limit is None else min(free, limit)
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    reused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free) + int(reused)
+
+
+def _left_in_container() -> int | None:
+    """What a container's limit leaves, without the files that it caches; None without a limit."""
+    try:
+        most = (CGROUP / "memory.max").read_text().strip()
+        if not most.isdecimal():  # "max": no limit
+            return None
+        taken = int((CGROUP / "memory.current").read_text())
+        figures = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return max(0, int(most) - taken + int(figures.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None
