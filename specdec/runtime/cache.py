@@ -121,6 +121,12 @@ class SlotCache(Cache):
         """All layers, also copies that a model with loops has added for its later passes."""
         return self.layers  # type: ignore[return-value]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that its keys and values take now."""
+        written = [layer for layer in self.slot_layers if layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in written)
+
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
         """Make room in all layers for a pass over these tokens, and return its place. `parents_BT`
         holds the scratch slot that each token follows, -1 for the last committed slot; None

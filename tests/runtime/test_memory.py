@@ -3,18 +3,22 @@
 Run alone: python -m pytest tests/runtime/test_memory.py (a few seconds)
 """
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from specdec.decoding import fitting
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
 from specdec.runtime import memory
-from tests.tiny import Tiny
+from tests.tiny import Tiny, architectures, random_target
 from tests.told import require_one_line
 from train import pipeline
+from train.data import answers
 
 ERRORS = [
     MemoryError(),
@@ -91,3 +95,69 @@ def test_free_memory_is_what_the_machine_or_its_container_leaves(
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1500\n")
     assert memory.free_bytes(cpu) == 2500  # 5000 - 4000 + 1500
+
+
+def test_rows_that_fit_are_counted_from_the_cache_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys and values of 2 layers of 2 heads of 8 numbers, 4 bytes each: 256 bytes a position."""
+    target = random_target(architectures(vocab=50, layers=2)["llama"])
+    prompt, new = [*range(10)], 30
+    kept = 256 * (10 + 30) * 2
+    row = kept + 4 * 4 * 50 + 24 * 32 * 4 * 10
+    monkeypatch.setattr(fitting, "free_bytes", lambda _: 10 * row)
+    assert fitting.rows_that_fit(target, prompt, new) == 8  # four fifths
+    monkeypatch.setattr(fitting, "free_bytes", lambda _: 1)
+    assert fitting.rows_that_fit(target, prompt, new) == 1
+    monkeypatch.setattr(fitting, "free_bytes", lambda _: None)
+    assert fitting.rows_that_fit(target, prompt, new) is None
+
+
+@pytest.mark.parametrize("kind", ["free memory", "an error"])
+def test_answers_are_those_of_smaller_batches(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """A batch of 16 does not fit: no more than 3 prompts are then answered at once, and the answers
+    are the same in float32."""
+    sizes: list[int] = []
+
+    def decode(target: Any, prompts: Any, **options: Any) -> Any:
+        sizes.append(len(prompts))
+        if kind == "an error" and len(prompts) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return decoding(target, prompts, **options)
+
+    decoding, options = answers.decode, ["data.answers=target", "export=null"]
+    roots = [f"answers.root={tmp_path / name}" for name in ("whole", "small")]
+    tiny.job(tmp_path / "one", "ngram", *options, roots[0])
+    monkeypatch.setattr(answers, "decode", decode)
+    if kind == "free memory":
+        monkeypatch.setattr(answers, "rows_that_fit", lambda *_: 3)
+    tiny.job(tmp_path / "two", "ngram", *options, roots[1])
+    assert sum(size for size in sizes if size <= 3) == 29
+    failed = [size for size in sizes if size > 3]
+    assert failed == ([16, 8, 4, 5] if kind == "an error" else [])  # of training, then held out
+    texts = [
+        {r["prompt"]: r["ids"] for r in map(json.loads, "".join(lines).splitlines())}
+        for lines in (
+            [f.read_text() for f in (tmp_path / name).rglob("*.jsonl")]
+            for name in ("whole", "small")
+        )
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 29
+
+
+def test_a_single_prompt_that_does_not_fit_is_one_line(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(answers, "decode", decode)
+    with pytest.raises(UserError, match="answering a single prompt") as caught:
+        tiny.job(tmp_path / "run", "ngram", "data.answers=target", f"answers.root={tmp_path / 'a'}")
+    require_one_line(f"error: {caught.value}", r"answers\.max_new_tokens", "are kept")

@@ -17,12 +17,17 @@ from rich.progress import Progress
 
 from specdec.decoding.alone import write_alone
 from specdec.decoding.decode import decode
+from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.drafters import Drafter
-from specdec.errors import require, require_within
+from specdec.errors import UserError, first_line, is_out_of_memory, require, require_within
 from specdec.files import make_folder, read_lines, record, write_whole
+from specdec.progress import console
+from specdec.ranks import Ranks
+from specdec.runtime.memory import release
 from specdec.sampling.sampler import Sampler, require_temperature
 from specdec.sampling.trees import Chain
+from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand
 from specdec.target.parts import Parts
 from train.data.template import Document, Prompt
@@ -85,37 +90,69 @@ def answered(
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
     ranks = ranks_of(accelerator)
     known = ranks.first(lambda: set(_read(folder)))
-    batches = _batches(asked, known, cfg.batch)[ranks.rank :: ranks.world]
-    total = sum(map(len, batches)) * cfg.max_new_tokens
     alone = author is not None and author.rule is None
+    size = cfg.batch
+    if not alone and not known >= asked.keys():
+        size = _fitting(target.whole(), asked, cfg, ranks)
+    batches = _batches(asked, known, size)[ranks.rank :: ranks.world]
+    total = sum(map(len, batches)) * cfg.max_new_tokens
     whose = "draft's" if alone else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
-    for batch in batches:
+
+    def write(batch: Sequence[str]) -> list[dict[str, Any]]:
+        """The answers to prompts that are given by name."""
         asking = [asked[name] for name in batch]
         seeds = [int(name, 16) % (1 << 62) + cfg.seed for name in batch]
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
             texts = write_alone(author.drafter, asking, sampler, seeds, most, eos)
-            found: list[dict[str, Any]] = [{"ids": ids} for ids in texts]
             progress.advance(task, sum(map(len, texts)))
-        else:
-            answers = decode(
-                target.whole(),
-                asking,
-                max_new_tokens=cfg.max_new_tokens,
-                drafter=author.drafter if author else None,
-                shape=Chain(author.gamma) if author else None,
-                rule=(author and author.rule) or "auto",
-                sampler=sampler,
-                seeds=seeds,
-                on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
-                record=keep.record(target.whole()) if keep else None,
+            return [{"ids": ids} for ids in texts]
+        answers = decode(
+            target.whole(),
+            asking,
+            max_new_tokens=cfg.max_new_tokens,
+            drafter=author.drafter if author else None,
+            shape=Chain(author.gamma) if author else None,
+            rule=(author and author.rule) or "auto",
+            sampler=sampler,
+            seeds=seeds,
+            on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
+            record=keep.record(target.whole()) if keep else None,
+        )
+        entries: list[dict[str, Any]] = [{"ids": answer.ids} for answer in answers]
+        if author and author.rounds:
+            for entry, answer in zip(entries, answers, strict=True):
+                entry["rounds"] = rounds_of(answer)
+        return entries
+
+    written = 0  # tokens in files
+    while batches:
+        batch = batches.pop(0)
+        try:
+            found, reason = write(batch), ""
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            found, reason = [], first_line(error)[:120]
+        if reason:  # out here, where the error no longer holds the memory of the failed batch
+            if len(batch) == 1:
+                raise UserError(
+                    f"memory ran out while answering a single prompt ({reason}): lower "
+                    "answers.max_new_tokens or data.max_prompt, or give target.dtype=bfloat16; "
+                    "answers written so far are kept"
+                )
+            half = len(batch) // 2
+            left = [batch, *batches]
+            batches = [b[i : i + half] for b in left for i in range(0, len(b), half)]
+            release()
+            progress.update(task, completed=written)
+            console.print(
+                f"memory ran out for {len(batch)} answers at once: {half} are tried from here on"
             )
-            found = [{"ids": answer.ids} for answer in answers]
-            if author and author.rounds:
-                for entry, answer in zip(found, answers, strict=True):
-                    entry["rounds"] = rounds_of(answer)
+            continue
+        written += sum(len(entry["ids"]) for entry in found)
         if keep:
             keep.write()
         lines = [
@@ -126,6 +163,24 @@ def answered(
     accelerator.wait_for_everyone()
     depth = author.rounds if author else None
     return ranks.handed(lambda: _documents(prompts, _read(folder), depth))
+
+
+def _fitting(
+    target: Target, asked: Mapping[str, Sequence[int]], cfg: AnswersConfig, ranks: Ranks
+) -> int:
+    """How many prompts to answer at once: `cfg.batch`, or as many as fit into the memory that is
+    free in every process. Says so if these are fewer."""
+    longest = max(asked.values(), key=len)
+    fitting = ranks.shared(
+        range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.max_new_tokens)
+    )
+    size = min(cfg.batch, *(n for n in fitting if n is not None), cfg.batch)
+    if size < cfg.batch:
+        console.print(
+            f"answers.batch={cfg.batch} does not fit into the memory that is free: {size} prompts "
+            "are answered at once"
+        )
+    return size
 
 
 def _documents(

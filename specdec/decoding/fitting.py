@@ -1,0 +1,30 @@
+"""How many rows of a batch fit into the memory that is free on the target's device."""
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.context import Needs
+from specdec.decoding.decode import prefill
+from specdec.runtime.memory import free_bytes
+from specdec.target.base import Target
+
+SHARE = 0.8  # of the free memory that a batch may take
+GROWTH = 2  # a layer's cache that grows is copied, and may reserve up to as much again
+LOGITS = 4  # float32 tensors over the vocabulary that a step holds for each row
+ACTIVATIONS = 24  # tensors of the model's width that a layer holds for each token of a prompt
+
+
+@torch.inference_mode()
+def rows_that_fit(target: Target, prompt: Sequence[int], new: int) -> int | None:
+    """How many prompts as long as this one can be answered at once with `new` tokens each, at least
+    1; None where the free memory is not known. The KV cache of the prompt is measured, so it is
+    that of the target at hand, whatever its attention keeps; the rest is estimated."""
+    if (free := free_bytes(target.device)) is None:
+        return None
+    cache = target.new_cache()
+    prefill(target, [prompt], Needs(), cache)
+    kept = cache.nbytes / max(1, cache.capacity) * (len(prompt) + new) * GROWTH
+    logits = LOGITS * 4 * target.vocab_size
+    read = ACTIVATIONS * target.width * target.dtype.itemsize * len(prompt)
+    return max(1, int(SHARE * free / (kept + logits + read)))
