@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 from specdec.errors import UserError, located, nearest, require
+from specdec.integrity import Damaged, sealed, unsealed
 
 T = TypeVar("T")
 LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
@@ -116,6 +117,12 @@ def _linked(old: Any, new: Any) -> None:
         shutil.copy2(old, new, follow_symlinks=False)
 
 
+def require_file(path: Path) -> None:
+    """Raise UserError unless there is a regular file: whoever opens a named pipe waits without
+    end."""
+    require(path.is_file(), f"{path} cannot be read: it does not exist, or is not a file")
+
+
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The records with these keys in JSON lines that a run wrote; damaged lines are left out."""
     found = []
@@ -129,20 +136,44 @@ def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def read_record(kind: type[T], path: Path, remedy: str = "") -> T:
+def sealed_lines(
+    path: Path, keys: Sequence[str], context: str = ""
+) -> tuple[list[dict[str, Any]], int]:
+    """The records with these keys in JSON lines that were sealed one by one, and the number of
+    lines that are damaged: they are no JSON, lack a key, or do not fit their checksum."""
+    found, damaged = [], 0
+    for line in path.read_bytes().splitlines():
+        try:
+            value = unsealed(json.loads(line), context)
+        except (ValueError, RecursionError, Damaged):
+            value = None
+        whole = isinstance(value, dict) and all(key in value for key in keys)
+        if whole:
+            found.append(value)
+        damaged += not whole
+    return found, damaged
+
+
+def write_json(path: Path, value: Mapping[str, Any], context: str = "") -> None:
+    """Write an object, `sealed`, as a whole file of JSON."""
+    write_whole(path, json.dumps(sealed(value, context), indent=1))
+
+
+def read_record(kind: type[T], path: Path, remedy: str = "", context: str = "") -> T:
     """The dataclass that a JSON file holds. Raises UserError as `read_json` and `record` do, with
     the `remedy` at the end of the message."""
     try:
-        return record(kind, read_json(path), str(path))
+        return record(kind, read_json(path, context), str(path))
     except UserError as error:
-        raise UserError(f"{error}; {remedy}" if remedy else str(error)) from error
+        raise type(error)(f"{error}; {remedy}" if remedy else str(error)) from error
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises UserError for a file that is missing, unreadable, too large,
-    not JSON, or nested more than `MOST_NESTED` levels deep."""
+def read_json(path: Path, context: str = "") -> Any:
+    """The value in a JSON file, without its checksum. Raises UserError for a file that is missing,
+    unreadable, too large, not JSON, nested more than `MOST_NESTED` levels deep, or does not fit its
+    checksum."""
     try:
-        require(path.is_file(), f"{path} does not exist, or is not a file")
+        require_file(path)
         size = path.stat().st_size
         require(size <= LARGEST, f"{path} is too large ({size / 1e6:,.0f} MB): name another file")
         value = json.loads(path.read_bytes())
@@ -155,7 +186,7 @@ def read_json(path: Path) -> Any:
         level = [list(x.values()) if isinstance(x, dict) else x for x in level]
         level = [inner for x in level if isinstance(x, list) for inner in x]
     require(not level, f"{path} is damaged: it nests more than {MOST_NESTED} brackets")
-    return value
+    return unsealed(value, context, path)
 
 
 def record(kind: type[T], value: Any, where: str) -> T:

@@ -1,5 +1,6 @@
 """What a run left, for tests that compare runs, and rows that one could read."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,13 @@ from safetensors.torch import load_file
 from specdec.formats import draft as drafts
 from tests.tiny import Tiny, losses, records
 from train.loop import OBJECTIVES
+
+CHECKSUMS = ("checksum", "weights", "tensors", "metrics")
+
+
+def as_before(path: Path) -> dict[str, Any]:
+    """What a JSON file holds, as it was written before there were checksums."""
+    return {k: x for k, x in json.loads(path.read_text()).items() if k not in CHECKSUMS}
 
 
 def draft(folder: Path) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.terminal",
         "specdec.errors",
         "specdec.files",
+        "specdec.integrity",
         "specdec.progress",
         "specdec.context",
         "specdec.ranks",

@@ -3,10 +3,12 @@
 A checkpoint is a folder: `training.safetensors` (the weights and the optimisers' state in float32)
 and `training.json` (position, settings of the optimisers, the best figures so far). It appears
 whole or not at all. It holds no generator's state, since all that a step draws follows from its
-rows, and says nothing of processes: any number of them can continue from it.
+rows, and says nothing of processes: any number of them can continue from it. Both files have a
+checksum, and what they hold is compared with the model before it is used: an optimiser computes
+with whatever it is given.
 """
 
-import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,14 +29,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from specdec.errors import UserError
-from specdec.files import read_record, replaced
-from specdec.formats.draft import require_same, untied
+from specdec.errors import UserError, first_line, require, require_within
+from specdec.files import read_record, replaced, require_file, write_json
+from specdec.formats.draft import require_finite, require_same, untied
+from specdec.integrity import Damaged, of_tensors
 from specdec.measure.results import HeldOut
+from specdec.progress import tell
 from train.processes import from_main
 
 TENSORS, STATE = "training.safetensors", "training.json"
 Optimizers = Sequence[torch.optim.Optimizer]
+MOMENTS = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # what optimisers keep
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
@@ -58,6 +63,13 @@ class State:
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
     optimizer: list[dict[str, Any]] = field(default_factory=list)  # groups, as last saved
+    # empty in checkpoints of earlier versions:
+    run: str = ""  # the identity of the run
+    metrics: str = ""  # the checksum of its metrics.jsonl
+    tensors: str = ""  # that of the tensors
+
+    def __post_init__(self) -> None:
+        require_within("state", self, step=0, rows=0, tokens=0, seconds=0, waited=0)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -85,10 +97,11 @@ def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: State, m
     for name, entry in whole["state"].items():
         tensors |= {f"optimizer.{name}|{key}": value for key, value in entry.items()}
     state.optimizer = whole["param_groups"]
-    with replaced(folder / f"step-{state.step:07d}") as partial:
-        contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
+    contiguous = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
+    state.tensors = of_tensors(contiguous)
+    with replaced(folder / _name(state)) as partial:
         save_file(contiguous, partial / TENSORS)
-        (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
+        write_json(partial / STATE, asdict(state))
     for old in steps(folder)[:-2]:
         shutil.rmtree(old)
 
@@ -99,27 +112,45 @@ def steps(folder: Path) -> list[Path]:
 
 
 def load(
-    folder: Path, model: nn.Module, optimizers: Optimizers, accelerator: Accelerator
+    folder: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    accelerator: Accelerator,
+    run: str = "",
 ) -> State | None:
-    """Restore the newest checkpoint in `folder`; return its state, or None if there is none. The
-    main process reads it and hands each other one its part, one tensor at a time. Raises UserError,
-    in every process, if the checkpoint is damaged or belongs to another model."""
+    """Restore the newest sound checkpoint of this run in `folder`; return its state, or None if
+    there is no checkpoint. The main process reads it and hands each other one its part, one tensor
+    at a time. A newer one that is damaged is told and put aside. Raises UserError, in every
+    process, if none can be used."""
     tensors: dict[str, Tensor] = {}
-    ours, known = named(model), get_model_state_dict(model).keys()
+    ours = named(model)
+    every: dict[str, Any] = dict(get_model_state_dict(model))
 
     def read() -> State | None:
-        if not (found := steps(folder)):
-            return None
-        try:
-            tensors.update(load_file(found[-1] / TENSORS))
-            state = read_record(State, found[-1] / STATE)
-        except (UserError, SafetensorError, OSError) as error:
+        damaged: list[tuple[Path, str]] = []
+        for place in reversed(steps(folder)):
+            try:
+                state, stored = _read(place, ours, every, run)
+            except (UserError, SafetensorError, OSError) as error:
+                damaged.append((place, first_line(error)))
+                continue
+            tensors.update(stored)
+            for bad, reason in damaged:
+                aside = bad.with_name(f"damaged-{bad.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                bad.rename(aside)
+                tell(
+                    f"{bad} cannot be used ({reason}): it is now {aside.name}, and training goes "
+                    f"on from {place.name}"
+                )
+            return state
+        if damaged:
+            place, reason = damaged[0]
             raise UserError(
-                f"{found[-1]} cannot be read ({error}): delete that folder to use the one before it"
-            ) from error
-        there = {n: x for n, x in _of("model.", tensors).items() if n in ours or n not in known}
-        require_same(there, ours, found[-1] / TENSORS)
-        return state
+                f"{place} cannot be used ({reason}), and there is no older checkpoint that can: "
+                f"put it back, or delete {folder} to train again from the beginning"
+            )
+        return None
 
     state = from_main(accelerator, read)
     if state is None:
@@ -136,6 +167,54 @@ def load(
         whole = {"state": entries, "param_groups": state.optimizer}
     set_optimizer_state_dict(model, optimizers, whole, options=options)
     return state
+
+
+def _read(
+    place: Path, ours: Mapping[str, Tensor], every: Mapping[str, Tensor], run: str
+) -> tuple[State, dict[str, Tensor]]:
+    """A checkpoint's state and tensors. `ours` are the tensors of the model that it must hold, and
+    `every` those by all names. Raises UserError if it is damaged or of another run or model."""
+    state = read_record(State, place / STATE)
+    require(place.name == _name(state), f"{place / STATE} is of step {state.step}")
+    require(not run or state.run in ("", run), f"{place / STATE} is of another run")
+    path = place / TENSORS
+    require_file(path)
+    tensors = load_file(path)
+    if state.tensors and state.tensors != of_tensors(tensors):
+        raise Damaged(f"{path} is damaged, or is not the file of this step (its checksum differs)")
+    stored = _of("model.", tensors)
+    stored = {n: x for n, x in stored.items() if n in ours or n not in every}  # tied ones: once
+    require_same(stored, ours, path)
+    for name, x in stored.items():
+        kind = ours[name].dtype
+        require(x.dtype == kind, f"{path}: tensor {name!r} is of type {x.dtype}, not {kind}")
+    require_finite(tensors, path)
+    moments: dict[str, set[str]] = {}
+    for name, x in _of("optimizer.", tensors).items():
+        parameter, _, key = name.partition("|")
+        moments.setdefault(parameter, set()).add(key)
+        shape = every[parameter].shape if parameter in every else None
+        fits = x.numel() == 1 if key == "step" else x.shape == shape
+        sane = key in ("exp_avg", "momentum_buffer") or bool((x >= 0).all())
+        require(
+            parameter in every and fits and sane and x.is_floating_point(),
+            f"{path}: the optimiser's {name!r} does not fit the model",
+        )
+    for parameter, keys in moments.items():
+        require(keys in MOMENTS, f"{path}: the optimiser's state of {parameter!r} is not complete")
+    for group in state.optimizer:
+        names = group.get("params")
+        known = isinstance(names, list) and all(isinstance(n, str) and n in every for n in names)
+        numbers = (group.get(name) for name in ("lr", "scale", "weight_decay"))
+        require(
+            known and all(isinstance(x, float | int) and math.isfinite(x) for x in numbers),
+            f"{place / STATE}: optimizer: a group does not fit the model",
+        )
+    return state, tensors
+
+
+def _name(state: State) -> str:
+    return f"step-{state.step:07d}"
 
 
 def _of(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def require_same_texts(folder: Path, of: dict[str, str]) -> None:
     """Like `require_same_run`, for the contents of the data and the models."""
     for name, was in config_of(folder).get("of", of).items():
         require(
-            was == of[name],
+            was == of.get(name),
             f"{folder}: the {name} changed since this run began: give another name=, or delete "
             "that folder",
         )
@@ -98,8 +98,10 @@ def config_of(folder: Path) -> dict[str, Any]:
         return {}
     try:
         return _upgraded(dict(read_json(path)), datetime.fromtimestamp(path.stat().st_mtime))
-    except (UserError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): give another name=, or delete it") from error
+    except UserError as error:
+        raise UserError(f"{error}: put it back, or give another name=") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged: put it back, or give another name=") from error
 
 
 def data_of_run(folder: Path) -> DataConfig:

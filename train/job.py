@@ -24,6 +24,7 @@ class Job:
     tracker: Tracker
     progress: Progress
     started: float  # by time.monotonic
+    identity: str  # of the run, by which its files know each other
 
     @property
     def ranks(self) -> Ranks:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ from specdec.errors import UserError, require, require_known, require_within
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.measure.results import Training
+from specdec.progress import tell
 from train import checkpoint, optim
 from train.checkpoint import Best, State
 from train.features.source import Source
 from train.held_out import evaluate
+from train.processes import from_main
 
 if TYPE_CHECKING:
     from train.job import Job
@@ -107,7 +110,8 @@ def train(
     model, *optimizers = accelerator.prepare(forcing, *built)
     parameters = [p for p in model.parameters() if p.requires_grad]
     checkpoints = job.folder / "checkpoints"
-    state = checkpoint.load(checkpoints, model, optimizers, accelerator) or State()
+    state = checkpoint.load(checkpoints, model, optimizers, accelerator, job.identity) or State()
+    state.run = job.identity
     portion = cfg.rows * cfg.accumulate * world
     state.rows = state.rows or state.step * portion  # older checkpoints count no rows
     otherwise = (
@@ -115,7 +119,8 @@ def train(
         f"{portion} packed rows: continue this run on as many processes as it began with, or give "
         "the loop.accumulate with which a step reads as many rows as then"
     )
-    tracker.rewind(state.step)
+    from_main(accelerator, partial(_require_best, job, state, ended=False))
+    tracker.rewind(state.step, state.metrics)
 
     task = progress.add_task("training", completed=state.step)
     statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
@@ -205,17 +210,40 @@ def train(
             state.waited += 1
             if state.best is None or value > state.best.value:
                 state.best, state.waited = Best(value, step + 1, figures), 0
-                notes = {"step": step + 1, "held_out": asdict(figures)}
+                notes = {"step": step + 1, "held_out": asdict(figures), "run": job.identity}
                 save_draft(job.folder / "best", notes)
             stopped = cfg.patience is not None and state.waited >= cfg.patience
         if saving or stopped:
+            state.metrics = tracker.checksum()
             checkpoint.save(checkpoints, model, optimizers, state, job.main)
             accelerator.wait_for_everyone()
     require(stopped or (step + 1) * portion >= state.rows, otherwise)
     progress.remove_task(task)
+    from_main(accelerator, partial(_require_best, job, state, ended=True))
     assert state.best is not None
     size, best = (state.step, steps, state.tokens, state.seconds), state.best
     return Training(*size, best.value, best.figures, stopped)
+
+
+def _require_best(job: "Job", state: State, ended: bool) -> None:
+    """Raise UserError unless the folder's `best` is whole and of this run, if there must be one.
+    When training has `ended`, tell if it is not the draft of the best step, which may be after a
+    crash between saving a draft and its checkpoint."""
+    if state.best is None:
+        return
+    best = job.folder / "best"
+    try:
+        notes = drafts.require_whole(best).notes
+        theirs = notes.get("run", job.identity)
+        require(theirs == job.identity, f"{best} is the draft of another run")
+    except UserError as error:
+        raise UserError(
+            f"{error}; the best draft of this run is lost: put it back, or delete {job.folder} and "
+            "train again"
+        ) from error
+    step = notes.get("step", state.best.step)
+    if ended and step != state.best.step:
+        tell(f"{best} is the draft of step {step}, but that of step {state.best.step} was best")
 
 
 def _plan(

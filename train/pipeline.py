@@ -1,22 +1,23 @@
 """The main job: from a target and conversations to a measured, exported draft."""
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from specdec.decoding.alone import require_alone
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import Drafter, with_copying
 from specdec.errors import memory_for, require
-from specdec.files import make_folder, write_whole
+from specdec.files import make_folder, read_json, write_json
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
+from specdec.integrity import of_value
 from specdec.measure.confidence import CALIBRATING, calibrate
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results, Training
@@ -27,13 +28,14 @@ from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, opening
 from train import checkpoint
 from train.config import Config
-from train.data.packing import pack
+from train.data.packing import Row, pack
 from train.data.split import require_readable
 from train.data.template import Document
 from train.features.source import Online, Source
 from train.features.store import Disk, Store, megabytes
 from train.folder import (
     alone,
+    config_of,
     digest,
     note_date,
     portion_of,
@@ -103,7 +105,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             )
         if spread:
             console.print(spread)
-        job = Job(cfg, folder, accelerator, target, tracker, progress, started)
+        identity = from_main(accelerator, lambda: config_of(folder).get("identity") or uuid4().hex)
+        job = Job(cfg, folder, accelerator, target, tracker, progress, started, identity)
         texts = texts_of(job)
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         job.ranks.first(lambda: _require_possible(job, drafter, texts))
@@ -151,11 +154,13 @@ def _record(job: Job, texts: Texts, fingerprint: str, portion: Portion) -> None:
         of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
     if cfg.objective.reference is not None:
         of["reference draft"] = drafts.digest(cfg.objective.reference)
+    if (plan := job.folder / "plan.json").exists():
+        of["plan"] = of_value(read_json(plan))
     require_same_texts(job.folder, of)
-    described = asdict(cfg) | {"of": of, "records": texts.records}
+    described = asdict(cfg) | {"of": of, "records": texts.records, "identity": job.identity}
     described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
     described["processes"] = portion.processes
-    write_whole(job.folder / "config.json", json.dumps(described, indent=1))
+    write_json(job.folder / "config.json", described)
 
 
 def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
@@ -256,7 +261,15 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     if not cfg.needs_layers:
         target.release()
         drafter.attach(target.parts)
-    return [Disk(store, needs, side, target.parts.device) for side in sides]
+
+    def again(row: Row) -> None:
+        """Store the features of a row that were found to be damaged."""
+        with bars(console, False) as quiet:
+            store.fill(Online(target.whole(), needs, sampler, [row]), quiet)
+        if not cfg.needs_layers:
+            target.release()
+
+    return [Disk(store, needs, side, target.parts.device, again) for side in sides]
 
 
 @memory_for(

@@ -5,7 +5,6 @@ time aside for the final evaluation and takes as many training conversations as 
 the budget. The plan is kept in the run's folder, so that a resumed run keeps its size.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from specdec.decoding.decode import decode
 from specdec.errors import require, require_within
-from specdec.files import read_record, write_whole
+from specdec.files import read_record, write_json
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure import costs
 from specdec.measure.confidence import AT_ONCE, CALIBRATING
@@ -135,7 +134,7 @@ def planned(
     to the numbers in its plan.json."""
     cfg, path = job.cfg, job.folder / "plan.json"
     if path.exists():
-        kept = read_record(Plan, path)
+        kept = read_record(Plan, path, "give another name=, or delete that folder")
         prompts = min(kept.prompts or cfg.decode.prompts, cfg.decode.prompts)
         console.print(
             f"{path}: {kept.conversations:,} training conversations, as planned before, and "
@@ -181,7 +180,7 @@ def planned(
             "budget.minutes for better ones"
         )
     if job.main:
-        write_whole(path, json.dumps(asdict(plan), indent=1))
+        write_json(path, asdict(plan))
     return plan.conversations, plan.prompts
 
 

@@ -77,7 +77,10 @@ def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Docum
         keep(folder / "draft")
     step = 2 if cfg.data.startswith("mixed") else 1
     drafter = drafts.load(folder / "draft", job.target.whole())
-    author = Author(drafter, cfg.gamma or drafter.depth, cfg.rule, folder / "answers")
+    author = Author(
+        *(drafter, cfg.gamma or drafter.depth, cfg.rule, folder / "answers"),
+        key=drafts.digest(folder / "draft"),
+    )
     if cfg.data == "on_policy":
         author = replace(author, rule="auto", rounds=drafter.depth)
     elif cfg.data.endswith("alone"):

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import require_known
 from specdec.files import read_lines, write_whole
+from specdec.integrity import of_file
 from specdec.measure.results import Curve, Results
+from specdec.progress import tell
 from specdec.terminal import plain
 
 if TYPE_CHECKING:
@@ -70,11 +72,22 @@ class Tracker:
         if self._run:
             self._run.log(_flat(figures), step=step)
 
-    def rewind(self, step: int) -> None:
-        """Drop the records after `step` from metrics.jsonl: a resumed run writes them again."""
+    def checksum(self) -> str:
+        """That of metrics.jsonl as it is now."""
+        return of_file(self.path) if self.main and self.path.exists() else ""
+
+    def rewind(self, step: int, checksum: str = "") -> None:
+        """Drop the records after `step` from metrics.jsonl: a resumed run writes them again. Tells
+        if what is left is not what was logged, by the `checksum` of then."""
         if self.main and self.path.exists():
-            kept = [r for r in read_lines(self.path, ("step",)) if r["step"] <= step]
+            records = (r for r in read_lines(self.path, ("step",)) if type(r["step"]) is int)
+            kept = [r for r in records if r["step"] <= step]
             write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        if self.main and checksum and checksum != self.checksum():
+            tell(
+                f"{self.path} is damaged or was edited: the curve of training in the report is not "
+                "the one that was logged"
+            )
 
     def report(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
         """Log a run's results to W&B: samples, plots, a summary, and the draft as an artifact,
@@ -111,16 +124,32 @@ def curve(path: Path) -> Curve | None:
     """The training curve in a metrics.jsonl; None if nothing was trained."""
     if not path.exists():
         return None
-    train, held_out = (read_lines(path, ("step", side)) for side in ("train", "held_out"))
+    lines = read_lines(path, ("step",))
+    train = list(filter(None, (_point(r, "train") for r in lines)))
+    held_out = list(filter(None, (_point(r, "held_out") for r in lines)))
     if not train:
         return None
+    depth = len(train[0][2])
+    train, held_out = ([p for p in side if len(p[2]) == depth] for side in (train, held_out))
     return Curve(
-        [r["step"] for r in train],
-        [r["train"]["loss"][0] for r in train],
-        [r["train"]["sampled"] for r in train],
-        [r["step"] for r in held_out],
-        [r["held_out"]["by_depth"]["sampled"] for r in held_out],
+        [step for step, _, _ in train],
+        [loss for _, loss, _ in train],
+        [sampled for _, _, sampled in train],
+        [step for step, _, _ in held_out],
+        [sampled for _, _, sampled in held_out],
     )
+
+
+def _point(record: dict[str, Any], side: str) -> tuple[int, float, list[float]] | None:
+    """A point of the curve: the step, the loss at depth 0 and sampled α by depth. None if a record
+    has no such side, or is damaged."""
+    try:
+        found = record[side]
+        loss = float(found["loss"][0]) if side == "train" else 0.0
+        sampled = (found if side == "train" else found["by_depth"])["sampled"]
+        return int(record["step"]), loss, [float(alpha) for alpha in sampled]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _flat(figures: object, name: str = "") -> dict[str, object]:

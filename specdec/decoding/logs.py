@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specdec.decoding.answers import Generation
 from specdec.errors import require
+from specdec.integrity import sealed
 
 # for each: the anchor's position in prompt + answer, the number of accepted tokens, the draft
 Rounds = list[tuple[int, int, tuple[int, ...]]]
@@ -46,4 +47,5 @@ def log_rounds(path: Path, answers: Sequence[Generation]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for made in answers:
-            file.write(json.dumps(asdict(Logged(made.prompt, made.ids, rounds_of(made)))) + "\n")
+            line = Logged(made.prompt, made.ids, rounds_of(made))
+            file.write(json.dumps(sealed(asdict(line))) + "\n")

@@ -6,7 +6,6 @@ token stays in the chain. Then both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py). Letters: B rows of the batch, S draft vocabulary.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import require, require_between
-from specdec.files import read_record
+from specdec.files import read_record, write_json
 from specdec.sampling.trees import DEEPEST
 
 
@@ -58,7 +57,7 @@ class Measured:
     remedy: ClassVar[str]  # how to get the file
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))  # type: ignore[call-overload]
+        write_json(path, asdict(self))  # type: ignore[call-overload]
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -1,12 +1,13 @@
 """A draft on disk: `draft.safetensors`, and `drafter.json`, a card that describes it and its
 target. `calibration.json` is beside them once the draft's confidence has been calibrated.
 
-Nothing in these files is trusted: the card is checked field by field, the network that it describes
-is built on the meta device and compared with the weights' header, and only then are weights read.
+Nothing in these files is trusted: the card is checked against its checksum and field by field, the
+network that it describes is built on the meta device and compared with the weights' header, and
+only then are weights read and compared with the checksum that the card notes. That of a calibration
+covers it, too, so that the three files belong together.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter, family
 from specdec.errors import UserError, located, require
-from specdec.files import read_record, record, replaced, write_whole
+from specdec.files import read_record, record, replaced, require_file, write_json
+from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.runtime.packed import is_packed, pack
 from specdec.sampling.confidence import Calibrations
 from specdec.target.base import Target
@@ -57,6 +59,7 @@ class Card:
     shape: Any  # the family's `Sizes`
     target: TargetOf
     notes: dict[str, Any] = field(default_factory=dict)
+    weights: str = ""  # their checksum; empty: written by an earlier version
 
 
 def save(
@@ -79,18 +82,21 @@ def save(
         target.name, target.revision, target.fingerprint(), target.vocab_size, target.width
     )
     config = drafter.config
-    card = Card(FORMAT, config.name, config, drafter.sizes, theirs, notes or {})
+    card = Card(
+        *(FORMAT, config.name, config, drafter.sizes, theirs, notes or {}),
+        weights=of_tensors(tensors),
+    )
     with replaced(folder, (WEIGHTS, CARD, CALIBRATION)) as partial:
         save_file(tensors, partial / WEIGHTS)
-        (partial / CARD).write_text(json.dumps(asdict(card), indent=1))
+        write_json(partial / CARD, asdict(card))
         if drafter.calibrations.prompts:
             keep_calibrations(partial, drafter)
 
 
 def keep_calibrations(folder: Path | str, drafter: Drafter) -> None:
     """Write the calibrations of a draft beside its weights, in a folder that `save` wrote."""
-    text = json.dumps(asdict(drafter.calibrations), indent=1)
-    write_whole(Path(folder) / CALIBRATION, text)
+    of_weights = read_card(folder).weights
+    write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
 
 def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
@@ -155,20 +161,37 @@ def read(folder: Path | str, target: Parts) -> Drafter:
             "draft again"
         ) from error
     tensors = _read_weights(folder / WEIGHTS, untied(planned.state_dict()))
+    _require_described(card, tensors, folder / WEIGHTS)
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
     drafter.noted_alpha = _alpha(card.notes)
     if (path := folder / CALIBRATION).exists():
-        drafter.calibrations = read_record(Calibrations, path, f"delete it, and {REMEDY}")
+        remedy = f"delete it, and {REMEDY}"
+        drafter.calibrations = read_record(Calibrations, path, remedy, card.weights)
     with located(folder / WEIGHTS):
         drafter.require_sound()
     return drafter
+
+
+def require_whole(folder: Path | str) -> Card:
+    """The card of a draft whose files are as they were written. Raises UserError as `read_card`
+    does, and for weights that cannot be read or do not fit their checksum."""
+    folder = Path(folder)
+    card, path = read_card(folder), folder / WEIGHTS
+    require_file(path)
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+    _require_described(card, tensors, path)
+    return card
 
 
 def digest(folder: Path | str) -> str:
     """A short hash of a draft's card and weights."""
     found = hashlib.blake2b(digest_size=12)
     for name in (CARD, WEIGHTS):
+        require_file(Path(folder) / name)
         found.update((Path(folder) / name).read_bytes())
     return found.hexdigest()
 
@@ -182,7 +205,12 @@ def read_card(folder: Path | str) -> Card:
         f"{folder} holds no draft ({CARD} is missing): give the checkpoint folder of a run, such "
         "as runs/NAME/best",
     )
-    card = read_record(Card, path)
+    try:
+        card = read_record(Card, path)
+    except Damaged as error:
+        raise Damaged(
+            f"{error}: copy the draft again or, if you meant to edit it, delete its key {KEY!r}"
+        ) from error
     with located(path):
         known = f"format is {card.format}, but this version reads {FORMAT}: train the draft again"
         require(card.format == FORMAT, known)
@@ -235,6 +263,7 @@ def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
 
 def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file, if its header lists exactly those of a network."""
+    require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -248,12 +277,25 @@ def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]
                 )
             tensors = {name: file.get_tensor(name) for name in slices}
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} cannot be read ({_line(error)}): the file is cut short or damaged; copy it "
-            "again, or train the draft again"
-        ) from error
+        raise _unreadable(path, error) from error
     require_finite(tensors, path)
     return tensors
+
+
+def _unreadable(path: Path, error: Exception) -> Damaged:
+    return Damaged(
+        f"{path} cannot be read ({_line(error)}): the file is cut short or damaged; copy it "
+        "again, or train the draft again"
+    )
+
+
+def _require_described(card: Card, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise Damaged for weights other than those that a card was written for."""
+    if card.weights and card.weights != of_tensors(tensors):
+        raise Damaged(
+            f"{path} is damaged, or is not the file that {CARD} describes (its checksum differs): "
+            "copy the draft again, or train it again"
+        )
 
 
 def _require_sane(value: Any, where: str, key: str = "") -> None:

@@ -4,12 +4,11 @@
 passes between them. Lists over depths have an entry for each drafted position, from 0.
 """
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from specdec.decoding.length import Oracle
-from specdec.files import read_record, write_whole
+from specdec.files import read_record, write_json
 from specdec.measure.costs import Costs
 from specdec.measure.machine import Machine
 from specdec.measure.strategy import Learned
@@ -255,7 +254,7 @@ class Results:
         return out
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / FILE, json.dumps(asdict(self), indent=1))
+        write_json(folder / FILE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "Results":

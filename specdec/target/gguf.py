@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import json
-import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from specdec.errors import UserError, first_line, require
+from specdec.integrity import KEY, of_file
+from specdec.progress import tell
 
 CHECKSUMS = "checksums.json"
-HASH_UP_TO = 4 * 2**30  # bytes: a larger cached folder is checked only by its file sizes
-
-log = logging.getLogger(__name__)
 
 
 def dense(gguf: Path, cache: Path) -> Path:
@@ -31,9 +29,9 @@ def dense(gguf: Path, cache: Path) -> Path:
     source = _sha256(gguf)
     folder = cache / f"{gguf.stem}-{source[:12]}"
     if folder.exists():
-        if (damage := _damage(folder)) is None:
+        if (damage := _damage(folder, source)) is None:
             return folder
-        log.warning("%s is damaged (%s): converting %s again", folder, damage, gguf.name)
+        tell(f"{folder} is damaged ({damage}): converting {gguf.name} again")
         shutil.rmtree(folder)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"building-{gguf.stem}-", dir=cache) as temporary:
@@ -41,7 +39,7 @@ def dense(gguf: Path, cache: Path) -> Path:
         building.mkdir()
         _convert(gguf, building)
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            path.name: {"bytes": path.stat().st_size, KEY: of_file(path)}
             for path in sorted(building.iterdir())
         }
         sums = {"source": {"name": gguf.name, "sha256": source}, "files": files}
@@ -49,7 +47,7 @@ def dense(gguf: Path, cache: Path) -> Path:
         try:
             building.rename(folder)
         except OSError:
-            if _damage(folder) is not None:  # else another process was first, with equal files
+            if _damage(folder, source) is not None:  # else another process was first
                 raise
     return folder
 
@@ -88,15 +86,19 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _damage(folder: Path) -> str | None:
-    """The damage to a converted folder; None if it is as it was written."""
+def _damage(folder: Path, source: str) -> str | None:
+    """The damage to the folder that a file of this hash was converted to; None if it is as it was
+    written."""
     try:
-        files = json.loads((folder / CHECKSUMS).read_text())["files"]
-        small = sum(file["bytes"] for file in files.values()) <= HASH_UP_TO
-        for name, file in files.items():
+        sums = json.loads((folder / CHECKSUMS).read_text())
+        if sums["source"]["sha256"] != source:
+            return "it was converted from another file"
+        for name, file in sums["files"].items():
             if (folder / name).stat().st_size != file["bytes"]:
                 return f"{name} is not {file['bytes']} bytes long"
-            if small and _sha256(folder / name) != file["sha256"]:
+            # an earlier version wrote another hash
+            hashed = of_file(folder / name) if KEY in file else _sha256(folder / name)
+            if hashed != file.get(KEY, file.get("sha256")):
                 return f"{name} has changed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a file is missing or unreadable: {first_line(error)}"

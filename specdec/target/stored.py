@@ -6,6 +6,7 @@ cache of targets when the whole model is first loaded, and holds while the files
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from transformers.utils.hub import cached_file
 
 from specdec.errors import UserError, first_line, require
 from specdec.files import write_whole
+from specdec.integrity import of_value
+from specdec.progress import tell
 from specdec.runtime.quantised import plain
 from specdec.target.parts import Parts, checksum
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
 AGAIN = "copy or download it again"
+FINGERPRINT = re.compile("[0-9a-f]{24}")
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,19 @@ class Weights:
         return digest.hexdigest()
 
     def fingerprint(self) -> str | None:
-        """The noted fingerprint, if there is one."""
-        return (self.note.read_text().strip() if self.note.is_file() else "") or None
+        """The noted fingerprint, if there is one that is as it was written."""
+        try:
+            noted, *sums = self.note.read_bytes().decode().split() if self.note.is_file() else ("",)
+        except (OSError, ValueError):
+            noted, sums = "", ["damaged"]
+        if sums and sums != [of_value(noted, self.note.name)]:  # an earlier version wrote no sum
+            tell(f"{self.note} is damaged: the whole target is read again")
+            return None
+        return noted if FINGERPRINT.fullmatch(noted) else None
 
     def write(self, fingerprint: str) -> None:
         self.note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.note, fingerprint + "\n")
+        write_whole(self.note, f"{fingerprint} {of_value(fingerprint, self.note.name)}\n")
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""

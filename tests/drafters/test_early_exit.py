@@ -24,7 +24,7 @@ from specdec.runtime.packed import PackedLinear
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
-from tests.runs import require_learning_that_resumes
+from tests.runs import as_before, require_learning_that_resumes
 from tests.tiny import Tiny, architectures, batch_of, losses, random_drafter, random_target
 
 RANK, EXIT = 4, 2
@@ -134,7 +134,7 @@ def test_a_draft_on_disk_holds_the_adapters_alone(target: Target, tmp_path: Path
         export.write(tmp_path / "out", loaded, target)
     assert not (tmp_path / "out").exists()
 
-    card = json.loads((tmp_path / "best" / drafts.CARD).read_text())
+    card = as_before(tmp_path / "best" / drafts.CARD)
     card["shape"]["adapted"][0][0] = "layers.7.self_attn.q_proj"
     (tmp_path / "best" / drafts.CARD).write_text(json.dumps(card))
     with pytest.raises(UserError, match="adapters do not fit the layers of tiny-llama"):

@@ -29,6 +29,7 @@ from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft as drafts
 from specdec.target.base import Target
+from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
 from train.data.template import Document
 from train.features.source import Online
@@ -301,10 +302,12 @@ def test_runs_and_drafts_from_before_there_was_a_choice(
 ) -> None:
     run = tmp_path / "run"
     tiny.job(run, family, f"drafter.start={was}")
-    for path in (run / "config.json", run / "best" / drafts.CARD):
-        written = json.loads(path.read_text())
-        del (written["drafter"] if path.name == "config.json" else written["config"])["start"]
-        path.write_text(json.dumps(written))
+    names = {"config.json": "drafter", f"best/{drafts.CARD}": "config"}
+    for name in (*names, f"best/{drafts.CALIBRATION}"):
+        written = as_before(run / name)
+        if name in names:
+            del written[names[name]]["start"]
+        (run / name).write_text(json.dumps(written))
     assert drafts.read_card(run / "best").config.start == was
     tiny.job(run, family, f"drafter.start={was}")  # finished
     with pytest.raises(UserError, match=f"drafter.start='{was}', not 'regression'"):

@@ -28,6 +28,7 @@ from specdec.sampling.trees import Chain
 from specdec.target.base import Target
 from specdec.target.loading import TargetConfig, load_target
 from tests.processes import process
+from tests.runs import as_before
 from tests.tiny import REPOSITORY, Tiny, learn, random_drafter
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -54,6 +55,8 @@ def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         learn(drafter, texts)
         found[name] = tmp_path_factory.mktemp("saved") / name
         drafts.save(found[name], drafter, target)
+        path = found[name] / drafts.CARD  # changes are judged by what they say
+        path.write_text(json.dumps(as_before(path)))
     return found
 
 

@@ -19,6 +19,7 @@ from specdec.formats import export
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from tests.drafters.families import CONFIGS, V, context, logits, make_drafter, make_target, text
+from tests.runs import as_before
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_a_draft_that_does_not_fit_is_told_in_one_line(
 ) -> None:
     folder = tmp_path / "draft"
     checkpoint.save(folder, make_drafter(name, target), target)
-    card = json.loads((folder / checkpoint.CARD).read_text())
+    card = as_before(folder / checkpoint.CARD)
     tensors = load_file(folder / checkpoint.WEIGHTS)
     change(card, tensors)
     (folder / checkpoint.CARD).write_text(json.dumps(card))

@@ -1,7 +1,9 @@
 """Run alone: pytest tests/target/test_gguf.py (about 20 s; the real model is converted once)."""
 
+import hashlib
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,29 +157,46 @@ def _odd_sums(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_flip, _cut, _no_config, _no_sums, _odd_sums])
 def test_damaged_copy_is_made_again_and_said(
-    source: Path, tmp_path: Path, convert: Converter, damage, caplog: pytest.LogCaptureFixture
+    source: Path, tmp_path: Path, convert: Converter, damage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = dense(source, tmp_path / "cache")
     damage(folder)
     assert dense(source, tmp_path / "cache") == folder
     assert convert.calls == 2
-    assert "damaged" in caplog.text
+    assert "is damaged" in capsys.readouterr().err
     assert (folder / "model.safetensors").read_bytes() == b"weights of GGUF one"
     dense(source, tmp_path / "cache")
     assert convert.calls == 2
 
 
-def test_large_copy_is_checked_by_size(
-    source: Path, tmp_path: Path, convert: Converter, monkeypatch: pytest.MonkeyPatch
+def test_a_copy_that_an_earlier_version_made_is_checked_by_its_hash(
+    source: Path, tmp_path: Path, convert: Converter
 ) -> None:
-    monkeypatch.setattr(gguf, "HASH_UP_TO", 10)
     folder = dense(source, tmp_path / "cache")
-    _flip(folder)
+    sums = json.loads((folder / gguf.CHECKSUMS).read_text())
+    for name, file in sums["files"].items():
+        del file["checksum"]
+        file["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / gguf.CHECKSUMS).write_text(json.dumps(sums))
     dense(source, tmp_path / "cache")
     assert convert.calls == 1
-    _cut(folder)
+    _flip(folder)
     dense(source, tmp_path / "cache")
     assert convert.calls == 2
+
+
+def test_a_copy_of_another_file_is_not_taken_for_this_one(
+    source: Path, tmp_path: Path, convert: Converter
+) -> None:
+    """Its name says what it was made from, and so do its checksums."""
+    folder = dense(source, tmp_path / "cache")
+    source.write_bytes(b"GGUF two")
+    other = dense(source, tmp_path / "cache")
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+    source.write_bytes(b"GGUF one")
+    assert dense(source, tmp_path / "cache") == folder and convert.calls == 3
+    assert (folder / "model.safetensors").read_bytes() == b"weights of GGUF one"
 
 
 def test_interrupted_conversion_leaves_nothing(

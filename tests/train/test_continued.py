@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import UserError
 from tests.lives import Kill, Life, Lives
-from tests.runs import require_equal, require_same_run
+from tests.runs import as_before, require_equal, require_same_run
 from tests.tiny import Tiny, losses, records
 from train.loop import LoopConfig
 from train.portion import Portion
@@ -169,7 +169,7 @@ def test_a_run_that_noted_no_processes_goes_on_in_its_own_steps_only(
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     newest = cut_back(run)
     for path, key in ((run / "config.json", "processes"), (newest / "training.json", "rows")):
-        described = json.loads(path.read_text())
+        described = as_before(path)
         del described[key]
         path.write_text(json.dumps(described))
     tensors = load_file(newest / "training.safetensors")

@@ -25,7 +25,14 @@ from specdec.target import loading
 from specdec.target.base import Target
 from specdec.target.loading import load_target
 from tests.processes import process
-from tests.runs import draft, final_state, require_learning, require_same_run, rows_of
+from tests.runs import (
+    as_before,
+    draft,
+    final_state,
+    require_learning,
+    require_same_run,
+    rows_of,
+)
 from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
 from train import pipeline
 from train.features.source import Online
@@ -317,7 +324,7 @@ def test_a_run_from_before_objectives_is_continued(
     tiny.job(tmp_path / "whole", "eagle3", *more)
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     cut_back(run)
-    config = json.loads((run / "config.json").read_text())
+    config = as_before(run / "config.json")
     del config["objective"], config["drafter"]["anchors"]
     config["loss"] = dict(name="jsd", depth_decay=0.9, beta=0.1, eta=3.0, chunk=256)
     (run / "config.json").write_text(json.dumps(config))

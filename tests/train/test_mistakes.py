@@ -26,6 +26,7 @@ from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.target.loading import TargetConfig, load_target
 from tests.processes import environment, process
+from tests.runs import as_before
 from tests.tiny import REPOSITORY, Tiny, compose, conversations, save_target, write_jsonl
 from tests.told import require_one_line, told
 from train import pipeline
@@ -258,7 +259,7 @@ def test_a_card_that_is_none(tmp_path: Path, card: bytes) -> None:
 def test_a_card_with_a_part_of_a_wrong_type(
     trained: Path, tmp_path: Path, change: dict[str, Any], part: str
 ) -> None:
-    card = json.loads((trained / "best" / checkpoint.CARD).read_text())
+    card = as_before(trained / "best" / checkpoint.CARD)
     (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
     with pytest.raises(UserError, match=part):
         checkpoint.read_card(tmp_path)
@@ -276,7 +277,7 @@ def test_a_card_of_another_version(
 ) -> None:
     """A family or a key that this version does not have."""
     target = load_target(TargetConfig(str(tiny.target), "float32"))
-    card = json.loads((trained / "best" / checkpoint.CARD).read_text())
+    card = as_before(trained / "best" / checkpoint.CARD)
     (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
     save_file({"x": torch.zeros(1)}, tmp_path / checkpoint.WEIGHTS)
     with pytest.raises(UserError, match=part):

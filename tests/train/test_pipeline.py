@@ -32,6 +32,7 @@ from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, load_target
+from tests.runs import as_before
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train import loop, pipeline
 from train.data import answers
@@ -142,7 +143,7 @@ def test_a_run_older_than_a_setting_had_its_default(
 ) -> None:
     run = tmp_path / "run"
     tiny.job(run, "medusa")
-    was = json.loads((run / "config.json").read_text())
+    was = as_before(run / "config.json")
     del was["target"]["packed"], was["loop"]["patience"]
     (run / "config.json").write_text(json.dumps(was))
     with pytest.raises(UserError, match=r"holds a run with target\.packed=True, not False"):

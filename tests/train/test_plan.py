@@ -12,6 +12,7 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.files import read_record
+from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
 from train.plan import (
     AFTER,
@@ -157,8 +158,11 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     plan = read_record(Plan, folder / "plan.json")
     assert plan.conversations == 5
     kept = dataclasses.asdict(plan)
-    del kept["prompts"]  # as in plans from before it was there
+    del kept["prompts"]  # as in plans from before it was there, and there were no checksums
     (folder / "plan.json").write_text(json.dumps(kept))
+    described = as_before(folder / "config.json")
+    del described["of"]["plan"]
+    (folder / "config.json").write_text(json.dumps(described))
     assert (plan.answering > 0) == (answers == "target")
     metrics = (folder / "metrics.jsonl").read_text()
     tiny.job(folder, "eagle3", "budget.minutes=60", *small)

@@ -229,16 +229,37 @@ def test_a_record_cut_short_by_a_crash_does_not_stop_the_next_start(
 
 @pytest.mark.parametrize("kept", [0, 100], ids=["empty", "cut short"])
 @pytest.mark.parametrize("file", ["training.safetensors", "training.json"])
-def test_a_damaged_checkpoint_is_named(
-    tiny: Tiny, tmp_path: Path, training_alone: None, file: str, kept: int
+def test_the_one_before_a_damaged_checkpoint_is_taken(
+    tiny: Tiny,
+    tmp_path: Path,
+    training_alone: None,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    kept: int,
 ) -> None:
-    tiny.job(tmp_path / "run", "medusa")
-    path = tmp_path / "run" / "checkpoints" / "step-0000012" / file
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(UserError, match=r"step-0000012.*delete that folder"):
-        tiny.job(tmp_path / "run", "medusa")
-    shutil.rmtree(path.parent)
-    tiny.job(tmp_path / "run", "medusa")  # as the message says
+    """In one line that says so, and the run ends as it did; if both are damaged, it is refused."""
+    run = tmp_path / "run"
+    tiny.job(run, "medusa")
+    whole = shutil.copytree(run, tmp_path / "whole")
+
+    def damage(step: str) -> None:
+        path = run / "checkpoints" / step / file
+        path.write_bytes(path.read_bytes()[:kept])
+
+    damage("step-0000012")
+    capsys.readouterr()
+    tiny.job(run, "medusa")
+    said = [x for x in capsys.readouterr().err.splitlines() if "cannot be used" in x]
+    assert len(said) == 1 and "training goes on from step-0000008" in said[0]
+    require_same_run(run, whole)
+    for step in ("step-0000008", "step-0000012"):
+        damage(step)
+    with pytest.raises(UserError, match=r"step-0000012 cannot be used .*no older checkpoint"):
+        tiny.job(run, "medusa")
+    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == [
+        "step-0000008",
+        "step-0000012",
+    ]
 
 
 def test_a_run_config_cut_short_is_an_error_of_one_line(

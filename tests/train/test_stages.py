@@ -17,7 +17,7 @@ from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.target.base import Target
 from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
-from tests.runs import draft
+from tests.runs import as_before, draft
 from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
 from train.data.template import Document
 from train.stages import StageConfig, starting
@@ -144,7 +144,7 @@ def test_a_draft_that_changed_meanwhile_is_told(
     lines = len(records(tmp_path / "run"))
     tiny.job(tmp_path / "run", "medusa", f"drafter.from={best}")  # ended: nothing is trained again
     assert len(records(tmp_path / "run")) == lines
-    card = json.loads((best / "drafter.json").read_text())
+    card = as_before(best / "drafter.json")
     shutil.copy(best / "drafter.json", tmp_path / "kept")
     (best / "drafter.json").write_text(json.dumps(card | {"notes": {}}))
     with pytest.raises(UserError, match="the draft that training starts from changed"):

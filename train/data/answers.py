@@ -4,6 +4,7 @@ them. Logs of rounds are read here too."""
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.drafters import Drafter
 from specdec.errors import UserError, first_line, is_out_of_memory, require, require_within
-from specdec.files import make_folder, read_lines, record, write_whole
-from specdec.progress import console
+from specdec.files import make_folder, record, sealed_lines, write_whole
+from specdec.integrity import Damaged, sealed
+from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.runtime.memory import release
 from specdec.sampling.sampler import Sampler, require_temperature
@@ -58,13 +60,14 @@ class AnswersConfig:
 class Author:
     """A draft that writes answers together with the target: it proposes `gamma` tokens at a time,
     and those that `rule` accepts are kept. With `rule` None the draft writes alone. `folder` keeps
-    these answers. With `rounds`, documents also hold the decoder's rounds, each cut to that many
-    drafted tokens, and documents without a round are left out."""
+    these answers; `key` names the draft's weights. With `rounds`, documents also hold the decoder's
+    rounds, each cut to that many drafted tokens, and documents without a round are left out."""
 
     drafter: Drafter
     gamma: int
     rule: str | None
     folder: Path
+    key: str = ""
     rounds: int | None = None
 
 
@@ -86,10 +89,19 @@ def answered(
     interruptions, or on how many processes share the work. `keep` stores the features that the
     target computes as it answers.
     """
-    folder = make_folder(author.folder if author else Path(cfg.root) / _key(target.parts, cfg))
+    key = _key(target.parts, cfg)
+    folder = make_folder(author.folder if author else Path(cfg.root) / key)
+    key = f"{key} {author.key}" if author else key
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
     ranks = ranks_of(accelerator)
-    known = ranks.first(lambda: set(_read(folder)))
+
+    def read() -> dict[str, dict[str, Any]]:
+        known, damage = _read(folder, key, target.parts.vocab_size, asked)
+        if damage and not known.keys() >= asked.keys():
+            tell(f"{damage}: what they answered and this run needs is answered again")
+        return known
+
+    known = ranks.first(lambda: set(read()))
     alone = author is not None and author.rule is None
     size = cfg.batch
     if not alone and not known >= asked.keys():
@@ -156,13 +168,14 @@ def answered(
         if keep:
             keep.write()
         lines = [
-            json.dumps({"prompt": name} | entry) for name, entry in zip(batch, found, strict=True)
+            json.dumps(sealed({"prompt": name} | entry, key))
+            for name, entry in zip(batch, found, strict=True)
         ]
         write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     depth = author.rounds if author else None
-    return ranks.handed(lambda: _documents(prompts, _read(folder), depth))
+    return ranks.handed(lambda: _documents(prompts, read(), depth, folder))
 
 
 def _fitting(
@@ -184,13 +197,18 @@ def _fitting(
 
 
 def _documents(
-    prompts: Sequence[Prompt], known: Mapping[str, Mapping[str, Any]], depth: int | None
+    prompts: Sequence[Prompt],
+    known: Mapping[str, Mapping[str, Any]],
+    depth: int | None,
+    folder: Path,
 ) -> list[Document]:
-    """The documents of prompts whose answers are known, without those for which there is none."""
+    """The documents of prompts whose answers are known, without those for which there is none.
+    Raises Damaged if a prompt in the folder has lost its answer."""
     found = []
     for prompt in prompts:
-        entry = known[_name(prompt)]
-        document = of_answer(prompt.id, prompt.ids, entry["ids"], entry.get("rounds"), depth)
+        if (kept := known.get(_name(prompt))) is None:
+            raise Damaged(f"{folder} was damaged while this run answered: start it again")
+        document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
         if document is not None:
             found.append(document)
     return found
@@ -265,7 +283,10 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
     )
     others, documents = {prompt.ids.tobytes() for prompt in leave_out}, []
     for file in files:
-        for n, line in enumerate(read_lines(file, ("prompt", "ids", "rounds")), 1):
+        lines, damaged = sealed_lines(file, ("prompt", "ids", "rounds"))
+        if damaged:
+            tell(f"{file}: {damaged} damaged lines are left out")
+        for n, line in enumerate(lines, 1):
             where = f"{file}, record {n}"
             r = record(Logged, line, where)
             require(
@@ -284,8 +305,41 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
     return documents
 
 
-def _read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The answers of all runs and processes in a folder, by the name of the prompt."""
-    files = sorted(folder.glob("*.jsonl"))
-    found = (r for path in files for r in read_lines(path, ("prompt", "ids")))
-    return {r["prompt"]: r for r in found}
+def _read(
+    folder: Path, key: str, vocab: int, asked: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """The answers of all runs and processes in a folder, by the name of the prompt, and a phrase
+    for what is damaged there, if anything is. They were sealed with this `key`, and those that this
+    run `asked` for fit their prompts."""
+    found: dict[str, dict[str, Any]] = {}
+    damaged: dict[str, int] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        entries, count = sealed_lines(path, ("prompt", "ids"), key)
+        sane = [entry for entry in entries if _sane(entry, vocab, asked)]
+        if count := count + len(entries) - len(sane):
+            damaged[path.name] = count
+        found |= {entry["prompt"]: entry for entry in sane}
+    lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
+    return found, f"{folder} has damaged lines ({lines})" if damaged else ""
+
+
+def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:
+    """Whether an answer can have been written for a target with this vocabulary."""
+
+    def tokens(ids: Any) -> bool:
+        return isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
+
+    def end(entry: Mapping[str, Any]) -> float:
+        prompt = asked.get(entry["prompt"])
+        return math.inf if prompt is None else len(prompt) + len(entry["ids"])
+
+    rounds = entry.get("rounds", [])
+    return (
+        isinstance(entry["prompt"], str)
+        and set(entry) <= {"prompt", "ids", "rounds"}
+        and tokens(entry["ids"])
+        and isinstance(rounds, list)
+        and all(isinstance(r, list) and len(r) == 3 and tokens(r[2]) for r in rounds)
+        and all(type(r[0]) is int and type(r[1]) is int for r in rounds)
+        and all(0 < r[0] < end(entry) and 0 <= r[1] <= len(r[2]) for r in rounds)
+    )

@@ -1,18 +1,21 @@
 """The target's features on disk, by document: a `Store` is filled from any source, and `Disk` is
 a source that reads it. A document is looked up by its tokens, so a run finds it whatever its other
-documents are and however it packs them into rows."""
+documents are and however it packs them into rows. Each has a checksum in the header of its file,
+with which it is compared whenever it is read; what is damaged is computed again."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,9 +23,11 @@ from torch.nn.functional import pad
 
 from specdec.context import Context, Needs
 from specdec.decoding.answers import Record
-from specdec.errors import require, require_known
-from specdec.files import make_folder, read_record, write_whole
+from specdec.errors import UserError, first_line, require, require_known
+from specdec.files import make_folder, read_record, require_file, write_json
 from specdec.forcing.teacher import Batch, summarise
+from specdec.integrity import Damaged, of_tensors
+from specdec.progress import tell
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
 from specdec.target.parts import Parts
@@ -41,6 +46,7 @@ from train.features.source import (
 
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
+SUMS = "checksums"  # of the documents in a file, in the metadata of its header, as JSON by name
 
 
 @dataclass
@@ -79,15 +85,18 @@ class Kind:
 
 
 class Store:
-    """Features of documents in a folder, in files of a few hundred documents each. Broken
-    files are ignored. Raises UserError if the folder holds features of another kind."""
+    """Features of documents in a folder, in files of a few hundred documents each. A file that
+    cannot be read is removed. Raises UserError if the folder holds features of another kind."""
 
     def __init__(self, cfg: FeaturesConfig, target: Parts, needs: Needs, sampler: Sampler) -> None:
         of_target = target.fingerprint(), str(target.dtype)
         self.kind = Kind(*of_target, needs.layers, sampler, target.width)
-        key = hashlib.blake2b(json.dumps(asdict(self.kind)).encode(), digest_size=8).hexdigest()
-        self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / key
+        plain = json.dumps(asdict(self.kind)).encode()
+        self.key = hashlib.blake2b(plain, digest_size=8).hexdigest()
+        self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
         self._files: dict[str, Path] = {}  # by the name of a document
+        self._parts: dict[str, list[str]] = {}  # likewise, the names of its tensors
+        self._sums: dict[str, str] = {}  # likewise; an earlier version wrote none
         self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
         self._decoded: dict[str, Features] = {}  # not written yet
         self._require_kind()
@@ -96,14 +105,28 @@ class Store:
     def refresh(self) -> None:
         """Find the documents that other processes have stored."""
         self._open.cache_clear()
-        self._files.clear()
+        for known in (self._files, self._parts, self._sums):
+            known.clear()
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
+                require_file(path)
                 with safe_open(path, framework="pt") as file:
-                    names = {name.split(".")[0] for name in file.keys()}  # noqa: SIM118
-            except (OSError, SafetensorError):
+                    parts: dict[str, list[str]] = {}
+                    for tensor in file.keys():  # noqa: SIM118
+                        name, _, part = tensor.partition(".")
+                        parts.setdefault(name, []).append(part)
+                    sums = _sums_of(file)
+            except (UserError, OSError, SafetensorError, ValueError) as error:
+                tell(
+                    f"{path} is damaged ({first_line(error)}): it is removed, and its documents "
+                    "are computed again where they are needed"
+                )
+                path.unlink(missing_ok=True)
                 continue
-            self._files |= dict.fromkeys(names, path)
+            self._files |= dict.fromkeys(parts, path)
+            self._parts |= parts
+            if sums is not None:
+                self._sums |= {name: sums.get(name, "none") for name in parts}
 
     def missing(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with documents that are not stored yet, reduced to those documents."""
@@ -111,8 +134,7 @@ class Store:
         for row in rows:
             unknown = [np.r_[x] for x in documents(row) if not self._has(row, x)]
             if unknown:
-                at = np.concatenate(unknown)
-                left.append(Row(**{n: x[at] for n, x in vars(row).items() if x is not None}))
+                left.append(part_of(row, np.concatenate(unknown)))
         return left
 
     def _has(self, row: Row, x: slice) -> bool:
@@ -178,29 +200,88 @@ class Store:
             f"{self.folder} is {megabytes(short)} short of that: give features.cache=online, "
             "or another features.root",
         )
-        write_whole(self.folder / "meta.json", json.dumps(asdict(self.kind), indent=1))
+        write_json(self.folder / "meta.json", asdict(self.kind))
 
     def _add(self, found: Mapping[str, Features]) -> None:
         """Write the features of documents, which are given by name, as one file."""
         tensors = {f"{n}.{part}": x for n, f in found.items() for part, x in f.items()}
+        sums = {n: of_tensors(f, self._context(n)) for n, f in found.items()}
         name = hashlib.blake2b("".join(sorted(found)).encode(), digest_size=12).hexdigest()
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(f".partial-{uuid4().hex}")
-        save_file(tensors, partial)
+        save_file(tensors, partial, metadata={SUMS: json.dumps(sums, sort_keys=True)})
         partial.rename(path)
         self._open.cache_clear()  # it may hold the file that was replaced
         self._files |= dict.fromkeys(found, path)
+        self._parts |= {n: list(f) for n, f in found.items()}
+        self._sums |= sums
 
     def read(self, row: Row, x: slice) -> Features:
-        """The features of the document at `x` in a row. Raises KeyError if they are not stored."""
-        found = self._tensors(name_of(row.ids[x]), PARTS if self.kind.layers else PARTS[:-1])
+        """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
+        not as they were written."""
+        found = self._document(
+            name_of(row.ids[x]), PARTS if self.kind.layers else PARTS[:-1], (x.stop - x.start,)
+        )
         if row.rounds is not None:
-            found |= self._tensors(name_of_rounds(row, x), [AFTER + n for n in PARTS[:-1]])
+            size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
+            parts = [AFTER + n for n in PARTS[:-1]]
+            found |= self._document(name_of_rounds(row, x), parts, size)
         return found
 
-    def _tensors(self, name: str, parts: Sequence[str]) -> Features:
-        file = self._open(self._files[name])
-        return {part: file.get_tensor(f"{name}.{part}") for part in parts}
+    def discard(self, row: Row, x: slice) -> None:
+        """Remove the file with the damaged document at `x` in a row. The sound documents in it are
+        written again."""
+        names = [name_of(row.ids[x])]
+        names += [name_of_rounds(row, x)] if row.rounds is not None else []
+        for path in {self._files.pop(name) for name in names if name in self._files}:
+            beside = [name for name, other in self._files.items() if other == path]
+            sound: dict[str, Features] = {}
+            for name in beside:
+                del self._files[name]
+                try:
+                    sound[name] = self._sound(path, name)
+                except Damaged:
+                    continue
+            self._open.cache_clear()
+            if sound:
+                self._add(sound)
+            path.unlink(missing_ok=True)
+
+    def _document(self, name: str, parts: Sequence[str], size: tuple[int, ...]) -> Features:
+        """The parts of a document, which begin with these sizes. Raises Damaged."""
+        if name not in self._files:
+            raise Damaged(f"{self.folder} lacks a document's features")
+        path = self._files[name]
+        found = self._sound(path, name)
+        states = {"final": self.kind.width, "layers": self.kind.width * len(self.kind.layers)}
+        for part in parts:
+            width = [states[p] for p in [part.removeprefix(AFTER)] if p in states]
+            wanted = [*size, *width]
+            fits = part in found and list(found[part].shape) == wanted
+            kind = str(found[part].dtype) if fits else ""
+            if not fits or (width and kind != self.kind.dtype):
+                raise Damaged(f"{path} is damaged: {name}.{part} is not as it was written")
+        return {part: found[part] for part in parts}
+
+    def _sound(self, path: Path, name: str) -> Features:
+        """All parts of a document in a file. Raises Damaged unless they fit its checksum or, in a
+        file of an earlier version, are finite."""
+        try:
+            file, begins = self._open(path), f"{name}."
+            found = {n: file.get_tensor(begins + n) for n in self._parts[name]}
+        except (OSError, SafetensorError) as error:
+            raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
+        if (known_sum := self._sums.get(name)) is not None:
+            sound = known_sum == of_tensors(found, self._context(name))
+        else:
+            sound = all(x.isfinite().all() for n, x in found.items() if "threshold" not in n)
+        if not sound:
+            raise Damaged(f"{path} is damaged (the checksum of a document differs)")
+        return found
+
+    def _context(self, name: str) -> str:
+        """What a document's features belong to, for its checksum."""
+        return f"{self.key} {name}"
 
     def _require_kind(self) -> None:
         path = self.folder / "meta.json"
@@ -215,16 +296,51 @@ class Store:
 
 
 class Disk:
-    """Rows whose documents are all stored."""
+    """Rows whose documents are all stored. A document whose features are damaged goes to `again`,
+    in a row of its own, which must store them anew."""
 
     def __init__(
-        self, store: Store, needs: Needs, rows: Sequence[Row], device: torch.device
+        self,
+        store: Store,
+        needs: Needs,
+        rows: Sequence[Row],
+        device: torch.device,
+        again: Callable[[Row], None] | None = None,
     ) -> None:
         self.store, self.needs, self.rows, self.device = store, needs, rows, device
+        self._again = again
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]
-        return assembled(rows, self.device, self.needs, self.store.read)
+        return assembled(rows, self.device, self.needs, self._document)
+
+    def _document(self, row: Row, x: slice) -> Features:
+        try:
+            return self.store.read(row, x)
+        except Damaged as error:
+            if self._again is None:
+                raise
+            tell(f"{error}: what is damaged is computed again")
+        self.store.discard(row, x)
+        self._again(part_of(row, np.r_[x]))
+        return self.store.read(row, x)
+
+
+def part_of(row: Row, at: NDArray[np.int_]) -> Row:
+    """A row of the tokens at these places of another."""
+    return Row(**{n: x[at] for n, x in vars(row).items() if x is not None})
+
+
+def _sums_of(file: Any) -> dict[str, str] | None:
+    """The checksums in a file's header; None if an earlier version wrote it. Raises ValueError if
+    they are damaged."""
+    kept = file.metadata()
+    if kept is None:
+        return None
+    sums = json.loads(kept.get(SUMS, ""))
+    if not isinstance(sums, dict):
+        raise ValueError("its header holds no checksums")
+    return sums
 
 
 def megabytes(count: int) -> str:

@@ -1,0 +1,73 @@
+"""Whether what is read is what was written: checksums of what a run keeps.
+
+An object in JSON carries its own under the key `checksum`; that of tensors stands in an object, or
+in the header of their file. A checksum also covers a `context`, such as what the values were
+computed from, which is not written beside it: so a file that was moved to another place does not
+fit there. It is meant to find damage, mistakes and edits, not to resist whoever forges it, too.
+
+What has no checksum was written by an earlier version, and is taken as it is. The hash is xxh3,
+which is faster than memory is read by most programs (some 10 GB/s on one core).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from specdec.errors import UserError
+
+KEY = "checksum"
+CHUNK = 2**20  # bytes that are read at a time
+
+
+class Damaged(UserError):
+    """What is on the disk is not what was written there."""
+
+
+def of_value(value: Any, context: str = "") -> str:
+    """The checksum of a value as it reads back from JSON, whatever its layout there."""
+    return _of_json(json.loads(json.dumps(value)), context)
+
+
+def of_tensors(tensors: Mapping[str, Tensor], context: str = "") -> str:
+    """The checksum of tensors: of their names, types, shapes and bytes."""
+    digest = xxh3_128(context.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        digest.update(f"\n{name} {x.dtype} {list(x.shape)}\n".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """The checksum of a file's bytes."""
+    digest = xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(CHUNK):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def sealed(value: Mapping[str, Any], context: str = "") -> dict[str, Any]:
+    """An object with its checksum."""
+    return {**value, KEY: of_value(value, context)}
+
+
+def unsealed(value: Any, context: str = "", where: object = "") -> Any:
+    """An object as it was before it was `sealed`; any other value as it is. Raises Damaged,
+    beginning with `where`, if it is not what was sealed."""
+    if not isinstance(value, dict) or KEY not in value:
+        return value
+    rest = {key: x for key, x in value.items() if key != KEY}
+    if value[KEY] != _of_json(rest, context):
+        raise Damaged(f"{where} is damaged, was edited, or was moved here (its checksum differs)")
+    return rest
+
+
+def _of_json(value: Any, context: str) -> str:
+    """The checksum of a value that was read from JSON, where keys are text and lists are lists."""
+    return xxh3_128(f"{context}\n{json.dumps(value, sort_keys=True)}".encode()).hexdigest()
