@@ -301,6 +301,9 @@ def _copied(func: Any, into: Tensor, source: Tensor, non_blocking: bool = False)
 # ---- randomness ----
 
 
+_devices: dict[int, torch.device] = {}  # of all generators, by their address
+
+
 class Generator(CpuGenerator):
     """A generator that remembers its device, as CUDA's do."""
 
@@ -309,6 +312,7 @@ class Generator(CpuGenerator):
     def __new__(cls, device: Any = "cpu") -> Any:
         generator = super().__new__(cls, device="cpu")
         generator.where = at(device) if on(device) else torch.device(device)
+        _devices[generator._cdata] = generator.where
         return generator
 
     @property
@@ -317,7 +321,8 @@ class Generator(CpuGenerator):
 
 
 def device_of(generator: Any) -> torch.device:
-    return getattr(generator, "where", torch.device("cpu"))
+    """Its device, also where torch has wrapped it anew on its way through C++."""
+    return getattr(generator, "where", _devices.get(generator._cdata, CPU))
 
 
 def require_generator(generator: Any, device: torch.device) -> None:

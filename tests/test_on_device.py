@@ -22,7 +22,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.target.base import Target
 from tests.device import DEVICE
-from tests.drafters.families import make_drafter, make_target, text
+from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.pretend import NAME, counted, module
 from tests.tiny import Tiny, batch_of
 from train.processes import accelerator_of
@@ -77,6 +77,22 @@ def test_an_estimate_of_acceptance_is_trained_under_autocast() -> None:
     assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
     loss.sum().backward()  # ∂/∂c = (c - β) / (c (1 - c)) with β = ½ + ¼
     assert half.grad is not None and half.grad.item() == pytest.approx(-1, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_every_family_trains_and_decodes_on_a_device(target: Target, name: str) -> None:
+    """Greedily, it decodes what the target does alone."""
+    drafter, prompt = make_drafter(name, target), text(1)[0].tolist()
+    if drafter.trains(drafter.config):
+        ids, mask = text(0, 20)[0].tolist(), [False] * 4 + [True] * 16
+        batch = batch_of(target, drafter.needs, Sampler(1.0), [ids], [mask])
+        loss, _ = TeacherForcing(drafter, target, Sampler(1.0))(batch)
+        loss.backward()
+    (plain,) = decode(target, [prompt], max_new_tokens=5, eos=())
+    for sampler in (Sampler(0.0), Sampler(1.0)):
+        ends = {"max_new_tokens": 5, "eos": (), "sampler": sampler}
+        (made,) = decode(target, [prompt], drafter=drafter, **ends)
+        assert made.ids == plain.ids or not sampler.greedy
 
 
 # --- waiting -------------------------------------------------------------------------------------

@@ -113,6 +113,12 @@ def test_the_device_has_its_own_random_state() -> None:
     assert torch.equal(F.dropout(on(0, 50)), one)
 
 
+def test_a_generator_of_the_device_is_known_within_operators() -> None:
+    one, two = (torch.Generator(NAME).manual_seed(3) for _ in range(2))
+    drawn = [torch.empty(4, device=NAME).exponential_(generator=g) for g in (one, two)]
+    assert torch.equal(*drawn)
+
+
 def test_waits_are_counted() -> None:
     x = on()
     with counted() as waits:
