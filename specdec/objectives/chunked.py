@@ -58,12 +58,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         scale = grad_outputs[0]
         if scale.device.type != "cpu":  # in place: to ask whether it is 1 would make the host wait
-            return (
-                None,
-                None,
-                None,
-                *(None if g is None else g.mul_(scale) for g in ctx.saved_tensors),
-            )
+            scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
+            return None, None, None, *scaled
         if scale == 1:  # a chunk within a chunk: do not copy the largest tensor
             return None, None, None, *ctx.saved_tensors
         return None, None, None, *(None if g is None else g * scale for g in ctx.saved_tensors)

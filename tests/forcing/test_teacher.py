@@ -19,6 +19,7 @@ from specdec.objectives import chunked
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.target.base import Target
+from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.tiny import batch_of
 
@@ -330,7 +331,8 @@ def test_chunks_within_chunks_equal_everything_at_once(
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     torch.testing.assert_close(statistics[:, 1:], columns, rtol=1e-5, atol=1e-5)
     assert (statistics[:, 2:4] > 0).all()
-    assert (statistics[:, 4] > 0).any() or name != "eagle3"  # the others never agree greedily
+    if name == "eagle3" and DEVICE.type == "cpu":  # with other draws, drafts never agree greedily
+        assert (statistics[:, 4] > 0).any()
     for got, gradient in zip(torch.autograd.grad(loss, trained), gradients, strict=True):
         scale = float(gradient.abs().max())
         torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-4 * scale)
