@@ -158,6 +158,7 @@ def test_disco_from_records_to_disk_and_back(tmp_path: Path) -> None:
         (lambda text: edited(text, features=["a"] * 5), "its features"),
         (lambda text: edited(text, other=1), "unknown key 'other'"),
         (lambda text: edited(text, drop="bias"), "the key 'bias' is missing"),
+        (lambda text: text.replace("0.", "1."), "its checksum differs"),
     ],
 )
 def test_a_damaged_classifier_is_told(
@@ -175,5 +176,6 @@ def test_a_damaged_classifier_is_told(
 
 def edited(text: str, drop: str = "", **changes: object) -> str:
     found = json.loads(text) | changes
-    found.pop(drop, None)
+    for name in (drop, "checksum"):  # with a checksum, any edit is told as such
+        found.pop(name, None)
     return json.dumps(found)
