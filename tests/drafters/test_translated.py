@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/drafters/test_translated.py
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
 from specdec.target.loading import TargetConfig, load_target
 from tests.laws import law
+from tests.runs import as_before
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
 
 TEXT = "the old man and the sea. a cat by the door. we walk home by night. why not? " * 3
@@ -421,8 +423,8 @@ def test_mistakes_are_told_in_one_line(folders: dict[str, Path], tmp_path: Path)
     other = save(tmp_path / "letters", "letters", 7)
     checkpoint.save(tmp_path / "draft", make(target, other, "tli"), target)
     save(tmp_path / "moved", "letters", 8)
-    card = (tmp_path / "draft" / checkpoint.CARD).read_text()
-    moved = card.replace(str(other), str(tmp_path / "moved"))
-    (tmp_path / "draft" / checkpoint.CARD).write_text(moved)
+    card = tmp_path / "draft" / checkpoint.CARD
+    moved = json.dumps(as_before(card)).replace(str(other), str(tmp_path / "moved"))
+    card.write_text(moved)
     with pytest.raises(UserError, match="other weights"):
         checkpoint.load(tmp_path / "draft", target)
