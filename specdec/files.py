@@ -50,7 +50,7 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     replaced, and for a file of the user's whose name a new one has."""
     require_elsewhere(folder)
     folder = folder.resolve()
-    _clear(folder)
+    recover(folder)
     partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
     make_folder(partial)
     mode = partial.stat().st_mode & 0o666  # a new folder shows the umask without setting it
@@ -80,7 +80,7 @@ def require_elsewhere(folder: Path) -> None:
     )
 
 
-def _clear(folder: Path) -> None:
+def recover(folder: Path) -> None:
     """Remove what a killed program left of `replaced(folder)`; a folder that it had already moved
     out of the way is moved back."""
     left = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.(partial|old)")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.context import Moment
 from specdec.errors import UserError, require, require_known, require_within
+from specdec.files import recover
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.measure.results import Training
@@ -232,6 +233,9 @@ def _require_best(job: "Job", state: State, ended: bool) -> None:
     if state.best is None:
         return
     best = job.folder / "best"
+    recover(best)
+    if not ended and not best.exists():  # a kill between two renames; it is written again
+        return
     try:
         notes = drafts.require_whole(best).notes
         theirs = notes.get("run", job.identity)
