@@ -68,11 +68,20 @@ def require_exportable(config: Any, target: Parts, layout: str) -> None:
     """Raise UserError if no draft with this config could be exported for this target, whatever its
     weights turn out to be. Nothing is computed, so this can be asked before training."""
     chosen = layout_of(config.name, layout)
+    _require_causal(target)
     if chosen.refuse is not None:
         kind = family(config.name)
         with torch.device("meta"):
             drafter = kind(config, kind.plan(config, target))
         chosen.refuse(drafter, target)
+
+
+def _require_causal(target: Parts) -> None:
+    """Raise UserError for an encoder-decoder: the formats are those of drafts for one text."""
+    require(
+        not target.model.config.is_encoder_decoder,
+        f"{target.title} is an encoder-decoder: no engine loads a draft for it; give export=null",
+    )
 
 
 def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "hf") -> str:
@@ -83,6 +92,7 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
     folder, name = Path(folder), drafter.config.name
     chosen = layout_of(name, layout)
     require_free(folder)
+    _require_causal(target)
     if chosen.refuse is not None:
         chosen.refuse(drafter, target)
     tensors = chosen.write(drafter, untied(drafter.state_dict()))

@@ -33,6 +33,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.target.base import Target
 from specdec.target.loading import TargetOnDemand, load_target
 from tests.runs import as_before
+from tests.target.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train import loop, pipeline
 from train.data import answers
@@ -212,6 +213,17 @@ def test_what_an_export_refuses_is_told_before_any_text_is_read(
         tiny.job(tmp_path / "run", "mtp", "drafter.modules=2")
     with pytest.raises(Read):
         tiny.job(tmp_path / "run", "mtp", "drafter.modules=2", "export=null")
+
+
+def test_drafts_for_encoder_decoders_are_not_exported(tmp_path: Path) -> None:
+    """This is told before any text is read: a draft's logits need a decoder's start token."""
+    target = make_seq2seq("t5")
+    kind = DRAFTERS["medusa"]
+    with pytest.raises(UserError, match=r"encoder-decoder: no engine .* export=null"):
+        export.require_exportable(kind.Config(), target, "hf")
+    with pytest.raises(UserError, match=r"encoder-decoder: no engine .* export=null"):
+        export.write(tmp_path / "out", kind.build(kind.Config(), target), target)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_replaces_nothing_but_an_export(target: Target, tmp_path: Path) -> None:
