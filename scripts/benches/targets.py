@@ -1,0 +1,524 @@
+"""Every architecture that transformers makes as a target: which are read, decoded, trained for and
+exported, and which are refused in one line."""
+
+import copy
+import datetime
+import gc
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+from benches import tiny
+from benches.tiny import Tiny
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from matplotlib.figure import Figure
+
+import train
+from specdec.decoding.decode import decode
+from specdec.drafters import DRAFTERS, Drafter
+from specdec.errors import UserError, first_line, nearest, require
+from specdec.files import read_lines
+from specdec.formats import draft as drafts
+from specdec.formats import export
+from specdec.progress import console
+from specdec.sampling.trees import Chain, Static
+from specdec.target.base import Target
+from specdec.target.loading import TargetConfig, load_target
+from specdec.target.seq2seq import Seq2SeqTarget
+from train import pipeline
+from train.config import Config, quoted, register, resolve
+from train.job import Job
+from train.texts import Texts
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "targets.md"
+COMMAND = "scripts/bench targets"
+NEW = 24  # tokens of an answer that are compared with transformers' own
+TREE = Static([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
+VERDICTS = (
+    "read, and every drafter trained and exported",
+    "read, and some drafters refused",
+    "refused when loaded",
+    "not made by transformers",
+    "with a fault",
+)
+OK, REFUSED, NONE, FAULT = "ok", "refused", "not made", "FAULT"
+# a run of two steps in float32
+RUN = (
+    *("target=model", "target.path=TARGET", "target.dtype=float32", "target.device=cpu"),
+    *("data=conversations", "data.path=TEXTS", "data.answers=data", "data.max_length=128"),
+    *("data.max_prompt=64", "data.held_out=0.2", "budget.minutes=null", "track=none"),
+    *("loop.rows=1", "loop.max_tokens=200", "loop.epochs=1", "loop.log_every=1"),
+    *("decode.prompts=1", "decode.max_new_tokens=4", "decode.fastest=false", "also=null"),
+)
+# settings that fit tiny targets, of families that have them
+SMALL = {"depth": 2, "draft_vocab": 96, "group": 8, "window": 6}
+# settings that make another network, or train other weights
+OTHER = {
+    "lora": ["drafter.lora.rank=4"],
+    "adapter": ["drafter.adapter.rank=4"],
+    "source": ["drafter.source=random"],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one step with one target. `step` is load, decode, or the drafter that was
+    trained, with the settings that matter; `detail` is the reason, in one line."""
+
+    step: str
+    state: str
+    detail: str = ""
+
+
+END = Outcome("end", OK)
+
+
+def targets(
+    *,
+    only: Annotated[Sequence[str], "architectures; the page is then not written"] = (),
+    families: Annotated[Sequence[str], "default: all that are trained"] = (),
+    processes: Annotated[int, "architectures at a time"] = 2,
+    seconds: Annotated[int, "the most that an architecture may take"] = 240,
+    keep: Annotated[
+        Path | None, "a folder for targets, runs and logs, from which a later call continues"
+    ] = None,
+) -> None:
+    """Every architecture as a target, from a tiny random model of it; writes docs/targets.md.
+
+    Each is loaded as a user's target is, decoded with chains and trees, whose greedy tokens must be
+    transformers' own, and trained for: every family does a whole run of two steps, from the texts
+    to the measurement and the export. Other outcomes than success or one clear line before training
+    are faults, and the exit code is then 1. Takes some 20 minutes on 2 cores.
+    """
+    known = {arch.name: arch for arch in tiny.architectures()}
+    for name in only:
+        require(name in known, f"--only {name!r} is unknown{nearest(name, known)}")
+    for name in families:
+        require(name in DRAFTERS, f"--families {name!r} is unknown{nearest(name, DRAFTERS)}")
+    chosen = [arch for arch in known.values() if not only or arch.name in only]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(keep or scratch)
+        found = dict[str, list[Outcome]]()
+        started = time.monotonic()
+        for arch, outcomes in each(chosen, configured(families), folder, processes, seconds):
+            found[arch.name] = outcomes
+            faults = [o for o in outcomes if o.state == FAULT]
+            said = "; ".join(f"{o.step}: {o.state}: {o.detail}" for o in faults) or summary(
+                outcomes
+            )
+            console.print(f"{len(found)} of {len(chosen)} {arch.name}: {said}", markup=False)
+    text = page([(arch, found[arch.name]) for arch in chosen], time.monotonic() - started)
+    if only or families:
+        console.print(text, markup=False)
+    else:
+        PAGE.write_text(text)
+        console.print(f"written: {PAGE}")
+    if any(o.state == FAULT for outcomes in found.values() for o in outcomes):
+        sys.exit(1)
+
+
+def each(
+    chosen: Sequence[Tiny], runs: dict[str, Config], folder: Path, processes: int, seconds: int
+) -> Iterator[tuple[Tiny, list[Outcome]]]:
+    """The outcomes of each architecture, as they come. Each runs in a process of its own, forked
+    from this one, which has imported everything: a crash or a hang is an outcome too. Those that
+    `folder` holds already are not made again, unless one is a fault."""
+    gc.freeze()  # what is imported is not looked through again in every process
+    fork, waiting, running = get_context("fork"), list(chosen), dict[Any, tuple[Tiny, Any, float]]()
+    while waiting or running:
+        while waiting and len(running) < processes:
+            arch = waiting.pop(0)
+            before = written(folder / slug(arch.name))
+            if before and before[-1] == END and all(o.state != FAULT for o in before):
+                yield arch, before[:-1]
+                continue
+            process = fork.Process(target=alone, args=(arch, runs, folder / slug(arch.name)))
+            process.start()
+            running[process.sentinel] = arch, process, time.monotonic() + seconds
+        connection.wait(list(running), timeout=1)
+        for sentinel, (arch, process, until) in list(running.items()):
+            late = time.monotonic() > until
+            if process.is_alive() and not late:
+                continue
+            if late:
+                process.kill()
+            process.join()
+            del running[sentinel]
+            outcomes = written(folder / slug(arch.name))
+            if outcomes and outcomes[-1] == END:
+                outcomes.pop()
+            if late or process.exitcode:
+                how = f"no end after {seconds} s" if late else f"exit code {process.exitcode}"
+                outcomes.append(Outcome("process", FAULT, how))
+            yield arch, outcomes
+
+
+def written(folder: Path) -> list[Outcome]:
+    """The outcomes that `alone` has written so far."""
+    file = folder / "outcomes.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [Outcome(**json.loads(line)) for line in lines]
+
+
+def slug(name: str) -> str:
+    return re.sub(r"\W+", "-", name)
+
+
+def alone(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
+    """Write the outcomes of one architecture to a file in `folder`, and all that is printed to
+    another. This process does nothing else, so it may change what is global."""
+    torch.set_num_threads(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    Figure.savefig = lambda _, path: Path(path).touch()  # type: ignore[assignment,misc]
+    with open(folder / "outcomes.jsonl", "w") as file:
+        for outcome in chain(outcomes_of(arch, runs, folder), [END]):
+            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.flush()
+
+
+def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[Outcome]:
+    """All that a user may do with a target of one architecture, in turn."""
+    steps = Steps()
+    with steps.step("made", refuses=Exception) as made:
+        tiny.save(arch, folder / "target")
+        made.value = theirs = transformers_model(arch, folder / "target")
+    if made.value is None:
+        yield replace(steps.outcome, state=NONE)
+        return
+    cfg = TargetConfig(str(folder / "target"), "float32", "cpu", cache=str(folder / "targets"))
+    with steps.step("load") as loaded:
+        loaded.value = target = load_target(cfg)
+    yield steps.outcome
+    if loaded.value is None:
+        return
+    with steps.step("decode"):
+        decoded(target, theirs)
+    yield steps.outcome
+    data = folder / "texts.jsonl"
+    text = tiny.conversations if arch.decoder else tiny.pairs
+    data.write_text("".join(f"{line}\n" for line in text(10)))
+    for n, (label, run) in enumerate(runs.items()):
+        cfg = placed(run, arch, folder, data)
+        with steps.step(label) as built:
+            built.value = drawn(target, cfg)
+        if built.value is None:
+            yield steps.outcome
+            continue
+        where = folder / "runs" / slug(label)
+        with steps.step(label, lambda where=where: begun(where)):
+            trained_for(target, cfg, where, whole=n == 0)
+        yield steps.outcome
+
+
+class Steps:
+    """Steps whose errors become outcomes. `outcome` is that of the last step."""
+
+    outcome: Outcome
+
+    @contextmanager
+    def step(
+        self,
+        name: str,
+        late: Callable[[], bool] = lambda: False,
+        refuses: type[Exception] = UserError,
+    ) -> Iterator[Any]:
+        """An error of type `refuses` is a refusal, unless it is `late`; any other is a fault."""
+
+        class Value:
+            value: Any = None
+
+        said, state = "", OK
+        try:
+            yield Value()
+        except refuses as error:
+            state = FAULT if late() else REFUSED
+            said = f"{'after training: ' * late()}{' '.join(str(error).split())}"
+            if not isinstance(error, UserError):
+                said = f"{type(error).__name__}: {first_line(error)}"
+        except Exception as error:
+            state, said = FAULT, f"{type(error).__name__}: {first_line(error)}"
+        if state != OK:
+            traceback.print_exc()
+        self.outcome = Outcome(name, state, said[:400])
+
+
+def transformers_model(arch: Tiny, folder: Path) -> Any:
+    """The target as transformers loads it, with its own attention."""
+    auto: Any = transformers.AutoModelForCausalLM
+    if not arch.decoder:
+        auto = transformers.AutoModelForSeq2SeqLM
+    model = auto.from_pretrained(folder).eval()
+    ids = torch.arange(5, 20)[None]
+    more = {} if arch.decoder else {"decoder_input_ids": ids}
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False, **more).logits
+    assert logits.isfinite().all(), "its logits are not finite"
+    return model
+
+
+def decoded(target: Target, theirs: Any) -> None:
+    """Decode two prompts of unequal length: plainly, with chains, and with trees. Raises an
+    AssertionError where the greedy tokens are not those of transformers' own `generate`."""
+    texts = [list(range(20, 41)), list(range(60, 73))]
+    prompts, expected = [], []
+    for ids in texts:
+        prompts.append(target.begun(ids) if isinstance(target, Seq2SeqTarget) else ids)
+        given = torch.tensor([ids])
+        full = theirs.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=0,
+            eos_token_id=None,
+            forced_eos_token_id=None,
+            forced_bos_token_id=None,
+        )
+        expected.append(full[0, -NEW:].tolist())
+    counting = [
+        kind
+        for kind in DRAFTERS.values()
+        if not kind.trainable and not kind.copies and kind.fit is not Drafter.fit
+    ][-1]
+    drafter = counting.build(counting.Config(depth=3), target)
+    learnt = [*prompts[0], *expected[0]], [*prompts[1], *expected[1][::2], *prompts[0]]
+    drafter.fit(learnt, [[True] * len(ids) for ids in learnt])
+    for how, draft, shape in (
+        ("plainly", None, None),
+        ("with chains", drafter, Chain(3)),
+        ("with trees", drafter, TREE),
+    ):
+        made = decode(target, prompts, max_new_tokens=NEW, drafter=draft, shape=shape, eos=())
+        for answer, ids in zip(made, expected, strict=True):
+            where = next((n for n, (a, b) in enumerate(zip(answer.ids, ids)) if a != b), None)
+            assert answer.ids == ids, f"decoded {how}, token {where} is not transformers' own"
+
+
+def configured(families: Sequence[str]) -> dict[str, Config]:
+    """A small run of each family that is trained, and of each in which `OTHER` makes another
+    network, by what distinguishes it."""
+    found = {}
+    for name in families or DRAFTERS:
+        config = DRAFTERS[name].Config()
+        for more in ([], *(x for key, x in OTHER.items() if hasattr(config, key))):
+            run = composed([*RUN, f"drafter={name}", *small(config), *more])
+            if run.trains:
+                found[" ".join([name, *(x.removeprefix("drafter.") for x in more)])] = run
+    return found
+
+
+def small(config: Any) -> list[str]:
+    """The overrides of `SMALL` for the settings that a family has."""
+    return [f"drafter.{key}={value}" for key, value in SMALL.items() if hasattr(config, key)]
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The configuration that the command line of train.py gives."""
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return resolve(compose("config", quoted(overrides)))
+
+
+def placed(run: Config, arch: Tiny, folder: Path, data: Path) -> Config:
+    """A run with the target, the texts and the caches of one architecture."""
+    target = replace(run.target, path=str(folder / "target"), cache=str(folder / "targets"))
+    texts = replace(run.data, path=str(data))
+    if not arch.decoder:
+        texts = replace(texts, format="pairs", pair=["source", "target"])
+    features = replace(run.features, root=str(folder / "features"))
+    export = run.export if arch.decoder else None  # no engine loads a draft for the others
+    places = {"target": target, "data": texts, "features": features}
+    return replace(copy.deepcopy(run), **places, export=export)
+
+
+def drawn(target: Target, cfg: Config) -> bool:
+    """Build a family's drafter from every start. Raises an AssertionError if this changes anything
+    of the target, or if a weight is not finite."""
+    kind, before = DRAFTERS[cfg.drafter.name], state_of(target)
+    for start in kind.starts if hasattr(cfg.drafter, "start") else [None]:
+        config = cfg.drafter if start is None else replace(cfg.drafter, start=start)
+        drafter = kind.build(config, target)
+        bad = [name for name, x in drafter.named_parameters() if not x.isfinite().all()]
+        assert not bad, f"from start={start}, weights of {bad[0]} are not finite"
+        assert state_of(target) == before, f"start={start} changed the target or its configuration"
+    return True
+
+
+def state_of(target: Target) -> tuple[Any, ...]:
+    """All of a target that building a draft must leave as it was."""
+    config = target.model.config
+    return (
+        copy.deepcopy(config.to_dict()),
+        copy.deepcopy(target.config.to_dict()),
+        config._attn_implementation,
+        target.checksum(),
+        target.model.training,
+    )
+
+
+def begun(run: Path) -> bool:
+    """Whether a run has trained."""
+    return (run / "metrics.jsonl").exists() and bool(read_lines(run / "metrics.jsonl", ["train"]))
+
+
+def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
+    """Do a run, and export its draft in every layout of its family. Unless the run is to be
+    `whole`, it is not measured, which takes longer than all else, but only decoded with."""
+    pipeline._finish = measured if whole else finished
+    train.run(cfg, run)
+    assert begun(run), "the run ended without a training step"
+    layouts = export.layout_names(cfg.drafter.name) if cfg.export else []
+    for layout in (name for name in layouts if name != cfg.export):
+        drafter, adapted = drafts.load_pair(run / "best", target)
+        export.write(run / layout, drafter, adapted, layout)
+
+
+measured = pipeline._finish
+
+
+def finished(job: Job, texts: Texts, training: Any) -> None:
+    """The end of a run without its measurement: decode with the trained draft, and export it."""
+    drafter, target = drafts.load_pair(job.folder / "best", job.target.whole())
+    prompts = [texts.prompts[0].ids.tolist()]
+    plain, drafted = (
+        decode(target, prompts, max_new_tokens=8, drafter=draft, eos=())[0].ids
+        for draft in (None, drafter)
+    )
+    assert plain == drafted, "decoding with the trained draft changes the greedy tokens"
+    if job.cfg.export is not None and export.layout_names(job.cfg.drafter.name):
+        export.write(job.folder / "export", drafter, target, job.cfg.export)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """How many steps had which outcome, and why a target was refused."""
+    if len(outcomes) == 1:
+        return f"{outcomes[0].state}: {outcomes[0].detail}"
+    states = Counter(o.state for o in outcomes)
+    return ", ".join(f"{count} {state}" for state, count in states.items())
+
+
+def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
+    """The matrix in Markdown."""
+    read = {arch: x for arch, x in found if len(x) > 1}
+    alike = refused_by_kind(read)
+    counts = Counter(verdict(arch, x, alike) for arch, x in found)
+    rows = [
+        [arch.name, arch.title, str(sum(o.state == OK for o in x[2:])), refusals(arch, x, alike)]
+        for arch, x in read.items()
+    ]
+    lines = [
+        "# Targets",
+        "",
+        f"Every architecture that transformers {transformers.__version__} makes a causal language "
+        "model or a text-to-text encoder-decoder of, as a tiny random model (float32, torch "
+        f"{torch.__version__}). Each was loaded as a user's target is; decoded greedily, plainly, "
+        "with chains and with trees, token for token as transformers' own `generate`; and trained "
+        "for by every family: two steps of a whole run, the draft saved, loaded, decoded with and "
+        "(for causal models) exported in each layout, where transformers' own layers, built from "
+        "the exported files alone, gave the same logits. A refusal is one line before training.",
+        "",
+        f"`{COMMAND}`, {datetime.date.today():%d %B %Y}, {seconds / 60:.0f} minutes.",
+        "",
+        "| outcome | architectures |",
+        "| --- | --- |",
+        *(f"| {what} | {counts[what]} |" for what in VERDICTS),
+        "",
+        "## Read and trained for",
+        "",
+        "The third column counts the drafters that were trained and exported, the last names those "
+        "that were refused; the reasons are below.",
+        "",
+        *(
+            f"For {kind}, always refused: {', '.join(sorted(names))}."
+            for kind, names in alike.items()
+        ),
+        "",
+        "| architecture | class | trained | refused |",
+        "| --- | --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        "Reasons:",
+        "",
+        *grouped((f"{arch.name}", o) for arch, x in read.items() for o in x if o.state == REFUSED),
+        "",
+        "## Refused when they are loaded",
+        "",
+        *grouped((arch.name, x[0]) for arch, x in found if x[0].state == REFUSED),
+        "",
+        "## Not made",
+        "",
+        "transformers itself makes no such model from its own configuration alone, or not here:",
+        "",
+        *grouped((arch.name, x[0]) for arch, x in found if x[0].state == NONE),
+    ]
+    faults = [(f"{arch.name}, {o.step}", o) for arch, x in found for o in x if o.state == FAULT]
+    if faults:
+        lines += ["", "## Faults", "", *grouped(faults)]
+    return "\n".join(lines) + "\n"
+
+
+def kind_of(arch: Tiny) -> str:
+    return "causal models" if arch.decoder else "encoder-decoders"
+
+
+def refused_by_kind(read: dict[Tiny, list[Outcome]]) -> dict[str, set[str]]:
+    """The drafters that every causal model, and those that every encoder-decoder, refuses."""
+    every = dict[str, set[str]]()
+    for arch, outcomes in read.items():
+        refused = {o.step for o in outcomes if o.state == REFUSED}
+        every[kind_of(arch)] = every.get(kind_of(arch), refused) & refused
+    return every
+
+
+def refusals(arch: Tiny, outcomes: Sequence[Outcome], alike: dict[str, set[str]]) -> str:
+    """The drafters that this architecture refuses though others of its kind do not."""
+    refused = [o.step for o in outcomes if o.state == REFUSED]
+    return ", ".join(step for step in refused if step not in alike[kind_of(arch)])
+
+
+def verdict(arch: Tiny, outcomes: Sequence[Outcome], alike: dict[str, set[str]]) -> str:
+    """Which of `VERDICTS` counts this architecture."""
+    whole, some, at_load, none, fault = VERDICTS
+    states = {o.state for o in outcomes}
+    if FAULT in states:
+        return fault
+    if len(outcomes) == 1:
+        return none if NONE in states else at_load
+    return some if refusals(arch, outcomes, alike) else whole
+
+
+def grouped(named: Iterable[tuple[str, Outcome]]) -> list[str]:
+    """Reasons as a list, each with the names that it holds for, those of most names first."""
+    by_reason = dict[str, list[str]]()
+    for name, outcome in named:
+        reason = re.sub(r"target '[^']*' \(\w+\)", "this target", outcome.detail)
+        reason = re.sub(r"\S*/(?:target|runs)\b\S*", "…", reason)
+        reason = re.sub(r"^target: \w+ has", "target: it has", reason)
+        by_reason.setdefault(reason, []).append(name)
+    ranked = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    return [f"- {reason}\n  ({'; '.join(dict.fromkeys(names))})" for reason, names in ranked]
