@@ -88,6 +88,9 @@ def _split(job: Job) -> Split[Any]:
         bool(split.prompts),
         f"{cfg.data.path}: no held-out prompt to decode: raise data.max_prompt={most}",
     )
+    for text in (*split.train, *split.held_out, *split.prompts):
+        if text.ids.max(initial=0) >= parts.embedding.num_embeddings:  # else far slower
+            parts.require_embedded(text.ids, f"{cfg.data.path}: record {text.id!r}")
     longest = max(len(text.ids) for text in [*split.train, *split.held_out])
     require(
         not answering or longest + new <= cfg.data.max_length,

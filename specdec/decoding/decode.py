@@ -237,18 +237,12 @@ def require_room(
 ) -> None:
     """Raise UserError for no prompts or an empty one, for unknown ids, and if an answer would not
     fit the positions of the target, or of a `drafter` that cannot stop before they run out."""
-    known = target.embedding.num_embeddings
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     whole = isinstance(max_new_tokens, int) and max_new_tokens >= 1
     require(whole, f"max_new_tokens={max_new_tokens}: give a whole number of 1 or more")
     for ids in prompts:
         require(len(ids) > 0, "the prompt has no tokens: there is nothing to continue")
-        worst = min(ids) if min(ids) < 0 else max(ids)
-        require(
-            0 <= worst < known,
-            f"the prompt holds token {worst}, but the target's vocabulary has {known} tokens: give "
-            "ids of its own tokenizer",
-        )
+        target.require_embedded(ids, "the prompt")
     placed = [target.placed(ids) for ids in prompts]
     rooms = {"target": target.room(min(placed))}
     if drafter is not None and drafter.positions is not None:

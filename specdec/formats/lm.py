@@ -1,7 +1,15 @@
-"""A draft LM as a plain Hugging Face checkpoint."""
+"""A draft LM as a plain Hugging Face checkpoint.
+
+An engine only drafts with a model that has as many rows as the target. If the draft had fewer, it
+was padded with rows of zeros (`specdec.drafters.models.vocabulary`), to which the engine, which
+drafts greedily, gives the logit 0. Letters: N positions, S rows before padding, V rows.
+"""
+
+import torch
+from torch import Tensor
 
 from specdec.drafters.models.lm import LM
-from specdec.formats.layout import Description, Layout, special_tokens
+from specdec.formats.layout import Description, Layout, Tensors, special_tokens
 from specdec.target.base import Target
 
 
@@ -13,4 +21,40 @@ def config(drafter: LM, target: Target) -> Description:
     }
 
 
-LAYOUTS = {"hf": Layout("draft_model", config, prefixes={"model.": ""}, whole_model=True)}
+def write(drafter: LM, tensors: Tensors) -> Tensors:
+    return {name: x for name, x in tensors.items() if name != "vocab_S"}
+
+
+def read(drafter: LM, tensors: Tensors) -> Tensors:
+    if (rows := drafter.sizes.draft_vocab) is None:
+        return tensors
+    return tensors | {"vocab_S": torch.arange(rows)}
+
+
+def objection(drafter: LM, logits_NS: Tensor) -> str | None:
+    """Why an engine would draft one of the added rows: their logit must be 0, never the best."""
+    if (rows := drafter.sizes.draft_vocab) is None:
+        return None
+    if bool(drafter.model.get_output_embeddings().weight[rows:].any()):
+        return (
+            f"the rows beyond the {rows} that the draft had were trained as inputs, and are rows "
+            "of its head as well: train with drafter.train_embeddings=false"
+        )
+    best = float(logits_NS.amax(-1).min())
+    if best > 0:
+        return None
+    return (
+        f"the draft's best logit at one place is {best:.2g}, and an engine gives the rows beyond "
+        f"the {rows} that the draft had a logit of 0: train it further, or give a drafter.source "
+        "with as many rows as the target"
+    )
+
+
+LAYOUTS = {
+    "hf": Layout(
+        *("draft_model", config, write, read),
+        objection=objection,
+        prefixes={"model.": ""},
+        whole_model=True,
+    )
+}

@@ -19,7 +19,8 @@ from specdec.errors import UserError, first_line, memory_for, require, require_k
 from specdec.errors import located as within
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
-from specdec.runtime.quantised import method
+from specdec.runtime.quantised import dense as plain_state
+from specdec.runtime.quantised import method, without_method
 from specdec.target.attention import group
 from specdec.target.base import Target
 from specdec.target.causal import CausalTarget
@@ -139,6 +140,32 @@ def load_target(cfg: TargetConfig) -> Target:
     return target
 
 
+def load_source(kind: Any, source: str, device: str) -> Any:
+    """The model that a draft starts from, of transformers' auto class `kind`, in float32 and with
+    plain weights even if they are stored quantised. Raises UserError if it cannot be loaded so."""
+    cfg = TargetConfig(path=source, dtype="float32", device="cpu", packed=False)
+    try:
+        with _told(cfg):
+            config = AutoConfig.from_pretrained(source)
+        if (quantisation := method(config)) is None:
+            return _model(cfg, source, config, kind)
+        # some quantised layers compute on one kind of device alone
+        model = _model(replace(cfg, device=device), source, copy.deepcopy(config), kind)
+    except UserError as error:
+        raise UserError(str(error).replace("target.path", "drafter.source")) from error
+    keys = without_method(config.to_dict())
+    whole = kind.from_config(AutoConfig.for_model(**keys), trust_remote_code=False).float()
+    try:
+        whole.load_state_dict(plain_state(model, torch.float32))
+    except (UserError, RuntimeError) as error:
+        raise UserError(
+            f"drafter.source={source!r} stores its weights quantised ({quantisation}), in a way "
+            f"that cannot be read as plain numbers ({first_line(error)}): give the model that it "
+            "was made from"
+        ) from error
+    return whole
+
+
 def load_parts(cfg: TargetConfig) -> StoredParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
     loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
@@ -219,10 +246,11 @@ def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | N
     return cfg, path, config, tokenizer, weights
 
 
-def _model(cfg: TargetConfig, path: str, config: Any) -> Any:
-    """The model of a resolved configuration, on its device and packed if `cfg` says so. Raises
-    UserError if it cannot be loaded, or if the checkpoint does not hold all of its weights."""
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
+    """The model of a resolved configuration, on its device and packed if `cfg` says so, of the auto
+    class `kind` (None: the config's own). Raises UserError if it cannot be loaded, or if the
+    checkpoint does not hold all of its weights."""
+    kind = kind or (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
     with _told(cfg):
         model, loading = kind.from_pretrained(  # type: ignore[misc]

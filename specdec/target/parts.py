@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import require
+from specdec.errors import UserError, require
 from specdec.runtime.quantised import dense, dense_linear, plain
 from specdec.target.turns import turn_ends
 
@@ -135,6 +135,25 @@ class Parts:
         if self._turn_ends is None or self._turn_ends[0] != template:
             self._turn_ends = template, turn_ends(self.tokenizer)
         return self._turn_ends[1]
+
+    def require_embedded(self, ids: Sequence[int], where: str) -> None:
+        """Raise UserError naming the first of the ids that has no row in the embedding, and its
+        text. A tokenizer may know such ids (Gemma's has one), which only matters in a text that
+        holds them. `where` names the text."""
+        rows = self.embedding.num_embeddings
+        outside = next((int(i) for i in ids if not 0 <= i < rows), None)
+        if outside is None:
+            return
+        name = None
+        if self.tokenizer is not None and 0 <= outside < len(self.tokenizer):
+            name = self.tokenizer.convert_ids_to_tokens(outside)
+        remedy = "give ids of its own tokenizer"
+        if name is not None:
+            remedy = "leave it out of the text, or give a target that has a row for it"
+        raise UserError(
+            f"{where} holds token {outside}{'' if name is None else f' ({name!r})'}, but the "
+            f"target's embedding has {rows} rows: {remedy}"
+        )
 
     def placed(self, prompt: Sequence[int]) -> int:
         """How many of the decoder's positions a prompt takes."""

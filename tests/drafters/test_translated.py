@@ -398,6 +398,26 @@ def test_a_text_beyond_the_drafts_positions(
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_tokens_beyond_either_embedding_are_neither_read_nor_drafted(
+    folders: dict[str, Path], method: str
+) -> None:
+    """Tokenizers may have tokens that the model has no row for, as Gemma's has one."""
+    target = load(folders["words"])
+    drafter = make(target, folders["letters"], method)
+    rows = drafter.lm.embedding.num_embeddings
+    own = drafter.bridge.to_draft
+    drafter.bridge.to_draft = lambda ids: [rows, *own(ids), rows]  # type: ignore[method-assign]
+    beyond = [3, target.vocab_size, 4]
+    drafter.bridge.to_target = lambda *_: beyond  # type: ignore[method-assign]
+    prompt = prompts(target)[0]
+    plain = generate(target, prompt, max_new_tokens=8, eos=())
+    fast = generate(target, prompt, max_new_tokens=8, drafter=drafter, gamma=3, eos=())
+    assert fast.ids == plain.ids
+    if method == "slem":
+        assert drafter._written([prompt], drafter.new_cache()) == [[3]]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_saved_and_loaded(folders: dict[str, Path], tmp_path: Path, method: str) -> None:
     target = load(folders["words"])
     drafter = make(target, folders["bytes"], method)

@@ -26,6 +26,7 @@ from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.runtime.packed import PackedLinear, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain
+from specdec.target import loading
 from specdec.target.causal import CausalTarget
 from specdec.target.loading import TargetConfig, TargetOnDemand, load_parts, load_target, opening
 from specdec.target.parts import checksum
@@ -124,6 +125,55 @@ def test_a_draft_starts_alike_in_the_first_run_and_the_second(tmp_path: Path, co
         target.whole()
     assert isinstance(TargetOnDemand(config_of(tmp_path)).parts, StoredParts)
     assert all(torch.equal(starts[0][name], x) for name, x in starts[1].items())
+
+
+@pytest.mark.parametrize("more", [0, 5])
+def test_a_draft_starts_from_what_a_quantised_model_computes_with(
+    tmp_path: Path, more: int
+) -> None:
+    """The quantised checkpoint is the draft's source, not the target; `more` rows are added."""
+    fp8(tmp_path)
+    theirs = load_target(config_of(tmp_path))
+    bigger = LlamaConfig(**{**dense_model().config.to_dict(), "vocab_size": len(TOKENIZER) + more})
+    target = CausalTarget(AutoModelForCausalLM.from_config(bigger), TOKENIZER, "plain")
+    config = LMConfig(source=str(tmp_path / "model"))
+    drafter = DRAFTERS["lm"].build(config, target).float().eval()
+    for k in range(4):
+        for name, x in theirs.layer(k).items():
+            assert torch.equal(drafter.state_dict()[f"model.model.layers.{k}.{name}"], x), name
+    drafts.save(tmp_path / "draft", drafter, target)
+    assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
+    ids = torch.arange(3, 20)[None]
+    states = drafter.model.base_model(ids).last_hidden_state
+    torch.testing.assert_close(states, theirs.features(ids, Needs())[1])
+
+
+def test_a_quantised_source_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8(tmp_path)
+
+    def of_integers(*_: Any) -> Any:
+        model = dense_model()
+        whole = torch.zeros(len(TOKENIZER), 64, dtype=torch.int8)
+        model.model.embed_tokens.weight = nn.Parameter(whole, requires_grad=False)
+        return model
+
+    monkeypatch.setattr(loading, "_model", of_integers)
+    target = CausalTarget(dense_model(), TOKENIZER, "plain")
+    with pytest.raises(UserError, match=r"stores its weights quantised \(fp8\).*embed_tokens"):
+        DRAFTERS["lm"].build(LMConfig(source=str(tmp_path / "model")), target)
+
+
+def test_a_source_that_cannot_be_loaded_is_told_by_its_setting(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    dense_model().save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    target = CausalTarget(dense_model(), TOKENIZER, "plain")
+    with pytest.raises(UserError, match=r"drafter\.source=.*could not be loaded"):
+        DRAFTERS["lm"].build(LMConfig(source=str(path)), target)
 
 
 def test_modules_beyond_the_layers_are_refused_if_quantised(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from specdec.context import Context
 from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.models.views import decoder_layers
+from specdec.drafters.models.vocabulary import fitted
 from specdec.errors import UserError, first_line
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -59,7 +60,7 @@ class LM(Pretrained):
             model = cls.described(config, theirs, options)
         if config.source == "random":
             model |= config_of_layers(model, list(range(model["num_hidden_layers"])))
-        cls.require_alike(config, model, {"vocab_size": target.vocab_size})
+        model, rows = fitted(config.source, model, target)
         try:
             with torch.device("meta"):
                 fresh(AutoModelForCausalLM, model, config.train_embeddings)
@@ -68,7 +69,7 @@ class LM(Pretrained):
                 f"drafter.source={config.source!r}: no draft can be made from this "
                 f"{model['model_type']} ({first_line(error)}): give random, a hub name or a folder"
             ) from error
-        return cls.sized(config, target, model=model)
+        return cls.sized(config, target, model=model, draft_vocab=rows)
 
     def start(self, target: Parts) -> None:
         if self.config.source != "target":

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,13 @@ from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
 from specdec.drafters.gather import states
 from specdec.drafters.growth import growth_over
+from specdec.drafters.models.vocabulary import resize
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
 from specdec.target.attention import group
+from specdec.target.loading import load_source
 from specdec.target.parts import Parts, head_scaling
 
 LINEAR = (nn.Linear, Conv1D)
@@ -100,20 +103,27 @@ class Pretrained(Drafter):
                 )
             return {**theirs, **config.overrides}
         try:
-            return AutoConfig.from_pretrained(config.source).to_dict()
+            return without_method(AutoConfig.from_pretrained(config.source).to_dict())
         except (OSError, ValueError) as error:
             source = f"drafter.source={config.source!r}"
             raise UserError(f"{source} could not be loaded: give {options}") from error
 
-    @staticmethod
-    def require_alike(config: DraftLMConfig, model: dict[str, Any], target: dict[str, int]) -> None:
-        """Raise UserError unless `model` has the target's values of what the tokenizer decides."""
-        for key, theirs in target.items():
-            require(
-                model.get(key) == theirs,
-                f"drafter.source={config.source!r} has {key}={model.get(key)}, but the target has "
-                f"{theirs}: give a model with the target's tokenizer",
-            )
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        target: Parts,
+        vocab_S: Tensor | None = None,
+        earlier: Drafter | None = None,
+    ) -> Self:
+        """Like `Drafter.build`, but a draft vocabulary, which only a model with fewer rows than the
+        target has, is those rows. Raises UserError for a `vocab_S` with more."""
+        drafter = super().build(config, target, None, earlier)
+        require(
+            vocab_S is None or drafter.vocab_S is None or len(vocab_S) <= len(drafter.vocab_S),
+            "stage.new_tokens cannot add to the vocabulary of a draft LM: omit it",
+        )
+        return drafter
 
     @property
     def train_depth(self) -> int:
@@ -121,7 +131,8 @@ class Pretrained(Drafter):
 
     def start(self, target: Parts) -> None:
         if self.config.source != "random":
-            trained = self.Auto.from_pretrained(self.config.source, dtype="float32")
+            trained = load_source(self.Auto, self.config.source, str(target.device))
+            resize(trained, self.target_vocab)
             self.model.load_state_dict(trained.state_dict())
 
     def begin_training(self, inherited: bool) -> None:
@@ -162,7 +173,9 @@ class Pretrained(Drafter):
         return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self._scale(self.model.get_output_embeddings()(hidden))
+        """Draft logits [..., V], or those of the rows that the model had before it was padded."""
+        logits = self._scale(self.model.get_output_embeddings()(hidden))
+        return logits[..., : self.sizes.draft_vocab]
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         if cache is None:

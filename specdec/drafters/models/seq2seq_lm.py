@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained
+from specdec.drafters.models.vocabulary import fitted
 from specdec.errors import UserError, require
 from specdec.runtime.quantised import without_method
 from specdec.target.parts import Parts
@@ -46,9 +47,14 @@ class Seq2SeqLM(Pretrained):
             bool(model.get("is_encoder_decoder")),
             f"drafter.source={config.source!r} has no encoder, but the target has: give {options}",
         )
-        alike = {"vocab_size": target.vocab_size, "decoder_start_token_id": target.seq2seq.start}
-        cls.require_alike(config, model, alike)
-        return cls.sized(config, target, model=model)
+        model, rows = fitted(config.source, model, target)
+        ours, theirs = model.get("decoder_start_token_id"), target.seq2seq.start
+        require(
+            ours == theirs,
+            f"drafter.source={config.source!r} has decoder_start_token_id={ours}, but the target "
+            f"has {theirs}: give a model with the target's tokenizer",
+        )
+        return cls.sized(config, target, model=model, draft_vocab=rows)
 
     def attach(self, target: Parts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)
@@ -61,7 +67,7 @@ class Seq2SeqLM(Pretrained):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         bias = getattr(self.model, "final_logits_bias", None)
         logits = super().unembed(hidden, k)
-        return logits if bias is None else logits + bias[0]
+        return logits if bias is None else logits + bias[0, : logits.shape[-1]]
 
     def new_cache(self, capacity: int | None = None) -> Seq2SeqCache:
         return self.seq2seq.new_cache()

@@ -156,7 +156,9 @@ class Translated(Drafter):
 
     def after_texts(self, texts: Sequence[list[int]], cache: "TranslatedCache") -> Tensor:
         """The draft's hidden states [B, D] after texts in target tokens."""
-        owns = [self._fitting(self.bridge.to_draft(ids)) for ids in texts]
+        rows = self.lm.embedding.num_embeddings  # a tokenizer may have ids beyond them
+        known = [[i for i in self.bridge.to_draft(ids) if i < rows] or [0] for ids in texts]
+        owns = list(map(self._fitting, known))
         before = cache.tokens or [[] for _ in owns]
         cache.lengths = [sum(takewhile(bool, map(eq, *pair))) for pair in zip(before, owns)]
         new = unread(cache, list(map(len, owns)))
@@ -203,9 +205,8 @@ class Translated(Drafter):
                 last_BD = self.continued(own_B1, cache)[:, -1]
             steps.append(self.lm.logits(last_BD).float().argmax(-1).tolist())
         rows = [list(row) for row in zip(*steps)]
-        return [
-            self.bridge.to_target(ids, own, new) for ids, own, new in zip(texts, cache.tokens, rows)
-        ]
+        drafted = map(self.bridge.to_target, texts, cache.tokens, rows)
+        return [list(takewhile(self.target_vocab.__gt__, ids)) for ids in drafted]
 
     def _fitting(self, own: list[int]) -> list[int]:
         """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""

@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from specdec.decoding.decode import generate
 from specdec.errors import UserError
+from specdec.target.loading import load_target
+from tests.tiny import Tiny, make_tiny, make_tokenizer
 from tests.train.data.chats import (
     ASK,
     CHATML,
@@ -446,6 +450,37 @@ def test_a_prompt_that_opens_a_thought() -> None:
     assert isinstance(document, Document) and len(document.notes) == 1
     merged = tokenizer_of(tokenizer.chat_template, merges=[("Ċ", "Ċ")])
     assert encode(talk("q", "answer"), merged, DataConfig()) == DISAGREE  # a token over the edge
+
+
+@pytest.fixture(scope="module")
+def beyond(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A target whose tokenizer has two tokens more than its embedding has rows."""
+    tiny = make_tiny(tmp_path_factory.mktemp("beyond"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny.target)
+    assert tokenizer.add_tokens(["<answer>", "</answer>"]) == 2
+    tokenizer.save_pretrained(tiny.target)
+    return tiny
+
+
+def test_tokens_beyond_the_embedding_are_told_before_training(beyond: Tiny, tmp_path: Path) -> None:
+    """The record is the first of the training side with such a token, and the token its first."""
+    path = CASES / "tokens_beyond_embedding.jsonl"
+    rows = len(make_tokenizer())
+    told = rf"record '.*' holds token {rows} \('<answer>'\), but the .* embedding has {rows} rows"
+    with pytest.raises(UserError, match=told):
+        beyond.job(tmp_path / "run", "medusa", f"data.path={path}", "data.max_prompt=127")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_tokenizer_with_unused_tokens_beyond_the_embedding_is_fine(
+    beyond: Tiny, tmp_path: Path
+) -> None:
+    beyond.job(tmp_path / "run", "unigram")
+    target = load_target(beyond.config().target)
+    prompt = target.tokenizer.encode("a cat <answer>", add_special_tokens=False)
+    with pytest.raises(UserError, match=r"the prompt holds token .* \('<answer>'\).*leave it out"):
+        generate(target, prompt, max_new_tokens=2)
+    assert len(generate(target, prompt[:-1], max_new_tokens=2, eos=()).ids) == 2
 
 
 ENDS = {  # template → what is trained on of two answers
