@@ -1,7 +1,7 @@
-"""Places in a job at which one of its processes, or its launcher, is killed.
+"""Places in a job at which processes of it are killed.
 
-`python -m tests.kills KILLS NOTES OVERRIDE…` is `train.py` with such places: KILLS maps ranks to
-the arguments of `plant`, and NOTES is a folder in which each process notes that it killed.
+`python -m tests.kills DEATH NOTES OVERRIDE…` is `train.py` that dies so: DEATH is a `Death` as
+JSON, and NOTES a folder in which each process notes its id, and the one that kills that it did.
 """
 
 import json
@@ -10,7 +10,8 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +38,45 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rename": (os, "rename"),
     "json": (json, "dumps"),
 }
+LAUNCHER = -1  # the rank of the launcher, among those who are killed
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of some ranks, or of their launcher: `delay` seconds after the process of rank `at`
+    calls a place for the n-th time, wherever all of them are then."""
+
+    at: int
+    place: str
+    call: int
+    delay: float
+    victims: Sequence[int]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def plant(
-    place: str,
-    call: int,
-    after: bool = False,
-    delay: float = 0.0,
-    launcher: bool = False,
-    note: Path | None = None,
+    place: str, call: int, after: bool = False, delay: float = 0.0, kill: Callable[[], None] = die
 ) -> None:
-    """Kill this process, or its `launcher`, at the n-th call of a function: before it, after it, or
-    `delay` seconds after it began, wherever the process is then. A `note` is written first."""
+    """`kill` at the n-th call of a function: before it, after it, or `delay` seconds after its
+    beginning."""
     owner, name = PLACES[place]
     original: Callable[..., Any] = getattr(owner, name)
-    victim = os.getppid() if launcher else os.getpid()
     calls = 0
-
-    def kill() -> None:
-        if note:
-            note.write_text(str(os.getpid()))
-        os.kill(victim, signal.SIGKILL)
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        due = calls == call
-        if due and delay:
+        if calls != call:
+            return original(*args, **options)
+        if delay:
             threading.Timer(delay, kill).start()
-        if due and not delay and not after:
+        elif not after:
             kill()
         result = original(*args, **options)
-        if due and not delay:
+        if not delay:
             kill()
         return result
 
@@ -76,10 +84,18 @@ def plant(
 
 
 def main() -> None:
-    rank = os.environ.get("RANK", "0")
-    kills = json.loads(sys.argv[1])
-    if rank in kills:
-        plant(*kills[rank], note=Path(sys.argv[2], rank))
+    rank, death, notes = int(os.environ["RANK"]), Death(**json.loads(sys.argv[1])), sys.argv[2]
+    Path(notes, str(rank)).write_text(str(os.getpid()))
+
+    def kill() -> None:
+        Path(notes, "killed").touch()
+        for victim in sorted(death.victims, key=lambda victim: victim == rank):  # itself last
+            of_rank = Path(notes, str(victim))
+            pid = os.getppid() if victim == LAUNCHER else int(of_rank.read_text())
+            os.kill(pid, signal.SIGKILL)
+
+    if rank == death.at:
+        plant(death.place, death.call, delay=death.delay, kill=kill)
     sys.argv[:] = ["train.py", *sys.argv[3:]]
     runpy.run_path("train.py", run_name="__main__")
 

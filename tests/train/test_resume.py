@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
 from specdec.target.loading import TargetOnDemand
+from tests.lives import Kill, Life, Lives
 from tests.processes import environment, process
 from tests.runs import draft, require_equal, require_same_run
 from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
@@ -43,94 +44,40 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Interruption
 
-DRIVER = """
-import json, os, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from specdec.formats import draft as drafts
-from tests.tiny import compose
-from train import checkpoint, optim, pipeline
-from train.tracking import Tracker
-pipeline._finish = lambda *_: {"temperatures": []}  # decoding and report are not at stake
-
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def nth(owner, name, n, after):
-    # Die at the n-th call, before it or after it
-    original, calls = getattr(owner, name), [0]
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == n and not after:
-            die()
-        out = original(*args, **kwargs)
-        if calls[0] == n:
-            die()
-        return out
-    setattr(owner, name, counted)
-
-OWNERS = {"log": (Tracker, "log"), "checkpoint": (checkpoint, "save"), "best": (drafts, "save"),
-          "rewind": (Tracker, "rewind"), "features": (pipeline.Store, "fill"),
-          "rename": (os, "rename"), "json": (json, "dumps"),
-          "half": (checkpoint, "save_file"), "half_best": (drafts, "save_file"),
-          "lr": (optim, "learning_rate")}
-for line in sys.stdin:
-    plan, ends = json.loads(line), []
-    for where, n, after in plan["kills"] + [(None, 0, 0)]:
-        child = os.fork()
-        if child == 0:
-            sys.stdout = sys.stderr = open(plan["log"], "a")
-            if where:
-                nth(*OWNERS[where], n, after)
-            code = 1
-            try:
-                pipeline.run(compose(plan["overrides"]), plan["folder"])
-                code = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        status = os.waitpid(child, 0)[1]
-        ends.append(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
-    print(json.dumps(ends), flush=True)
-"""
-Life = Callable[..., list[int]]
+Killed = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
-def killed(tiny: Tiny) -> Iterator[Life]:
+def killed(tiny: Tiny) -> Iterator[Killed]:
     """Runs a job that dies of SIGKILL at each of the given places in turn, and then goes on to its
-    end. Returns the signals. Python starts once for all jobs: each life is a fork."""
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
-        cwd=REPOSITORY,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert driver.stdin is not None and driver.stdout is not None
+    end. Returns the signals."""
+    lives = Lives(tiny)
 
-    def run(folder: Path, drafter: str, kills: list[tuple[str, int, int]], *more: str) -> list[int]:
-        log = folder.with_suffix(".log")
-        plan = {"overrides": tiny.overrides(drafter, *more), "folder": str(folder)}
-        plan |= {"kills": kills, "log": str(log)}
-        print(json.dumps(plan), file=driver.stdin, flush=True)
-        *signals, end = json.loads(driver.stdout.readline())
-        assert end == 0, log.read_text()[-3000:]
-        return signals
+    def run(folder: Path, drafter: str, kills: Sequence[Kill], *more: str) -> list[int]:
+        deaths = [Life(kills={0: kill}) for kill in kills]
+        ends, _ = lives.run(folder, drafter, [*deaths, Life()], *more)
+        return [signal for (signal,) in ends[:-1]]
 
     yield run
-    driver.communicate()
+    lives.close()
 
 
-KILLS = {
-    "between_checkpoints": [("log", 2, 1), ("log", 6, 1), ("log", 3, 0)],
-    "around_a_checkpoint": [("checkpoint", 2, 0), ("checkpoint", 1, 1), ("checkpoint", 2, 1)],
-    "in_the_middle_of_writing": [("half", 2, 0), ("half", 1, 1), ("half_best", 1, 1)],
-    "between_two_renames": [("rename", 1, 0), ("rename", 2, 1), ("rename", 3, 1), ("rename", 2, 1)],
-    "before_and_after_resuming": [("features", 1, 1), ("lr", 5, 0), ("rewind", 1, 1)],
-    "once": [("log", 7, 1)],
+KILLS: dict[str, list[Kill]] = {
+    "between_checkpoints": [("log", 2, True), ("log", 6, True), ("log", 3, False)],
+    "around_a_checkpoint": [
+        ("checkpoint", 2, False),
+        ("checkpoint", 1, True),
+        ("checkpoint", 2, True),
+    ],
+    "in_the_middle_of_writing": [("half", 2, False), ("half", 1, True), ("half_best", 1, True)],
+    "between_two_renames": [
+        ("rename", 1, False),
+        ("rename", 2, True),
+        ("rename", 3, True),
+        ("rename", 2, True),
+    ],
+    "before_and_after_resuming": [("features", 1, True), ("lr", 5, False), ("rewind", 1, True)],
+    "once": [("log", 7, True)],
 }
 
 
@@ -140,7 +87,7 @@ PLACES += [(n, "once") for n in TRAINABLE if n != "eagle3"]
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, killed: Life) -> Callable[[str], Path]:
+def whole(tiny: Tiny, killed: Killed) -> Callable[[str], Path]:
     """The folder of an uninterrupted run of each family, made as the killed ones are."""
 
     @functools.cache
@@ -155,7 +102,7 @@ def whole(tiny: Tiny, killed: Life) -> Callable[[str], Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kills"), PLACES)
 def test_killed_and_resumed_is_bit_identical(
-    tmp_path: Path, killed: Life, whole: Callable[[str], Path], name: str, kills: str
+    tmp_path: Path, killed: Killed, whole: Callable[[str], Path], name: str, kills: str
 ) -> None:
     """Saves every 2 steps and evaluates every 3: records lie after the newest checkpoint, and
     best drafts that it does not know of. The features are made anew, in a cache of its own."""

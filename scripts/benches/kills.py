@@ -1,0 +1,176 @@
+"""Runs on two processes that are killed again and again, and end as if nothing had happened."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+from benches.turns import show
+
+from specdec.errors import require
+from specdec.files import make_folder
+from specdec.progress import console
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+LAUNCH += ("--num_processes", "2", "--main_process_port", "0")
+FLAGS = {"DDP": ("--multi_gpu",), "FSDP2": ("--use_fsdp", "--fsdp_version", "2")}
+RANKS, LAUNCHER = ([0], [1], [0, 1]), [-1]  # who is killed
+CHATS = 60  # 12 batches of answers, 30 rows of features, 12 steps an epoch
+# phase → the places at which it can be cut, and up to which call they surely come in every life
+PHASES = {
+    "answers": (("answer", 2), ("answer_file", 1)),
+    "features": (("feature_row", 6), ("feature_file", 1)),
+    "training": (("lr", 4), ("evaluation", 1)),
+    "checkpoints": (("checkpoint", 2), ("half", 2), ("half_best", 1)),
+}
+ONLY_MAIN = ("half", "half_best")  # places that no other rank comes to
+SOON = 0.06  # seconds after a place's beginning within which the kill comes; a step takes some 0.03
+
+
+@dataclass
+class Run:
+    """A run of two processes: how they share the draft, whose answers it reads, and its deaths, as
+    the arguments of `tests.kills.Death`."""
+
+    kind: str
+    answers: str
+    deaths: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.answers}"
+
+
+def kills(
+    *,
+    count: Annotated[int, "SIGKILLs of one rank or of both"] = 20,
+    seed: Annotated[int, "of the moments and of who is killed"] = 1,
+    folder: Annotated[
+        Path | None, "a new folder for the runs; default: one that is removed"
+    ] = None,
+) -> None:
+    """SIGKILLs at random moments of runs on two processes, DDP and FSDP2: each resumes bit for bit.
+
+    Four runs of a tiny random target on the CPU in float32, with the answers and features of the
+    target or of the data, are killed in answers, features, training and checkpoints. After each
+    kill the same command is started again. Then the launcher alone is killed, and its ranks must
+    end. At last each run must have the losses, figures, weights and optimisers of one that was left
+    alone.
+    """
+    with TemporaryDirectory() as temporary:
+        place = make_folder((folder or Path(temporary)).resolve())
+        require(not any(place.iterdir()), f"--folder {place} is not empty: give a new one")
+        tiny = f"from tests.tiny import make_tiny; make_tiny(Path({str(place)!r}), {CHATS})"
+        _python(tiny)
+        rows = []
+        for run in planned(count, seed):
+            epochs = 1 + len(run.deaths) // 2
+            whole = _overrides(place, run, "whole", epochs)
+            _require(_launched(run, ("train.py", *whole)), f"{run.name}: the run left alone")
+            for number, death in enumerate(run.deaths):
+                notes = make_folder(place / "notes" / run.name / str(number))
+                same = _overrides(place, run, "killed", epochs)
+                doomed = ("-m", "tests.kills", json.dumps(death), str(notes), *same)
+                done = _launched(run, doomed)
+                happened = (notes / "killed").exists() and done.returncode != 0
+                require(happened, f"{run.name}: no kill at {death}:\n{done.stdout[-2000:]}")
+                _require_ended(notes)
+                who = [("rank", "launcher")[x < 0] + f" {x}" * (x >= 0) for x in death["victims"]]
+                moment = f"{death['place']} {death['call']} + {1000 * death['delay']:.0f} ms"
+                rows.append([run.name, moment, " and ".join(who)])
+                console.print(*rows[-1], sep=" | ")
+            _require(_launched(run, ("train.py", *same)), f"{run.name}: the last life")
+            paths = [str(place / f"{run.kind}-{run.answers}-{x}") for x in ("killed", "whole")]
+            _python(f"from tests.runs import require_same_run as f; f(*map(Path, {paths}))")
+            console.print(f"{run.name}: bit-identical after {len(run.deaths)} kills")
+        show(["run", "moment", "killed"], rows)
+        ranks = sum(row[2] != "launcher" for row in rows)
+        console.print(
+            f"{ranks} kills of ranks and {len(rows) - ranks} of launchers: all runs are "
+            "bit-identical to those left alone"
+        )
+
+
+def planned(count: int, seed: int) -> list[Run]:
+    """The four runs with `count` deaths of ranks in all, and one of the launcher in each. A run's
+    deaths follow its phases, the later ones in turn. The first phase is cut at its first place and
+    then at its second, since a first death near its end could leave nothing to cut."""
+    draw = random.Random(seed)
+    runs = [Run(kind, answers) for answers in ("target", "data") for kind in FLAGS]
+    for n in range(count + len(runs)):
+        run, turn = runs[n % len(runs)], n // len(runs)
+        first = "answers" if run.answers == "target" else "features"
+        later = ("training", "checkpoints")[turn % 2]
+        place, calls = PHASES[first][turn] if turn < 2 else draw.choice(PHASES[later])
+        victims = draw.choice(RANKS) if n < count else LAUNCHER
+        at = 0 if place in ONLY_MAIN else draw.randrange(2)
+        delay = round(draw.uniform(0.001, SOON), 4)
+        run.deaths.append(
+            {"at": at, "place": place, "call": draw.randint(1, calls), "delay": delay}
+            | {"victims": victims}
+        )
+    return runs
+
+
+def _overrides(place: Path, run: Run, name: str, epochs: int) -> list[str]:
+    """The command line of `train.py` for a run, with caches of its own."""
+    folder = place / f"{run.kind}-{run.answers}-{name}"
+    more = [f"answers.root={folder}-answers", f"features.root={folder}-features"]
+    more += [f"data.answers={run.answers}", "answers.batch=4", f"loop.epochs={epochs}"]
+    more += ["loop.accumulate=1", "loop.save_every=2", "loop.eval_every=3", "decode.prompts=1"]
+    tiny = "Tiny(place, place / 'target', place / 'chats.jsonl')"
+    code = f"from tests.tiny import Tiny; import json; place = Path({str(place)!r}); "
+    code += f"print(json.dumps({tiny}.overrides('eagle3', *{more})))"
+    return [*json.loads(_python(code)), f"hydra.run.dir={folder}"]
+
+
+def _launched(run: Run, command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """The outcome of a command on two processes."""
+    given = {k: v for k, v in os.environ.items() if not k.startswith(("HYDRA_", "ACCELERATE_"))}
+    given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    given |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    with TemporaryDirectory() as folder, (log := Path(folder, "log")).open("w") as file:
+        full = [*LAUNCH, *FLAGS[run.kind], *command]
+        code = subprocess.call(full, cwd=ROOT, env=given, stdout=file, stderr=file)
+        return subprocess.CompletedProcess(full, code, log.read_text())
+
+
+def _require(done: "subprocess.CompletedProcess[str]", what: str) -> None:
+    require(
+        done.returncode == 0, f"{what} ended with code {done.returncode}: {done.stdout[-2000:]}"
+    )
+
+
+def _require_ended(notes: Path, within: float = 60.0) -> None:
+    """Raise UserError unless both ranks end, all by themselves if the launcher was killed."""
+    until = time.monotonic() + within
+    for path in (notes / "0", notes / "1"):
+        while _lives(int(path.read_text())):
+            require(time.monotonic() < until, f"rank {path.name} lives on after its launcher")
+            time.sleep(0.1)
+
+
+def _lives(process: int) -> bool:
+    """Whether a process runs. Nobody may have asked how it ended: it is then a zombie on Linux."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def _python(code: str) -> str:
+    """What a line of Python prints that uses the tests' own modules."""
+    code = f"from pathlib import Path; {code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    require(done.returncode == 0, f"{code}: {done.stderr[-2000:]}")
+    return done.stdout
