@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from train.launcher import end_with_launcher
+from train.launcher import end_with_launcher, last_work
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors through to `command`
 end_with_launcher()  # before the imports, which take seconds
@@ -59,4 +59,5 @@ def start(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     register()
-    command(lambda: start(sys.argv[1:]), INTERRUPTED)
+    with last_work():
+        command(lambda: start(sys.argv[1:]), INTERRUPTED)

@@ -23,7 +23,7 @@ for rank in (0, 1):
     if os.fork() == 0:
         end_with_launcher()
         dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
-        print("begun", flush=True)
+        os.write(1, b"begun\\n")  # in one piece, unlike print
         while rank == 1:
             time.sleep(1)
         dist.barrier()
@@ -67,3 +67,23 @@ def test_only_a_launched_process_watches_its_parent(launched: bool) -> None:
         [sys.executable, "-c", found], cwd=REPOSITORY, env=known, capture_output=True, text=True
     )
     assert done.stdout == f"{['MainThread', *(['watch-launcher'] if launched else [])]}\n"
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize(("work", "code"), [("--help", 0), ("drafter=none", 2)])
+def test_a_launched_process_ends_before_python_is_taken_apart(
+    work: str, code: int, launched: bool
+) -> None:
+    """Then no thread of torch.distributed can abort it. What is to run at exit does run."""
+    program = "import atexit, os, runpy, sys; say = lambda text: os.write(2, text + b'\\n')\n"
+    program += "class Kept:\n  def __del__(self, say=say): say(b'taken apart')\n"
+    program += "kept = Kept(); atexit.register(say, b'at exit'); sys.argv[0] = 'train.py'\n"
+    program += "runpy.run_path('train.py', run_name='__main__')"
+    known = {k: v for k, v in environment().items() if k != "TORCHELASTIC_RUN_ID"}
+    known |= {"TORCHELASTIC_RUN_ID": "none"} if launched else {}
+    command = [sys.executable, "-c", program, work]
+    done = subprocess.run(command, cwd=REPOSITORY, env=known, capture_output=True, text=True)
+    assert done.returncode == code
+    assert (done.stdout.count("\n") > 10) == (code == 0)  # all of the help is flushed
+    said = [line for line in done.stderr.splitlines() if line in ("at exit", "taken apart")]
+    assert said == ["at exit", *([] if launched else ["taken apart"])]

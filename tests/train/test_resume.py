@@ -327,10 +327,11 @@ def test_two_processes_are_one_that_accumulates(
 SEVERAL = """
 import json, sys
 from tests.tiny import compose
-from train import pipeline
+from train import launcher, pipeline
 pipeline._finish = lambda *_: {"temperatures": []}
-for overrides, folder in json.loads(sys.argv[1]):
-    pipeline.run(compose(overrides), folder)
+with launcher.last_work():
+    for overrides, folder in json.loads(sys.argv[1]):
+        pipeline.run(compose(overrides), folder)
 """
 
 
