@@ -88,10 +88,10 @@ def main() -> None:
     Path(notes, str(rank)).write_text(str(os.getpid()))
 
     def kill() -> None:
-        Path(notes, "killed").touch()
         for victim in sorted(death.victims, key=lambda victim: victim == rank):  # itself last
             of_rank = Path(notes, str(victim))
             pid = os.getppid() if victim == LAUNCHER else int(of_rank.read_text())
+            Path(notes, "killed").touch()
             os.kill(pid, signal.SIGKILL)
 
     if rank == death.at:

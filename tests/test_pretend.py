@@ -5,6 +5,7 @@ Run alone: DRAFTSMITH_TEST_DEVICE=pretend python -m pytest tests/test_pretend.py
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -119,9 +120,10 @@ def test_a_generator_of_the_device_is_known_within_operators() -> None:
     assert torch.equal(*drawn)
 
 
-def test_waits_are_counted() -> None:
-    x = on()
-    with counted() as waits:
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_waits_are_counted(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    with mode(), counted() as waits:
+        x = on()
         bool((x > 0).any())
         x.cpu()
         x[x > 0]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from benches.turns import show
 
-from specdec.errors import require
+from specdec.errors import UserError, require
 from specdec.files import make_folder
 from specdec.progress import console
 
@@ -32,6 +32,7 @@ PHASES = {
     "checkpoints": (("checkpoint", 2), ("half", 2), ("half_best", 1)),
 }
 ONLY_MAIN = ("half", "half_best")  # places that no other rank comes to
+ATTEMPTS = 5
 SOON = 0.06  # seconds after a place's beginning within which the kill comes; a step takes some 0.03
 
 
@@ -70,26 +71,11 @@ def kills(
         require(not any(place.iterdir()), f"--folder {place} is not empty: give a new one")
         tiny = f"from tests.tiny import make_tiny; make_tiny(Path({str(place)!r}), {CHATS})"
         _python(tiny)
-        rows = []
+        rows = list[list[str]]()
         for run in planned(count, seed):
-            epochs = 1 + len(run.deaths) // 2
-            whole = _overrides(place, run, "whole", epochs)
+            whole = _overrides(place, run, "whole")
             _require(_launched(run, ("train.py", *whole)), f"{run.name}: the run left alone")
-            for number, death in enumerate(run.deaths):
-                notes = make_folder(place / "notes" / run.name / str(number))
-                same = _overrides(place, run, "killed", epochs)
-                doomed = ("-m", "tests.kills", json.dumps(death), str(notes), *same)
-                done = _launched(run, doomed)
-                happened = (notes / "killed").exists() and done.returncode != 0
-                require(happened, f"{run.name}: no kill at {death}:\n{done.stdout[-2000:]}")
-                _require_ended(notes)
-                who = [("rank", "launcher")[x < 0] + f" {x}" * (x >= 0) for x in death["victims"]]
-                moment = f"{death['place']} {death['call']} + {1000 * death['delay']:.0f} ms"
-                rows.append([run.name, moment, " and ".join(who)])
-                console.print(*rows[-1], sep=" | ")
-            _require(_launched(run, ("train.py", *same)), f"{run.name}: the last life")
-            paths = [str(place / f"{run.kind}-{run.answers}-{x}") for x in ("killed", "whole")]
-            _python(f"from tests.runs import require_same_run as f; f(*map(Path, {paths}))")
+            rows += _killed(place, run)
             console.print(f"{run.name}: bit-identical after {len(run.deaths)} kills")
         show(["run", "moment", "killed"], rows)
         ranks = sum(row[2] != "launcher" for row in rows)
@@ -97,6 +83,37 @@ def kills(
             f"{ranks} kills of ranks and {len(rows) - ranks} of launchers: all runs are "
             "bit-identical to those left alone"
         )
+
+
+def _killed(place: Path, run: Run) -> list[list[str]]:
+    """Kill the run at all of its moments, let it end, and compare it with the one that was left
+    alone. Returns the moments. On a fast machine, a phase may end within a delay, and the next kill
+    then finds nothing to cut: the run is begun anew, with delays half as long. Raises UserError if
+    a process fails or lives on, if the runs differ, or if kills come too late `ATTEMPTS` times."""
+    for attempt in range(ATTEMPTS):
+        name, rows = f"killed-{attempt}", list[list[str]]()
+        overrides = _overrides(place, run, name)
+        for number, planned_death in enumerate(run.deaths):
+            death = planned_death | {"delay": planned_death["delay"] / 2**attempt}
+            notes = make_folder(place / "notes" / run.name / name / str(number))
+            done = _launched(run, ("-m", "tests.kills", json.dumps(death), str(notes), *overrides))
+            came = (notes / "killed").exists()
+            moment = f"{death['place']} {death['call']} + {1000 * death['delay']:.0f} ms"
+            failed = f"{run.name}: failed without a kill at {moment}:\n{done.stdout[-2000:]}"
+            require(came or done.returncode == 0, failed)
+            if not came or done.returncode == 0:
+                console.print(run.name, moment, "too late: begun anew", sep=" | ")
+                break
+            _require_ended(notes)
+            who = [("rank", "launcher")[x < 0] + f" {x}" * (x >= 0) for x in death["victims"]]
+            rows.append([run.name, moment, " and ".join(who)])
+            console.print(*rows[-1], sep=" | ")
+        else:
+            _require(_launched(run, ("train.py", *overrides)), f"{run.name}: the last life")
+            paths = [str(place / f"{run.kind}-{run.answers}-{x}") for x in (name, "whole")]
+            _python(f"from tests.runs import require_same_run as f; f(*map(Path, {paths}))")
+            return rows
+    raise UserError(f"{run.name}: kills came too late {ATTEMPTS} times: give another --seed")
 
 
 def planned(count: int, seed: int) -> list[Run]:
@@ -120,11 +137,12 @@ def planned(count: int, seed: int) -> list[Run]:
     return runs
 
 
-def _overrides(place: Path, run: Run, name: str, epochs: int) -> list[str]:
+def _overrides(place: Path, run: Run, name: str) -> list[str]:
     """The command line of `train.py` for a run, with caches of its own."""
     folder = place / f"{run.kind}-{run.answers}-{name}"
     more = [f"answers.root={folder}-answers", f"features.root={folder}-features"]
-    more += [f"data.answers={run.answers}", "answers.batch=4", f"loop.epochs={epochs}"]
+    more += [f"data.answers={run.answers}", "answers.batch=4"]
+    more += [f"loop.epochs={1 + len(run.deaths) // 2}"]
     more += ["loop.accumulate=1", "loop.save_every=2", "loop.eval_every=3", "decode.prompts=1"]
     tiny = "Tiny(place, place / 'target', place / 'chats.jsonl')"
     code = f"from tests.tiny import Tiny; import json; place = Path({str(place)!r}); "
@@ -152,7 +170,7 @@ def _require(done: "subprocess.CompletedProcess[str]", what: str) -> None:
 def _require_ended(notes: Path, within: float = 60.0) -> None:
     """Raise UserError unless both ranks end, all by themselves if the launcher was killed."""
     until = time.monotonic() + within
-    for path in (notes / "0", notes / "1"):
+    for path in notes.glob("[01]"):  # one that was killed at once may have noted nothing
         while _lives(int(path.read_text())):
             require(time.monotonic() < until, f"rank {path.name} lives on after its launcher")
             time.sleep(0.1)

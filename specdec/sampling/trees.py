@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from specdec.context import Proposal
 from specdec.errors import UserError, require, require_within
+from specdec.runtime.device import perhaps_any
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibration
 
@@ -85,10 +86,12 @@ class Chain(Shape):
             if k > 0:
                 logits_BWS = growth.grow(tokens_BN[:, -1:].clamp_min(0), None)
             place_B1 = tokens_BN.new_full((len(tokens_BN), 1), k)
-            chosen = choose(logits_BWS, 1, Proposal(tokens_BN), place_B1, going_B)
+            # a GPU draws for all, which is cheaper than to wait for who has stopped
+            asked_B = going_B if self.stop is not None or going_B.device.type == "cpu" else None
+            chosen = choose(logits_BWS, 1, Proposal(tokens_BN), place_B1, asked_B)
             token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)
             going_B = token_B >= 0
-            if not going_B.any():
+            if not perhaps_any(going_B):
                 break
             tokens_BN = torch.cat([tokens_BN, token_B[:, None]], 1)
             if chosen.q_BWS is not None:
