@@ -20,8 +20,8 @@ from specdec.errors import UserError, require
 from specdec.files import record
 from specdec.formats import draft as checkpoint
 from specdec.progress import console
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target, opening
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target, opening
 
 DRAFT = "a run's draft folder, such as runs/NAME/best"
 

@@ -30,8 +30,8 @@ from specdec.formats import export
 from specdec.measure.forced import along, drafting
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from specdec.theory.alpha import visits
 from tests.tiny import compose, losses
 from train import pipeline

@@ -33,7 +33,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     ("specdec.runtime",),
     ("specdec.sampling",),
     ("specdec.theory",),
-    ("specdec.target",),
+    ("specdec.targets",),
     ("specdec.drafters",),
     ("specdec.objectives",),
     ("specdec.forcing",),
@@ -206,5 +206,5 @@ def test_circles_are_found(edges: str, found: list[str]) -> None:
 
 def test_layers_are_told_by_the_longest_prefix() -> None:
     assert layer("specdec.errors") == 0 < layer("specdec.runtime.cache") < layer("train.loop")
-    order = [layer(f"specdec.{part}") for part in ("sampling", "target", "drafters", "decoding")]
+    order = [layer(f"specdec.{part}") for part in ("sampling", "targets", "drafters", "decoding")]
     assert all(low < high for low, high in pairwise(order))

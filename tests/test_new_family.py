@@ -22,7 +22,7 @@ from specdec.formats.draft import load
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic
-from specdec.target.loading import load_target
+from specdec.targets.loading import load_target
 from tests.runs import require_learning
 from tests.test_house import ROOT
 from tests.tiny import Tiny

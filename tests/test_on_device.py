@@ -20,7 +20,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.pretend import NAME, counted, module

@@ -40,8 +40,8 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.forcing import teacher
 from specdec.forcing.teacher import Batch
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
 from tests.device import DEVICE
 from train.config import CONF, Config, composed, quoted, register
 

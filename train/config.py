@@ -25,7 +25,7 @@ from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
-from specdec.target.loading import TargetConfig
+from specdec.targets.loading import TargetConfig
 from train.data.answers import AnswersConfig
 from train.data.conversations import DataConfig
 from train.features.store import FeaturesConfig

@@ -16,7 +16,7 @@ from specdec.drafters import family
 from specdec.errors import UserError, located, require
 from specdec.files import read_json, record, write_whole
 from specdec.runtime.probes import native_dtype
-from specdec.target.loading import resolved
+from specdec.targets.loading import resolved
 from train import checkpoint
 from train.config import Config
 from train.data.conversations import DataConfig

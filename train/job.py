@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.ranks import Ranks
-from specdec.target.loading import TargetOnDemand
+from specdec.targets.loading import TargetOnDemand
 from train.config import Config
 from train.processes import ranks_of
 from train.tracking import Tracker

@@ -24,8 +24,8 @@ from specdec.measure.results import Results, Training
 from specdec.progress import bars, console
 from specdec.ranks import ALONE
 from specdec.report import report
-from specdec.target.base import Target
-from specdec.target.loading import TargetOnDemand, opening
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand, opening
 from train import checkpoint
 from train.config import Config
 from train.data.packing import Row, pack

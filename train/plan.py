@@ -25,7 +25,7 @@ from specdec.measure import costs
 from specdec.measure.confidence import AT_ONCE, CALIBRATING
 from specdec.measure.strategy import LEARNING, steps_of_a_choice
 from specdec.progress import console
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from train import optim
 from train.data.packing import pack
 from train.data.template import Document, Prompt

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
-from specdec.target.loading import device_of
+from specdec.targets.loading import device_of
 from train.launcher import end_with_launcher
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from specdec.drafters import DRAFTERS, Drafter, family, frequent_tokens
 from specdec.errors import UserError, require, require_within
 from specdec.formats import draft as drafts
 from specdec.progress import console
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 from train.data.template import Document
 
 

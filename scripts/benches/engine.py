@@ -28,7 +28,7 @@ from specdec.measure.strategy import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))

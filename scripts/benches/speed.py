@@ -25,8 +25,8 @@ from specdec.report.theory import foreseen_speedup
 from specdec.runtime.cache import cache_argument, model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
 from specdec.theory.leviathan import best_gamma, pass_cost, walltime_factor
 from train.data.conversations import DataConfig
 from train.data.split import split_prompts

@@ -38,9 +38,9 @@ from specdec.formats import draft as drafts
 from specdec.formats import export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
-from specdec.target.seq2seq import Seq2SeqTarget
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.seq2seq import Seq2SeqTarget
 from train import pipeline
 from train.config import Config, quoted, register, resolve
 from train.job import Job

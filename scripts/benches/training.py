@@ -19,7 +19,7 @@ from specdec.objectives.losses import nla
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.progress import console
-from specdec.target.loading import load_target, resolved
+from specdec.targets.loading import load_target, resolved
 from specdec.theory.alpha import acceptance
 from train.config import composed, register
 from train.data.split import split_documents

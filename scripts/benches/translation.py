@@ -28,7 +28,7 @@ from specdec.files import make_folder, write_whole
 from specdec.measure.results import Results
 from specdec.progress import console
 from specdec.report.markdown import escaped, table
-from specdec.target.gguf import find_package_file
+from specdec.targets.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
 from train.data.split import load
 

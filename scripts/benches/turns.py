@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from specdec.decoding.decode import generate
 from specdec.measure.costs import timed
 from specdec.progress import bars, console
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 class Answer(NamedTuple):

@@ -28,7 +28,7 @@ from specdec.decoding.decode import require_room
 from specdec.decoding.rows import Rows, each
 from specdec.drafters.base import Drafter
 from specdec.errors import require, require_between
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 SCRATCH = 256  # slots of the target's cache that dead beams may fill before they are cleared
 COMMITTED = -1  # the slot of a node that is part of the trunk

@@ -29,8 +29,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ from specdec.drafters.recurrent.mlp import Mlp
 from specdec.drafters.recurrent.mtp import MTP
 from specdec.drafters.recurrent.spire import Spire
 from specdec.errors import UserError, nearest
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 FAMILIES: tuple[type[Drafter], ...] = (
     *(Eagle3, Eagle, Falcon, MTP, MTPHeads, Medusa, Hydra, Mlp, PEagle, Spire),

@@ -22,8 +22,8 @@ from specdec.errors import UserError, require, require_between, require_known, r
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations, variant_of
 from specdec.sampling.trees import DEEPEST, Growth, Shape
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 @dataclass

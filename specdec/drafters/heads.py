@@ -22,7 +22,7 @@ from specdec.drafters.base import Drafter, Sizes
 from specdec.drafters.gather import entries, tokens_from
 from specdec.drafters.growth import with_depth
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 MOST_LAYERS = 64  # the most layers that one head may have
 

@@ -33,7 +33,7 @@ from specdec.files import record
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.trees import Chain, Shape
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 
 HEAD = -2  # stands for a token of the head where a copied id would be; -1: no token

@@ -28,8 +28,8 @@ from specdec.objectives.chunked import at_once, chunked, slices
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 from specdec.theory.alpha import Acceptance, acceptance, expected_tokens, visits
 
 Columns = Callable[[Piece], tuple[Tensor, ...]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.context import Context, Needs
 from specdec.sampling.sampler import Summary
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 @dataclass

@@ -22,7 +22,7 @@ from specdec.formats.layout import (
     shared_head,
     special_tokens,
 )
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 HEAD = "lm_head.weight"
 

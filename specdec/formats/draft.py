@@ -25,9 +25,9 @@ from specdec.files import read_record, record, replaced, require_file, write_jso
 from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.runtime.packed import is_packed, pack
 from specdec.sampling.confidence import Calibrations
-from specdec.target.base import Target
-from specdec.target.parts import Parts
-from specdec.target.seq2seq import Seq2SeqTarget
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
+from specdec.targets.seq2seq import Seq2SeqTarget
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"

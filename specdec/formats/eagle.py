@@ -9,7 +9,7 @@ from specdec.formats.layout import (
     shared_head,
     special_tokens,
 )
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 def config(drafter: Eagle, target: Target) -> Description:

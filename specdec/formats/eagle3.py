@@ -6,7 +6,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import require
 from specdec.formats.layout import Description, Layout, Tensors, one_layer, special_tokens
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 def hf(drafter: Eagle3, target: Target) -> Description:

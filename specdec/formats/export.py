@@ -23,8 +23,8 @@ from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS, Layout, renamed
 from specdec.runtime.packed import is_packed, pack
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 PATTERNS = [  # of the files of exports whose mark does not list them
     *(MARK, CONFIG, OVERRIDES, "model*.safetensors", "model.safetensors.index.json"),

@@ -30,7 +30,7 @@ from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
 from specdec.formats.networks import BY_FAMILY, FINAL, Folder, Trial
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @torch.no_grad()

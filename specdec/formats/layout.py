@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from specdec.drafters.recurrent.rope import share_of
 from specdec.errors import require
-from specdec.target.base import Target
-from specdec.target.parts import Parts, head_factor
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts, head_factor
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.drafters.models.lm import LM
 from specdec.formats.layout import Description, Layout, Tensors, special_tokens
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 def config(drafter: LM, target: Target) -> Description:

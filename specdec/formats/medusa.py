@@ -7,7 +7,7 @@ both in silence. Layers have a bias only if `medusa_fc_bias` is true; its defaul
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats import heads
 from specdec.formats.layout import Description, Layout
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 def config(drafter: Medusa, target: Target) -> Description:

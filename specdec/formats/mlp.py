@@ -13,7 +13,7 @@ from specdec.drafters.recurrent.mlp import Mlp
 from specdec.errors import require
 from specdec.formats import heads
 from specdec.formats.layout import Description, Layout, Tensors
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 def config(drafter: Mlp, target: Target) -> Description:

@@ -19,8 +19,8 @@ from specdec.formats.layout import (
     refuse_biased_head,
     special_tokens,
 )
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 def overrides(drafter: MTP, target: Target) -> Description:

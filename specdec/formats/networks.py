@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.formats.layout import Description, Tensors, shared_head
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 LENGTH = 192  # tokens of a trial, if the target has so many positions
 ANCHORS = (0.3, 0.99)  # of a trial, as shares of its text

@@ -7,8 +7,8 @@ from specdec.drafters.parallel.peagle import PEagle
 from specdec.errors import require
 from specdec.formats import eagle3
 from specdec.formats.layout import Description
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 def hf(drafter: PEagle, target: Target) -> Description:

@@ -26,7 +26,7 @@ from specdec.ranks import ALONE, Ranks
 from specdec.sampling.confidence import Calibration, Calibrations, logit
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from specdec.theory.intervals import ratio_interval
 from specdec.theory.logistic import minimise
 

@@ -51,7 +51,7 @@ from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from specdec.theory.alpha import repetition
 from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import pass_cost

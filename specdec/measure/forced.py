@@ -16,7 +16,7 @@ from specdec.forcing.teacher import TeacherForcing, batch_of, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import sample
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import divergence, lenient_alpha, non_iterative_alpha

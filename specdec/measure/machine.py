@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from specdec.runtime.probes import native_dtype
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from specdec.ranks import ALONE, Ranks
 from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 
 
 @dataclass(frozen=True)

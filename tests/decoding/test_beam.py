@@ -20,7 +20,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.tiny import architectures, random_drafter, random_target
 
 V, L = 41, 3

@@ -11,7 +11,7 @@ from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.families import make_target, text
 from tests.tiny import batch_of, compose, random_drafter
 

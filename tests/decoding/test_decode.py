@@ -36,8 +36,8 @@ from specdec.measure.strategy import (
 from specdec.runtime.compiled import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
 from tests.drafters.families import SHAPES, VOCAB, V, make_drafter, make_target, text
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 

@@ -21,7 +21,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.families import CONFIGS, L, V, make_drafter, make_target, text
 from tests.laws import law
 from tests.tiny import architectures, random_drafter, random_target
@@ -74,7 +74,7 @@ def test_a_fixed_cache_has_room_for_all_that_is_grown(
     name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled path's cache, without the compiler: from one token left to a full cache."""
-    monkeypatch.setattr("specdec.target.causal.Compiled", lambda run: run)
+    monkeypatch.setattr("specdec.targets.causal.Compiled", lambda run: run)
     target = make_target()
     drafter = make_drafter(name, target, noise=0.05)
     slots = capacity(220, drafter, shape)

@@ -20,7 +20,7 @@ from specdec.measure.setup import Setup
 from specdec.measure.strategy import strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import compose
 

@@ -27,11 +27,11 @@ from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
 from tests.drafters.families import L, make_drafter, make_target, text
 from tests.drafters.test_translated import byte_tokenizer, piece_tokenizer
-from tests.target import test_seq2seq as seq2seq
+from tests.targets import test_seq2seq as seq2seq
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 PROMPTS = [text(seed, 6)[0].tolist() for seed in range(3)]

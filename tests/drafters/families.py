@@ -29,7 +29,7 @@ from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.recurrent.spire import SpireConfig
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.tiny import (
     architectures,
     learn,

@@ -20,7 +20,7 @@ from specdec.drafters.copying.ngram import NgramConfig, Text
 from specdec.drafters.copying.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.free import TREE, V, build, decoding, drafted, forced, make, text
 from tests.tiny import learn
 

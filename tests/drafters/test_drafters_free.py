@@ -25,7 +25,7 @@ from specdec.formats import draft as checkpoint
 from specdec.runtime.cache import Place, cache_argument, model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.free import TREE, L, build, decoding, drafted, forced, make, text
 from tests.tiny import learn
 

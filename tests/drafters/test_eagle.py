@@ -15,7 +15,7 @@ from specdec.drafters.recurrent.layer import UPDATE
 from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
 
 V, D = 61, 32

@@ -24,7 +24,7 @@ from specdec.drafters.recurrent.layer import Layer
 from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.errors import UserError
 from specdec.formats import export
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V, D, T, K = 61, 32, 12, 3

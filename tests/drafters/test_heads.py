@@ -20,7 +20,7 @@ from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.drafters.recurrent.hydra import Hydra, HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.errors import UserError
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V, D, T = 61, 32, 24

@@ -20,7 +20,7 @@ from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from specdec.theory.leviathan import pass_cost
 from tests.drafters.families import V, context, make_drafter, make_target, text
 from tests.laws import law

@@ -19,8 +19,8 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, architectures, batch_of, random_drafter, random_target
 
@@ -100,7 +100,7 @@ def test_a_draft_on_disk_is_merged_and_drafts_the_same(target: Target, tmp_path:
 
 
 def test_an_encoder_decoder_is_adapted_too(tmp_path: Path) -> None:
-    from tests.target.test_seq2seq import make_target, prompts
+    from tests.targets.test_seq2seq import make_target, prompts
 
     target = make_target("t5-v1.1")
     target.model.save_pretrained(tmp_path / "source")

@@ -21,8 +21,8 @@ from specdec.measure.evaluate import shift
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import process
 from tests.tiny import Tiny, architectures, batch_of, compose, losses, random_drafter, random_target
 

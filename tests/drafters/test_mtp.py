@@ -20,10 +20,10 @@ from specdec.drafters.parallel.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.drafters.recurrent.mtp import MTP, MTPConfig
 from specdec.errors import UserError
 from specdec.formats import export
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, TargetOnDemand, load_target
-from specdec.target.parts import Parts
-from specdec.target.stored import StoredParts
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.parts import Parts
+from specdec.targets.stored import StoredParts
 from tests.drafters.plain import EPS, attended, key_value, mlp, rms
 from tests.tiny import architectures, compose, random_drafter, random_target, save_target
 

@@ -21,7 +21,7 @@ from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.runtime.probes import Answer
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V = 61

@@ -17,7 +17,7 @@ from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.plain import attended as seen
 from tests.drafters.plain import key_value, mlp, rms
 from tests.runs import require_learning

@@ -24,9 +24,9 @@ from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
+from specdec.targets.loading import TargetConfig, load_target
 from tests.laws import law
 from tests.runs import as_before
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer

@@ -23,9 +23,9 @@ from specdec.formats import export
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.target.causal import CausalTarget
-from specdec.target.seq2seq import Seq2SeqTarget
-from tests.target.test_seq2seq import T5
+from specdec.targets.causal import CausalTarget
+from specdec.targets.seq2seq import Seq2SeqTarget
+from tests.targets.test_seq2seq import T5
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
 
 TOKENIZER = make_tokenizer()

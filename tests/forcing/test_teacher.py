@@ -18,7 +18,7 @@ from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.objectives import chunked
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.tiny import batch_of

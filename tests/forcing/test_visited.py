@@ -25,7 +25,7 @@ from specdec.objectives.piece import Piece
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import batch_of
 from train.data.answers import logged, of_answer

@@ -20,8 +20,8 @@ from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.errors import UserError
 from specdec.formats import export
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, random_drafter
 
 

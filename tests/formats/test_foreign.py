@@ -40,9 +40,9 @@ from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.recurrent.rope import Rope, share_of
 from specdec.errors import UserError
 from specdec.formats import export, foreign
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
+from specdec.targets.parts import Parts
 from tests.drafters.families import CONFIGS
 from tests.tiny import random_drafter
 

@@ -25,8 +25,8 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.sampling.trees import Chain
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import process
 from tests.runs import as_before
 from tests.tiny import REPOSITORY, Tiny, learn, random_drafter

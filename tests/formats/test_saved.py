@@ -16,8 +16,8 @@ from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
 from tests.drafters.families import CONFIGS, V, context, logits, make_drafter, make_target, text
 from tests.runs import as_before
 

@@ -28,7 +28,7 @@ from specdec.report import sections
 from specdec.report.report import summary
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from specdec.theory.intervals import Interval
 from tests.ranks import together
 from tests.tiny import architectures, lm, make_tokenizer, random_drafter, random_target

@@ -20,7 +20,7 @@ from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.runtime import packed, probes
 from specdec.runtime.probes import Answer
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import random_drafter, random_target, save_target
 
 WIDE = {

@@ -17,8 +17,8 @@ from specdec.errors import UserError
 from specdec.measure.results import Results
 from specdec.runtime import packed, probes
 from specdec.runtime.probes import Answer, Choice, compare, native_dtype
-from specdec.target import loading
-from specdec.target.loading import TargetConfig, load_target, opening, resolved
+from specdec.targets import loading
+from specdec.targets.loading import TargetConfig, load_target, opening, resolved
 from tests.processes import process
 from tests.tiny import Tiny
 from train import folder, pipeline

@@ -16,7 +16,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from tests.processes import process
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 from tests.told import require_one_line

@@ -23,7 +23,7 @@ from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.integrity import of_tensors
 from specdec.measure.results import FILE, Results
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.damage import corrupt
 from tests.measure.test_results import results
 from tests.tiny import losses, make_tiny

@@ -21,9 +21,9 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.measure.results import Results
-from specdec.target import loading
-from specdec.target.base import Target
-from specdec.target.loading import load_target
+from specdec.targets import loading
+from specdec.targets.base import Target
+from specdec.targets.loading import load_target
 from tests.processes import process
 from tests.runs import (
     as_before,

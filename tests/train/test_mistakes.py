@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import train
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import environment, process
 from tests.runs import as_before
 from tests.tiny import REPOSITORY, Tiny, compose, conversations, save_target, write_jsonl

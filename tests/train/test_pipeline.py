@@ -30,10 +30,10 @@ from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.target.base import Target
-from specdec.target.loading import TargetOnDemand, load_target
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand, load_target
 from tests.runs import as_before
-from tests.target.test_seq2seq import make_target as make_seq2seq
+from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train import loop, pipeline
 from train.data import answers

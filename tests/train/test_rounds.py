@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from specdec.errors import UserError
 from specdec.files import read_lines
 from specdec.formats import draft as drafts
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, make_tokenizer, write_jsonl
 from train import optim

@@ -16,7 +16,7 @@ from torch import nn
 from specdec.drafters.base import Sizes
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.target.loading import load_target
+from specdec.targets.loading import load_target
 from tests.runs import require_learning_that_resumes, rows_of
 from tests.tiny import Tiny, batch_of, losses, records
 from train import optim

@@ -29,9 +29,9 @@ from specdec.ranks import Ranks
 from specdec.runtime.memory import release
 from specdec.sampling.sampler import Sampler, require_temperature
 from specdec.sampling.trees import Chain
-from specdec.target.base import Target
-from specdec.target.loading import TargetOnDemand
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand
+from specdec.targets.parts import Parts
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of

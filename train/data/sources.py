@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import UserError, first_line, require
-from specdec.target.gguf import find_package_file
+from specdec.targets.gguf import find_package_file
 from train.data.conversations import (
     TEXTS,
     Conversation,

@@ -15,7 +15,7 @@ from specdec.context import Context, Needs
 from specdec.forcing.teacher import Batch, batch_of, summarise
 from specdec.forcing.visited import Visited, read_drafts
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.target.base import Target
+from specdec.targets.base import Target
 from train.data.packing import Row
 
 PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`

@@ -29,8 +29,8 @@ from specdec.forcing.teacher import Batch, summarise
 from specdec.integrity import Damaged, of_tensors
 from specdec.progress import tell
 from specdec.sampling.sampler import Sampler
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 from train.data.packing import Row
 from train.features.source import (
     AFTER,

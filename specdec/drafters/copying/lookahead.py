@@ -26,8 +26,8 @@ from specdec.drafters.base import Sizes
 from specdec.drafters.copying.memory import Copying, Memories, Memory
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch import nn
 from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.views import shallow
 from specdec.errors import require
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 Adapted = tuple[str, int, int]  # a linear layer: name in the base model, widths of input and output
 

@@ -33,8 +33,8 @@ from specdec.drafters.models.views import View, ViewSizes, decoder_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 @dataclass

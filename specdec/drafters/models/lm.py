@@ -22,7 +22,7 @@ from specdec.errors import UserError, first_line
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.runtime.quantised import without_method
-from specdec.target.parts import Parts, config_of_layers
+from specdec.targets.parts import Parts, config_of_layers
 
 
 @dataclass

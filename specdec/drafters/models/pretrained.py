@@ -28,9 +28,9 @@ from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
-from specdec.target.attention import group
-from specdec.target.loading import load_source
-from specdec.target.parts import Parts, head_scaling
+from specdec.targets.attention import group
+from specdec.targets.loading import load_source
+from specdec.targets.parts import Parts, head_scaling
 
 LINEAR = (nn.Linear, Conv1D)
 

@@ -16,8 +16,8 @@ from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretraine
 from specdec.drafters.models.vocabulary import fitted
 from specdec.errors import UserError, require
 from specdec.runtime.quantised import without_method
-from specdec.target.parts import Parts
-from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
+from specdec.targets.parts import Parts
+from specdec.targets.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 
 
 @dataclass

@@ -31,8 +31,8 @@ from specdec.drafters.gather import first_tokens, tokens_from
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 METHODS = ("streaming", "snapkv")
 ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of its own

@@ -35,10 +35,10 @@ from specdec.errors import UserError, require, require_known, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
-from specdec.target.loading import DTYPES, TargetConfig, load_target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
+from specdec.targets.loading import DTYPES, TargetConfig, load_target
+from specdec.targets.parts import Parts
 
 METHODS = ("tli", "slem")
 

@@ -21,8 +21,8 @@ from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs
 from specdec.sampling.trees import Growth
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 @dataclass(kw_only=True)

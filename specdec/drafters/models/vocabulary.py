@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from specdec.errors import UserError, first_line, require
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 # one of them is there wherever a tokenizer is; without any, transformers makes up an empty one
 FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")

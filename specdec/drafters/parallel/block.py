@@ -40,7 +40,7 @@ from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

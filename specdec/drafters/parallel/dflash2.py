@@ -27,7 +27,7 @@ from specdec.drafters.growth import with_depth
 from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
 from specdec.errors import require
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

@@ -32,8 +32,8 @@ from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.views import decoder_layers
 from specdec.errors import require_within
 from specdec.sampling.trees import Growth
-from specdec.target.base import Target
-from specdec.target.parts import Parts
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
 @dataclass

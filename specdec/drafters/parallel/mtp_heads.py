@@ -24,7 +24,7 @@ from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

@@ -22,7 +22,7 @@ from specdec.drafters.recurrent.layer import Layer, away_from_zero, copy_last
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require_within
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

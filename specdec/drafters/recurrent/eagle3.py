@@ -22,7 +22,7 @@ from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSize
 from specdec.drafters.recurrent.solved import Solved
 from specdec.drafters.regression import Squares, low_rank, ridge
 from specdec.errors import require
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 MOST_LAYERS = 64
 KEPT = 0.8  # the factor on M_h in a start by regression (see `Eagle3.regress`)

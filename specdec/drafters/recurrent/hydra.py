@@ -29,7 +29,7 @@ from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

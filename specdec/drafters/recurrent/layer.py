@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight, attended
 from specdec.drafters.recurrent.rope import FULL, alike, of_full_attention, rotary_width
-from specdec.target.parts import UNBOUNDED, Parts
+from specdec.targets.parts import UNBOUNDED, Parts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
 LONGEST = 1 << 17  # positions of a draft whose target sets no limit

@@ -25,7 +25,7 @@ from specdec.context import Known
 from specdec.drafters.heads import Heads, HeadsSizes
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 EPS = 1e-6  # the eps of every norm
 AT_ONCE = 8192  # rows of an embedding table that are computed at a time

@@ -43,7 +43,7 @@ from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

@@ -28,7 +28,7 @@ from specdec.drafters.recurrent.rope import Rope
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 
 @dataclass

@@ -41,7 +41,7 @@ from specdec.drafters.recurrent.rope import Rope
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 HEAD_NORM = "self_attn.q_norm.weight"
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from specdec.decoding.decode import generate
 from specdec.errors import UserError
-from specdec.target.loading import load_target
+from specdec.targets.loading import load_target
 from tests.tiny import Tiny, make_tiny, make_tokenizer
 from tests.train.data.chats import (
     ASK,

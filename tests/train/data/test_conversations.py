@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import UserError
-from specdec.target.gguf import find_package_file
+from specdec.targets.gguf import find_package_file
 from tests.tiny import make_tokenizer
 from train.data import sources
 from train.data.conversations import (

@@ -11,7 +11,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from specdec.errors import UserError
-from specdec.target.gguf import find_package_file
+from specdec.targets.gguf import find_package_file
 from tests.train.data.chats import (
     ASK,
     CHATML,

@@ -1,6 +1,6 @@
 """Loading a target: its attention is the model's own, its compiled passes are as many as needed.
 
-Run alone: python -m pytest tests/target/test_target.py
+Run alone: python -m pytest tests/targets/test_target.py
 """
 
 from pathlib import Path
@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.context import Needs
 from specdec.drafters.models.lm import LM
 from specdec.errors import UserError
-from specdec.target.attention import grouped_attention, stacked
-from specdec.target.loading import TargetConfig, load_target
+from specdec.targets.attention import grouped_attention, stacked
+from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import architectures, make_tokenizer
 
 TOKENIZER = make_tokenizer()

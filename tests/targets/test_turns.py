@@ -1,6 +1,6 @@
 """What ends an answer: the generation config, the tokenizer and the chat template together.
 
-Run alone: python -m pytest tests/target/test_turns.py (under 10 s)
+Run alone: python -m pytest tests/targets/test_turns.py (under 10 s)
 """
 
 import json
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specdec.decoding.decode import decode
-from specdec.target.loading import TargetConfig, load_target, opening
-from specdec.target.turns import turn_ends
+from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.turns import turn_ends
 from tests.tiny import SPECIAL, TEMPLATE, make_tokenizer, save_target
 from train.data.answers import AnswersConfig, _key
 

@@ -1,6 +1,6 @@
 """Encoder-decoder targets: speculation is greedy decoding, and transformers' own.
 
-Run alone: python -m pytest tests/target/test_seq2seq.py
+Run alone: python -m pytest tests/targets/test_seq2seq.py
 """
 
 import copy
@@ -41,8 +41,8 @@ from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.target.causal import CausalTarget
-from specdec.target.seq2seq import Seq2SeqCache, Seq2SeqTarget
+from specdec.targets.causal import CausalTarget
+from specdec.targets.seq2seq import Seq2SeqCache, Seq2SeqTarget
 from tests.laws import law
 from tests.tiny import batch_of, make_tiny, make_tokenizer
 

@@ -1,6 +1,6 @@
 """A target's parts without its layers: equal to those of the whole, and nothing more is built.
 
-Run alone: python -m pytest tests/target/test_stored.py
+Run alone: python -m pytest tests/targets/test_stored.py
 """
 
 import os
@@ -16,10 +16,10 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
-from specdec.target.base import Target
-from specdec.target.loading import TargetConfig, TargetOnDemand, load_parts, load_target
-from specdec.target.stored import StoredParts
-from tests.target.test_seq2seq import make_target as make_seq2seq
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts, load_target
+from specdec.targets.stored import StoredParts
+from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import LAYERS, architectures, make_tokenizer
 
 TOKENIZER = make_tokenizer()

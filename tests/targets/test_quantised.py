@@ -1,6 +1,6 @@
 """Checkpoints that are stored quantised: all readers get the numbers that the model computes with.
 
-Run alone: python -m pytest tests/target/test_quantised.py (about 15 s)
+Run alone: python -m pytest tests/targets/test_quantised.py (about 15 s)
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.runtime.packed import PackedLinear, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain
-from specdec.target import loading
-from specdec.target.causal import CausalTarget
-from specdec.target.loading import TargetConfig, TargetOnDemand, load_parts, load_target, opening
-from specdec.target.parts import checksum
-from specdec.target.stored import StoredParts
+from specdec.targets import loading
+from specdec.targets.causal import CausalTarget
+from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts, load_target, opening
+from specdec.targets.parts import checksum
+from specdec.targets.stored import StoredParts
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()

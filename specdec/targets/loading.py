@@ -21,14 +21,14 @@ from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
 from specdec.runtime.quantised import method, without_method
-from specdec.target.attention import group
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
-from specdec.target.checks import check_head
-from specdec.target.gguf import dense, find_package_file
-from specdec.target.parts import Parts, checksum, config_of_layers
-from specdec.target.seq2seq import Seq2SeqTarget
-from specdec.target.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
+from specdec.targets.attention import group
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
+from specdec.targets.checks import check_head
+from specdec.targets.gguf import dense, find_package_file
+from specdec.targets.parts import Parts, checksum, config_of_layers
+from specdec.targets.seq2seq import Seq2SeqTarget
+from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # the same as types in the header of a safetensors file

@@ -1,6 +1,6 @@
 """Models with habits of their own: decoded as transformers decodes them, or refused in one line.
 
-Run alone: python -m pytest tests/target/test_architectures.py
+Run alone: python -m pytest tests/targets/test_architectures.py
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
-from specdec.target import checks
-from specdec.target.base import Target
-from specdec.target.causal import CausalTarget
-from specdec.target.seq2seq import Seq2SeqTarget
-from tests.target.test_seq2seq import make_target as make_seq2seq
+from specdec.targets import checks
+from specdec.targets.base import Target
+from specdec.targets.causal import CausalTarget
+from specdec.targets.seq2seq import Seq2SeqTarget
+from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import learn
 
 V = 61

@@ -18,7 +18,7 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.sampling.choose import Processor
-from specdec.target.parts import Parts
+from specdec.targets.parts import Parts
 
 # The layers of `Needs` [B, T, F], or None if it names none, and the final hidden state [B, T, D]
 States = tuple[Tensor | None, Tensor]

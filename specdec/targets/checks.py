@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from specdec.context import Needs
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
-from specdec.target.base import Target
-from specdec.target.parts import Parts, config_of_layers
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts, config_of_layers
 
 SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
 # The same in float32 over a cache. Models that are read rightly stay below 1e-5, even with very
@@ -74,7 +74,7 @@ def check_head(target: Parts) -> None:
         _distance(target.logits(final), theirs) <= SAME
         and _distance(target.unembedding(some_S)(final), theirs[..., some_S]) <= SAME,
         f"{target.title} turns hidden states into logits in a way that is not supported: give "
-        "another target (or add its scaling to head_scaling in specdec/target/parts.py)",
+        "another target (or add its scaling to head_scaling in specdec/targets/parts.py)",
     )
 
 

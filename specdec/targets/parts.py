@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError, require
 from specdec.runtime.quantised import dense, dense_linear, plain
-from specdec.target.turns import turn_ends
+from specdec.targets.turns import turn_ends
 
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
@@ -130,7 +130,7 @@ class Parts:
 
     @property
     def turn_ends(self) -> tuple[set[int], str | None]:
-        """See `specdec.target.turns`; worked out once for a chat template."""
+        """See `specdec.targets.turns`; worked out once for a chat template."""
         template = getattr(self.tokenizer, "chat_template", None)
         if self._turn_ends is None or self._turn_ends[0] != template:
             self._turn_ends = template, turn_ends(self.tokenizer)

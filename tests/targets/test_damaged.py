@@ -1,6 +1,6 @@
 """Checkpoints that are damaged or incomplete: one line that names the file, and no traceback.
 
-Run alone: python -m pytest tests/target/test_damaged.py (about 10 s)
+Run alone: python -m pytest tests/targets/test_damaged.py (about 10 s)
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec.errors import UserError
-from specdec.target.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from tests.tiny import save_target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

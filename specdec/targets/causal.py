@@ -14,8 +14,8 @@ from specdec.context import Context, Needs
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
-from specdec.target.base import States, Target, concatenated
-from specdec.target.checks import check_causal, understood
+from specdec.targets.base import States, Target, concatenated
+from specdec.targets.checks import check_causal, understood
 
 LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 

@@ -1,6 +1,6 @@
 """The self-check of a target separates wrong reading from rounding, in any precision.
 
-Run alone: python -m pytest tests/target/test_checks.py (about 15 s)
+Run alone: python -m pytest tests/targets/test_checks.py (about 15 s)
 """
 
 import json
@@ -15,11 +15,11 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.errors import UserError
-from specdec.target import checks, loading
-from specdec.target.causal import CausalTarget
-from specdec.target.checks import SHARP, check_causal, few_layers
-from specdec.target.loading import TargetConfig, load_target, opening
-from tests.target.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
+from specdec.targets import checks, loading
+from specdec.targets.causal import CausalTarget
+from specdec.targets.checks import SHARP, check_causal, few_layers
+from specdec.targets.loading import TargetConfig, load_target, opening
+from tests.targets.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
 from tests.tiny import save_target
 
 MPT = {"d_model": 32, "n_layers": 4, "n_heads": 4}

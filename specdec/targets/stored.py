@@ -24,7 +24,7 @@ from specdec.files import write_whole
 from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
-from specdec.target.parts import Parts, checksum
+from specdec.targets.parts import Parts, checksum
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
