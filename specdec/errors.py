@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from specdec.terminal import one_line
 
 T = TypeVar("T")
-GRACE, PATIENCE = 30.0, 5.0  # seconds in which another process may tell an error; see `command`
+GRACE, PATIENCE = 30.0, 5.0  # seconds in which another process may report; see `command`
 OF_FILES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
@@ -29,8 +29,8 @@ class UserError(Exception):
 
 
 class Elsewhere(UserError):
-    """An error in another process of this run, which reports it: this one ends without a word, with
-    exit code 2, once the other has had the time to do so."""
+    """An error in another process of this run, which reports it: this process ends silently, with
+    exit code 2, once the other has had the time to report it."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
@@ -96,7 +96,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Turn the error of memory that runs out in this block into a UserError with a `remedy`."""
+    """Turn an out-of-memory error in this block into a UserError with a `remedy`."""
     try:
         yield
     except Exception as error:
@@ -117,7 +117,7 @@ def of_files(error: OSError | SafetensorError) -> UserError:
     if code == errno.ENOENT:
         return UserError(
             f"{where} is gone: it was moved or deleted while this command ran; start the command "
-            "again, and what is missing is made again"
+            "again, which makes what is missing"
         )
     if code not in OF_FILES:
         raise error
@@ -128,9 +128,9 @@ def of_files(error: OSError | SafetensorError) -> UserError:
 
 
 def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a command line: a user's mistake becomes one line on stderr and exit code 2. Where a
-    launcher started several processes, those that met the same mistake leave the line to the
-    first."""
+    """Run a command line: a user's mistake becomes one line on stderr and exit code 2. If a
+    launcher started several processes and all meet the same mistake, only the first of them prints
+    the line."""
     try:
         try:
             made = main()
@@ -149,11 +149,11 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
                 "or a smaller dtype; what was saved before is complete"
             ) from error
     except Elsewhere:
-        time.sleep(GRACE)  # a launcher ends all at the first exit: the line must come before it
+        time.sleep(GRACE)  # a launcher ends all at the first exit, so the other prints first
         sys.exit(2)
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":  # set by launchers, in each process of several
-            time.sleep(PATIENCE)  # mostly the first process tells the same, and all are ended then
+            time.sleep(PATIENCE)  # usually the first process prints the same line and all end
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

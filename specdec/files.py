@@ -43,11 +43,11 @@ def write_whole(path: Path, text: str) -> None:
 @contextmanager
 def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     """`with replaced(folder) as partial:` writes a new folder under a temporary name, which
-    replaces the old one only if the block succeeds. Whatever the old one holds is deleted or, if
-    `ours` is given, only what has such a name or fits such a pattern: the rest is the user's, and
-    is also in the new folder. Libraries create some files that only their owner can read, so all
+    replaces the old one only if the block succeeds. All files of the old folder are deleted or, if
+    `ours` is given, only those with these names or patterns: the others are the user's, and are
+    kept in the new folder. Libraries create some files that only their owner can read, so all
     files get the mode that the user's umask gives. Raises UserError for a folder that cannot be
-    replaced, and for a file of the user's whose name a new one has."""
+    replaced, and for a user's file that has the name of a new one."""
     require_elsewhere(folder)
     folder = folder.resolve()
     recover(folder)
@@ -72,7 +72,7 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
 
 
 def require_elsewhere(folder: Path) -> None:
-    """Raise UserError for a folder that cannot be replaced, since a program is running in it."""
+    """Raise UserError for a folder that cannot be replaced, since this program is running in it."""
     working = Path.cwd()
     require(
         folder.resolve() not in (working, *working.parents),
@@ -94,7 +94,7 @@ def recover(folder: Path) -> None:
 
 
 def _keep(folder: Path, partial: Path, ours: Sequence[str]) -> None:
-    """Bring what is not `ours` to a new folder; both then have it, as one file on disk."""
+    """Link files that are not `ours` into a new folder; both folders then hold the same files."""
     for path in folder.iterdir():
         if any(fnmatch(path.name, pattern) for pattern in ours):
             continue
@@ -118,8 +118,7 @@ def _linked(old: Any, new: Any) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError unless there is a regular file: whoever opens a named pipe waits without
-    end."""
+    """Raise UserError unless there is a regular file: opening a named pipe would wait forever."""
     require(path.is_file(), f"{path} cannot be read: it does not exist, or is not a file")
 
 
@@ -140,7 +139,7 @@ def sealed_lines(
     path: Path, keys: Sequence[str], context: str = ""
 ) -> tuple[list[dict[str, Any]], int]:
     """The records with these keys in JSON lines that were sealed one by one, and the number of
-    lines that are damaged: they are no JSON, lack a key, or do not fit their checksum."""
+    lines that are damaged: they are not JSON, lack a key, or do not fit their checksum."""
     found, damaged = [], 0
     for line in path.read_bytes().splitlines():
         try:

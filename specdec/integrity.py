@@ -1,12 +1,12 @@
-"""Whether what is read is what was written: checksums of what a run keeps.
+"""Checksums of what a run keeps, which show whether it is read as it was written.
 
-An object in JSON carries its own under the key `checksum`; that of tensors stands in an object, or
-in the header of their file. A checksum also covers a `context`, such as what the values were
+An object in JSON carries its own under the key `checksum`; the checksum of tensors is in an object,
+or in the header of their file. A checksum also covers a `context`, such as what the values were
 computed from, which is not written beside it: so a file that was moved to another place does not
-fit there. It is meant to find damage, mistakes and edits, not to resist whoever forges it, too.
+fit there. Checksums are meant to find damage, mistakes and edits, not to resist forgery.
 
 What has no checksum was written by an earlier version, and is taken as it is. The hash is xxh3,
-which is faster than memory is read by most programs (some 10 GB/s on one core).
+which is faster than most programs read memory (some 10 GB/s on one core).
 """
 
 import json

@@ -33,7 +33,7 @@ class Terminal(Console):
 
 
 class Description(TextColumn):
-    """What a bar is about, as it is."""
+    """The description of a bar, shown as it is."""
 
     def __init__(self) -> None:
         super().__init__("")

@@ -1,7 +1,7 @@
-"""Processes that do one work together: what the first alone does, and what they share out.
+"""Processes that work together: what the first does alone, and what they share out.
 
 All of them run the same code and go on with the same results. What does not depend on who makes it
-(answers, acceptance, texts) is shared out, and all get the union, in order. Seconds do depend:
+(answers, acceptance, texts) is shared out, and all get the union, in order. Times do depend on it:
 processes of one machine that compute at the same time slow each other down. So the first process
 alone measures time, by its own clock, while the others wait, idle.
 """
@@ -65,8 +65,8 @@ class Ranks:
         return [held[i % self.world][i // self.world] for i in range(len(items))]
 
     def handed(self, make: Callable[[], Sequence[T]]) -> list[T]:
-        """The items that the first process makes, in all of them. They are handed over some at a
-        time, since between GPUs they pass through a GPU's memory."""
+        """The items that the first process makes, returned in every process. A limited number is
+        handed over at a time, since between GPUs they pass through a GPU's memory."""
         items: Sequence[T] = []
 
         def made() -> int:

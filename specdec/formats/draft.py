@@ -3,8 +3,8 @@ target. `calibration.json` is beside them once the draft's confidence has been c
 
 Nothing in these files is trusted: the card is checked against its checksum and field by field, the
 network that it describes is built on the meta device and compared with the weights' header, and
-only then are weights read and compared with the checksum that the card notes. That of a calibration
-covers it, too, so that the three files belong together.
+only then are weights read and compared with the checksum that the card notes. The calibration's own
+checksum covers that of the weights, too, so that the three files belong together.
 """
 
 import hashlib

@@ -77,7 +77,7 @@ def require_exportable(config: Any, target: Parts, layout: str) -> None:
 
 
 def _require_causal(target: Parts) -> None:
-    """Raise UserError for an encoder-decoder: the formats are those of drafts for one text."""
+    """Raise UserError for an encoder-decoder: the formats are for targets that read one text."""
     require(
         not target.model.config.is_encoder_decoder,
         f"{target.title} is an encoder-decoder: no engine loads a draft for it; give export=null",
@@ -121,32 +121,32 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "h
         if not elsewhere <= most:
             raise UserError(
                 f"{folder}: not written: an engine that reads {CONFIG} would compute logits that "
-                f"differ by {elsewhere:.2g} of the largest (rounding: {most:.2g}): this is a bug, "
-                "please report it with the target's config"
+                f"differ by {elsewhere:.2g} of the largest (rounding explains {most:.2g}): this is "
+                "a bug, please report it with the target's config"
             )
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
         f"{len(tensors)} tensors read back, logits {same}; transformers' own layers, built from "
-        f"{CONFIG}, compute the same to {elsewhere:.0e} of the largest logit{_stops(target)}"
+        f"{CONFIG}, differ by {elsewhere:.0e} of the largest logit{_stops(target)}"
     )
 
 
 def _stops(target: Target) -> str:
-    """What an engine must be told to end answers where they ended here; mostly nothing."""
+    """What to tell an engine so that it ends answers where they ended here; mostly nothing."""
     unknown = sorted(set(target.eos) - set(target.declared_eos))
     said = f"; give the engine stop_token_ids={unknown}, which the target's own files leave out"
     return said if unknown else ""
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference; NaN if there is one in either."""
+    """The largest difference; NaN if either holds a NaN."""
     return float((one.float() - other.float()).abs().max())
 
 
 def rounding_of(logits: Tensor, again: float) -> float:
-    """By how much logits may differ that the same weights give: on a CPU not at all in float32,
-    where the same products are summed in the same order. Elsewhere kernels may sum in any order;
-    `again` is by how much the same draft differed when it was computed twice."""
+    """By how much two computations of logits from the same weights may differ: not at all in
+    float32 on a CPU, where the same products are summed in the same order. Elsewhere kernels may
+    sum in any order; `again` is by how much the same draft differed when it was computed twice."""
     if logits.is_cpu and logits.dtype == torch.float32:
         return 0.0
     return 4 * (again + torch.finfo(logits.dtype).eps * float(logits.abs().max()))
@@ -186,7 +186,7 @@ def require_free(folder: Path) -> None:
 
 
 def require_apart(folders: Sequence[Path]) -> None:
-    """Raise UserError if one of the folders to write is another one, or is inside it."""
+    """Raise UserError if two of the folders to write are the same, or one is in another."""
     for one, other in combinations(folders, 2):
         shorter, longer = sorted((one.resolve(), other.resolve()), key=lambda path: len(path.parts))
         require(

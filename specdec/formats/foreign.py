@@ -80,7 +80,7 @@ def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
 
 def gap(folder: Path | str, drafter: Drafter, target: Parts, trial: Trial | None = None) -> float:
     """The largest difference between the logits of an export in somebody else's code and those of
-    the drafter, relative to the largest logit; infinite if they draft from other vocabularies."""
+    the drafter, relative to the largest logit; infinite if their vocabularies differ."""
     trial = trial or Trial.of(drafter, target)
     mine, theirs = ours(drafter, target, trial), logits(folder, target, trial)
     inside = mine.isfinite()
@@ -90,13 +90,13 @@ def gap(folder: Path | str, drafter: Drafter, target: Parts, trial: Trial | None
 
 
 def limit(target: Parts) -> float:
-    """The largest `gap` that rounding explains: the networks are computed in float32, and a head
-    that is shared in the target's dtype."""
+    """The largest `gap` that rounding explains: the networks are computed in float32, but a head
+    that is shared with the target in the target's dtype."""
     return 1e-4 + 4 * torch.finfo(target.dtype).eps
 
 
 def _described(files: Folder) -> Folder:
-    """The files with the config of vLLM's self-describing format as vLLM makes it."""
+    """The files, with the config that vLLM makes of its self-describing format."""
     config = files.config
     kind = config.get("speculators_model_type")
     if kind is None:

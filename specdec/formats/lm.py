@@ -1,8 +1,8 @@
 """A draft LM as a plain Hugging Face checkpoint.
 
 An engine only drafts with a model that has as many rows as the target. If the draft had fewer, it
-was padded with rows of zeros (`specdec.drafters.models.vocabulary`), to which the engine, which
-drafts greedily, gives the logit 0. Letters: N positions, S rows before padding, V rows.
+was padded with rows of zeros (`specdec.drafters.models.vocabulary`). The engine, which drafts
+greedily, gives their tokens the logit 0. Letters: N positions, S rows before padding, V rows.
 """
 
 import torch
@@ -32,21 +32,21 @@ def read(drafter: LM, tensors: Tensors) -> Tensors:
 
 
 def objection(drafter: LM, logits_NS: Tensor) -> str | None:
-    """Why an engine would draft one of the added rows: their logit must be 0, never the best."""
+    """Why an engine might draft one of the added rows: their logit must be 0, never the best."""
     if (rows := drafter.sizes.draft_vocab) is None:
         return None
     if bool(drafter.model.get_output_embeddings().weight[rows:].any()):
         return (
-            f"the rows beyond the {rows} that the draft had were trained as inputs, and are rows "
-            "of its head as well: train with drafter.train_embeddings=false"
+            f"the rows added to the draft's {rows} were trained as inputs, but are rows of its "
+            "head as well: train with drafter.train_embeddings=false"
         )
     best = float(logits_NS.amax(-1).min())
     if best > 0:
         return None
     return (
-        f"the draft's best logit at one place is {best:.2g}, and an engine gives the rows beyond "
-        f"the {rows} that the draft had a logit of 0: train it further, or give a drafter.source "
-        "with as many rows as the target"
+        f"the draft's best logit at one place is {best:.2g}, but an engine gives a logit of 0 to "
+        f"the rows added to the draft's {rows}: train it further, or give a drafter.source with as "
+        "many rows as the target"
     )
 
 

@@ -76,12 +76,13 @@ def refuse(drafter: MTP, target: Parts) -> None:
     )
     require(
         not partial or not by_kind,
-        f"each kind of layer of {target.name} rotates another part of its heads, and vLLM's loader "
-        f"of mtp would make them alike: {OTHER}",
+        f"the kinds of layers of {target.name} rotate different parts of their heads, but vLLM's "
+        f"loader of mtp would make them alike: {OTHER}",
     )
     require(
         partial or getattr(theirs, "partial_rotary_factor", None) in (None, 1),
-        f"vLLM's loader of mtp rotates as much of a head as {target.name} does: {OTHER}",
+        f"vLLM's loader of mtp rotates as much of a head as {target.name} does, unlike this draft: "
+        f"{OTHER}",
     )
     require(
         getattr(theirs, "hidden_size", None) == ours.hidden_size
@@ -92,17 +93,18 @@ def refuse(drafter: MTP, target: Parts) -> None:
     require(
         getattr(theirs, "intermediate_size", None) == ours.intermediate_size,
         "vLLM's loader gives the module an MLP of the target's size: train with "
-        f"drafter.intermediate_size=null if it is {ours.intermediate_size}; else {OTHER}",
+        f"drafter.intermediate_size=null if you set it to {ours.intermediate_size}; else {OTHER}",
     )
     require(
         act == "silu",
-        f"vLLM's loader of mtp needs a target whose config has hidden_act=silu, and that of "
+        f"vLLM's loader of mtp needs a target whose config has hidden_act=silu, but that of "
         f"{target.name} has {act}: {OTHER}",
     )
     for key in OBEYED:
         require(
             getattr(theirs, key, None) in (None, False, -1),
-            f"vLLM's loader gives the module the {key} of {target.name}: {OTHER}",
+            f"vLLM's loader gives the module the {key} of {target.name}, which the draft does not "
+            f"have: {OTHER}",
         )
 
 

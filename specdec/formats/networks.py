@@ -29,7 +29,7 @@ from specdec.targets.parts import Parts
 LENGTH = 192  # tokens of a trial, if the target has so many positions
 ANCHORS = (0.3, 0.99)  # of a trial, as shares of its text
 DEPTHS = 3  # the most depths that are compared
-FINAL = -1  # stands for the final state where a layer's number stands for the stream after it
+FINAL = -1  # in place of a layer's number: the final state, not the stream after a layer
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ def llama(config: Description) -> LlamaConfig:
         or (kind == "proportional" and rope.get("factor", 1) != 1)
         or "mrope_section" in rope
     )
-    require(not unalike, f"rope_parameters of type {kind} mean another thing in vLLM")
+    require(not unalike, f"rope_parameters of type {kind} mean something else in vLLM")
     act = config.get("hidden_act", "silu")
-    require(act == "silu", f"hidden_act is {act}, and engines have only silu in such a layer")
+    require(act == "silu", f"hidden_act is {act}, but engines have only silu in such a layer")
     names = "max_position_embeddings rms_norm_eps attention_bias mlp_bias head_dim hidden_size"
     names += " intermediate_size num_attention_heads num_key_value_heads hidden_act"
     given = {name: config[name] for name in names.split() if name in config}
@@ -173,9 +173,9 @@ def unrolled(
     trial: Trial,
     anchor: int,
 ) -> Tensor:
-    """The logits [K, V] at all depths of a layer that continues itself. `run` takes the embeddings
-    and the features [P, D] of pairs and returns, for each, what the head reads and what the next
-    depth reads in place of a feature."""
+    """The logits [K, V] at all depths of a layer that reads its own output there. `run` takes the
+    embeddings and the features [P, D] of pairs and returns, for each, what the head reads and what
+    the next depth reads in place of a feature."""
     ids_P, features_PD, found = trial.ids_T[1 : anchor + 1], features_PD[:anchor], []
     for depth in range(trial.depths):
         read, onward = run(files.embed(ids_P), features_PD)

@@ -7,7 +7,7 @@ where rounds started. Intervals are bootstraps over prompts, those of seconds ov
 Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
 them and is what one process would count: batches, seeds and order are the same. Seconds come from
 the first process alone, on the first part of the prompts, by its own clock, while the others wait:
-processes that decode on one machine at the same time slow each other down, the more the more there
+processes that decode on one machine at the same time slow each other down, more so the more there
 are. A length policy may learn from one prompt to the next, so with one, the first process answers
 all prompts.
 """
@@ -185,7 +185,7 @@ def _answered(
 ) -> list[Answered]:
     """Answer every batch plainly and with each draft. Those that are timed are answered
     `cfg.repeats` times, in turn: counts come from the first time, seconds are medians. `tell` is
-    told of the progress after each batch."""
+    called with the progress after each batch."""
     cfg, ranks = setups[0].cfg, setups[0].ranks
     policies, untimed = ([how.length and how.length() for how in hows] for _ in range(2))
     starts = range(0, len(prompts), cfg.batch)

@@ -1,7 +1,7 @@
 """Tables in Markdown, and pages of Markdown that are also written as HTML.
 
-Names, paths and what models wrote are no markup: `text` writes one of them as Markdown that shows
-it as it is, and `escaped` does so for all that stand in a dataclass.
+Names, paths and what models wrote are not markup: `text` writes one of them as Markdown that shows
+it as it is, and `escaped` does so for every text in a dataclass.
 """
 
 import re

@@ -16,7 +16,7 @@ SAMPLES = 3
 
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
-    """The whole report. No text in the results is markup in it."""
+    """The whole report. It shows every text in the results as it is, never as markup."""
     results = escaped(results)
     blocks = [
         f"# {results.name}: {results.drafter} for {results.target}",

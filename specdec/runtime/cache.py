@@ -68,7 +68,7 @@ class SlotLayer(CacheLayerMixin):
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Keep these buffers. In a cache of fixed size on a GPU they are marked as staying where
-        they are: a CUDA graph would otherwise not be made of a pass that writes them."""
+        they are: otherwise no CUDA graph would be made of a pass that writes to them."""
         self.keys, self.values = keys, values
         on_gpu = self.cache.fixed and keys.device.type != "cpu"
         if on_gpu and not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
 """Work that a device does after the host has asked for it: waiting for it, not waiting, and timing.
 
-A GPU computes while the host goes on. Whatever the host wants to know of a result makes it wait
-until all that was asked for before is done, and the GPU then waits for the host.
+A GPU computes while the host goes on. When the host looks at a result, it waits until the GPU has
+done all earlier work, and the GPU then waits for the host.
 """
 
 from time import perf_counter
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def perhaps_any(mask: Tensor) -> bool:
-    """Whether anything in a mask is set, where that is known without waiting: True on any device
-    but the CPU. For rare cases whose treatment leaves all others as they are."""
+    """Whether anything in a mask is set, if that is known without waiting, which it is on the CPU;
+    else True. For rare cases whose treatment leaves all other cases as they are."""
     return mask.device.type != "cpu" or bool(mask.any())
 
 
@@ -25,9 +25,9 @@ def finish(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Seconds between marks on a device's own timeline, without waiting until they are read. On a
-    GPU the marks are events, which it passes when it has done what it was asked for before; a clock
-    of the host would book work where the host next waits."""
+    """Seconds between marks on a device's own timeline; nothing waits until they are read. On a
+    GPU the marks are events, which it passes when it has done all earlier work; the host's clock
+    would count that work where the host next waits."""
 
     def __init__(self, device: torch.device) -> None:
         event = getattr(torch.get_device_module(device), "Event", None)

@@ -10,8 +10,8 @@ CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may use
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The bytes that a program can still allocate on a device, caches that torch would reuse
-    included; None where it cannot be asked (a Mac's GPU)."""
+    """The bytes that a program can still allocate on a device, including caches that torch would
+    reuse; None where this cannot be asked (a Mac's GPU)."""
     if device.type == "cpu":
         free = psutil.virtual_memory().available
         limit = _left_in_container()
@@ -32,7 +32,7 @@ def release() -> None:
 
 
 def _left_in_container() -> int | None:
-    """What a container's limit leaves, without the files that it caches; None without a limit."""
+    """What a container's limit leaves, cached files counted as free; None without a limit."""
     try:
         most = (CGROUP / "memory.max").read_text().strip()
         if not most.isdecimal():  # "max": no limit

@@ -37,7 +37,7 @@ def plain(x: Tensor) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a linear layer is no more than a product by its weight and the sum with its bias."""
+    """Whether a linear layer does no more than multiply by its weight and add its bias."""
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)  # some libraries replace the method of one layer
@@ -89,7 +89,7 @@ def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module says that it is a linear layer, of whatever library."""
+    """Whether a module says that it is a linear layer, of any library."""
     return isinstance(getattr(module, "in_features", None), int) and isinstance(
         getattr(module, "out_features", None), int
     )
@@ -103,7 +103,7 @@ def holds_weight(layer: Any) -> bool:
 
 
 def _weight(layer: Any, bias: Any, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of a linear layer, which is asked for the image of each unit vector."""
+    """The weight [out, in] of a linear layer, from its outputs for all unit vectors."""
     device = next(x.device for x in [*layer.parameters(), *layer.buffers()])
     columns = []
     for rows in torch.arange(layer.in_features, device=device).split(AT_ONCE):
@@ -115,7 +115,7 @@ def _weight(layer: Any, bias: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module itself that belong into its state dict."""
+    """The parameters and buffers of a module itself that belong in its state dict."""
     yield from ((n, x) for n, x in module._parameters.items() if x is not None)
     kept = module._buffers.keys() - module._non_persistent_buffers_set
     yield from ((n, x) for n, x in module._buffers.items() if n in kept and x is not None)

@@ -86,7 +86,7 @@ class Chain(Shape):
             if k > 0:
                 logits_BWS = growth.grow(tokens_BN[:, -1:].clamp_min(0), None)
             place_B1 = tokens_BN.new_full((len(tokens_BN), 1), k)
-            # a GPU draws for all, which is cheaper than to wait for who has stopped
+            # a GPU draws for all rows: to wait until it is known which have stopped costs more
             asked_B = going_B if self.stop is not None or going_B.device.type == "cpu" else None
             chosen = choose(logits_BWS, 1, Proposal(tokens_BN), place_B1, asked_B)
             token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)

@@ -86,7 +86,7 @@ class Target(Parts, ABC):
         require(
             method(self.model.config) is None,
             f"{folder}: not written: {self.title} is quantised ({self.quantisation}), and an "
-            "engine loads it from where it is: leave it out, and name it to the engine",
+            "engine can load it from where it is: export the draft alone",
         )
         self.model.save_pretrained(folder)
         if set(self.eos) - set(

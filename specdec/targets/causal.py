@@ -39,9 +39,10 @@ class CausalTarget(Target):
 
     @torch.no_grad()
     def _decoder_layers(self) -> nn.ModuleList:
-        """The layers that read a text, whose name depends on the architecture: the first list of
-        as many modules as the model has layers, all of which run. A vision tower may have as many,
-        but has nothing to see. Raises UserError if there is no such list."""
+        """The layers that read a text. Their name depends on the architecture, so a text is read:
+        they are the first list of as many modules as the model has layers, all of which then run.
+        A vision tower may have as many, but does not run. Raises UserError if there is no such
+        list."""
         count, run = self.config.num_hidden_layers, set[nn.Module]()
         modules = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         lists = [m for m in modules if len(m) == count]

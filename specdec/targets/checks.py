@@ -20,13 +20,13 @@ from specdec.targets.base import Target
 from specdec.targets.parts import Parts, config_of_layers
 
 SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
-# The same in float32 over a cache. Models that are read rightly stay below 1e-5, even with very
-# large weights; MPT, whose biases go by slots, is off by 7e-3 to 8e-2.
+# The same in float32 over a cache. Models that are read correctly stay below 1e-5, even with very
+# large weights; MPT, whose biases depend on slots, is off by 7e-3 to 8e-2.
 SHARP = 1e-3
 ROUGH = 0.2  # the same in 16 bits, through all layers
-ROOM = 4  # how many times as far as by rounding the input once logits may be off by rounding all
+ROOM = 4  # logits may be off by so many times what rounding the input once changes
 FEW = 64  # rows of an embedding that the check reads
-LARGE = 10**9  # weights of a layer; of larger ones, one of each kind is checked
+LARGE = 10**9  # weights of a layer; of larger layers, only one of each kind is checked
 
 
 @contextmanager
@@ -45,8 +45,8 @@ def understood(target: Parts) -> Iterator[None]:
 
 def check_causal(target: Target) -> None:
     """Raise UserError unless the logits are right, even over a cache with ragged rows and a
-    tree, of which paths are kept. In 16 bits and with quantised weights, rounding hides what is
-    wrong, so that a few layers are checked in float32 as well."""
+    tree, of which paths are kept. In 16 bits and with quantised weights, rounding hides errors, so
+    a few layers are checked in float32 as well."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.quantisation
     with understood(target), torch.no_grad():
         check_head(target)
@@ -99,9 +99,10 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
 
 
 def _cache_error(target: Target) -> float:
-    """The distance of logits over a cache from those of passes over whole texts: of a small tree
-    (its second node follows the first) after rows of unequal length, and of the tokens after it,
-    once a path of each row has been kept and the rows have changed places."""
+    """The distance of logits over a cache from those of passes over whole texts. They are the
+    logits of a small tree (its second node follows the first) after rows of unequal length, and of
+    the tokens that follow once a path of each row has been kept and the rows have changed
+    places."""
     lengths, paths = [9, 5], [[0, 1], [2]]
     ids = (7 * torch.arange(2 * 14, device=target.device).view(2, 14) + 3) % target.vocab_size
     texts = [torch.cat([ids[b, : lengths[b]], ids[b, 9:12][paths[b]], ids[b, 12:]]) for b in (0, 1)]
@@ -130,8 +131,8 @@ def _cache_error(target: Target) -> float:
 
 
 def _rounding_error(target: Target) -> float:
-    """The distance by which logits change if the embeddings of a text are rounded once more: some
-    weights make much of little. It is 0 in a pass that cannot be disturbed."""
+    """By how much logits change if the embeddings of a text are rounded once more: some weights
+    enlarge small differences. It is 0 if none of that reaches the logits."""
     ids = (5 * torch.arange(12, device=target.device)[None] + 3) % target.vocab_size
     before = target.model(input_ids=ids, use_cache=False).logits
 
@@ -145,9 +146,9 @@ def _rounding_error(target: Target) -> float:
 
 def few_layers(target: Target) -> Target | None:
     """A copy of a causal target in float32 on the CPU, with a layer of each kind and the first rows
-    of its embeddings and head. Its matrices are brought to the size of fresh ones: with large
-    weights attention sees one token, and then positions and masks may be wrong without a trace.
-    None for a model that cannot be taken apart in this way."""
+    of its embeddings and head. Its matrices are rescaled to the size of new ones: with large
+    weights attention sees only one token, and errors in positions and masks would not show. None
+    for a model that cannot be taken apart in this way."""
     model, layers = target.model, target.layers
     kept = _of_each_kind(target)
     left = {id(m) for k, layer in enumerate(layers) if k not in kept for m in layer.modules()}
@@ -186,7 +187,7 @@ def few_layers(target: Target) -> Target | None:
         for key, value in config_of_layers(of_text.to_dict(), kept + others).items():
             setattr(of_text, key, value)
         if few.config._attn_implementation not in ("eager", "sdpa", "grouped"):
-            few.model.set_attn_implementation("eager")  # those of other names need a GPU
+            few.model.set_attn_implementation("eager")  # other kinds of attention need a GPU
             few.config._attn_implementation = "eager"
         for part in few.model.modules():
             if isinstance(part, nn.Embedding):

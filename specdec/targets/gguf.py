@@ -47,7 +47,7 @@ def dense(gguf: Path, cache: Path) -> Path:
         try:
             building.rename(folder)
         except OSError:
-            if _damage(folder, source) is not None:  # else another process was first
+            if _damage(folder, source) is not None:  # else another process wrote it first
                 raise
     return folder
 
@@ -87,8 +87,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _damage(folder: Path, source: str) -> str | None:
-    """The damage to the folder that a file of this hash was converted to; None if it is as it was
-    written."""
+    """What is damaged in the folder that a file with this hash was converted to; None if nothing
+    is."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text())
         if sums["source"]["sha256"] != source:

@@ -92,7 +92,7 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
         reasons.append(f"the checkpoint is quantised: {target.quantisation}")
     reason = "; ".join(filter(None, reasons))
     _, after = target.turn_ends
-    endless = f"; answers may run on: no token ends one in its chat template ({after!r} does)"
+    endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
     kind, layers = type(target.model).__name__, target.config.num_hidden_layers
     pack = cfg.packed and target.device.type == "cpu"
     return (
@@ -129,8 +129,8 @@ def load_target(cfg: TargetConfig) -> Target:
     if quantisation and weights:
         stored = weights.checksum()
     elif cfg.dtype == "float16" and not (weights and weights.kind == "F16"):
-        # float16 rounds small weights away, which would change the fingerprint. They are read once
-        # more in bfloat16, before and not beside those of the target, and not on its device.
+        # float16 rounds small weights away, which would change the fingerprint. So the weights are
+        # also read in bfloat16, on the CPU, and dropped before those of the target are loaded.
         plain = replace(cfg, dtype="bfloat16", device="cpu", packed=False)
         stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
     model = _model(cfg, path, config)
@@ -185,7 +185,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         )
         check_head(parts)
         return parts
-    except Exception:  # a model without layers may raise anything, also where the whole does not
+    except Exception:  # a model without layers may raise anything, even if the whole one does not
         return None
     finally:
         logging.set_verbosity(verbosity)
@@ -281,8 +281,8 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
 
 @torch.no_grad()
 def _unpack(model: Any) -> None:
-    """Run the whole model once: some libraries unpack weights in its first pass, which they do not
-    notice if only a part of the model runs."""
+    """Run the whole model once: some libraries unpack weights in its first pass, but not if only a
+    part of the model runs."""
     ids_BT = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     decoder = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
     model.eval()(input_ids=ids_BT, **decoder)
@@ -290,8 +290,8 @@ def _unpack(model: Any) -> None:
 
 @contextmanager
 def _told(cfg: TargetConfig) -> Iterator[None]:
-    """Turn the errors that transformers and its libraries raise for a model that they cannot load,
-    which may be of any class, into a UserError."""
+    """Turn the errors, of whatever class, that transformers and its libraries raise for a model
+    that they cannot load into a UserError."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError, MemoryError):

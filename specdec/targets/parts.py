@@ -116,13 +116,13 @@ class Parts:
 
     @property
     def declared_eos(self) -> tuple[int, ...]:
-        """The ids that end an answer without a look at the chat template, as engines know them."""
+        """The ids that end an answer as engines know them, who do not look at the chat template."""
         own = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([*self.generation_eos, *([] if own is None else [own])]))
 
     @property
     def generation_eos(self) -> tuple[int, ...]:
-        """Those of the generation config alone, or the tokenizer's if it has none."""
+        """The ids that the generation config alone gives, or the tokenizer's if it has none."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
@@ -201,7 +201,7 @@ class Parts:
 
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer, as plain numbers
-        even if they are stored quantised. Raises UserError where they cannot be read as such."""
+        even if they are stored quantised. Raises UserError where they cannot be read so."""
         return self._state(self.layers[k])
 
     def _state(self, module: nn.Module, without: str | None = None) -> dict[str, Tensor]:
@@ -259,8 +259,8 @@ class Parts:
 def checksum(state: dict[str, Tensor]) -> str:
     """One short string for a model's weights, whatever precision they are loaded in. They are
     rounded to bfloat16, whose bits are read as integers. Two exact sums of each tensor, over all
-    values and over a sample weighted by place, are hashed with the names and shapes. What is stored
-    quantised is read as the bytes that it is stored as."""
+    values and over a sample weighted by place, are hashed with the names and shapes. Weights that
+    are stored quantised are summed as they are stored."""
     digest = hashlib.blake2b(digest_size=12)
     for name, value in sorted(_stored(state), key=itemgetter(0)):
         rounded = value.to(torch.bfloat16) if plain(value) else value

@@ -6,10 +6,10 @@ USER, ANSWER = "Yak", "Zebra"  # words that no template writes of itself
 
 
 def turn_ends(tokenizer: Any) -> tuple[set[int], str | None]:
-    """The tokens that end an answer in the chat template, whether the answer is the last turn or
-    another follows, and what follows one where that is no token of its own: an answer written
-    after that template then ends nowhere. Without a template, or if it renders no conversation of
-    two turns, the result is an empty set and None."""
+    """The tokens that end an answer in the chat template, whether or not another turn follows it;
+    and the text that follows an answer if that text is not a token of its own, so that nothing
+    would end an answer written in that template (else None). Without a template, or if it renders
+    no conversation of two turns, the result is an empty set and None."""
     if not getattr(tokenizer, "chat_template", None):
         return set(), None
     chat = [("user", USER), ("assistant", ANSWER), ("user", USER)]

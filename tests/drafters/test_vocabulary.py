@@ -159,7 +159,7 @@ def test_an_export_whose_added_rows_an_engine_would_draft_is_refused(tmp_path: P
     with torch.no_grad():  # all logits of a place are alike, and below 0 somewhere
         head[:SIZE] = head[5].clone()
         head *= -export.logits(drafter, target)[0, 0].sign()
-    with pytest.raises(UserError, match=f"rows beyond the {SIZE} that the draft had a logit of 0"):
+    with pytest.raises(UserError, match=f"a logit of 0 to the rows added to the draft's {SIZE}"):
         export.write(tmp_path / "out", drafter, target)
     with torch.no_grad():
         head[SIZE + 1] = 1.0

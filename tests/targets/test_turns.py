@@ -94,5 +94,5 @@ def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
 def test_a_template_that_ends_nowhere_is_said(tmp_path: Path, template: str, warned: bool) -> None:
     cfg = target_with(tmp_path, END, template)
     line = opening(load_target(cfg), cfg)
-    assert ("answers may run on: no token ends one in its chat template" in line) == warned
+    assert ("answers may run on: its chat template ends them with" in line) == warned
     assert "\n" not in line

@@ -116,8 +116,8 @@ class Pretrained(Drafter):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
-        """Like `Drafter.build`, but a draft vocabulary, which only a model with fewer rows than the
-        target has, is those rows. Raises UserError for a `vocab_S` with more."""
+        """Like `Drafter.build`. Only a model with fewer rows than the target has a draft
+        vocabulary, which is those rows. Raises UserError for a `vocab_S` with more."""
         drafter = super().build(config, target, None, earlier)
         require(
             vocab_S is None or drafter.vocab_S is None or len(vocab_S) <= len(drafter.vocab_S),
@@ -184,8 +184,9 @@ class Pretrained(Drafter):
 
 
 class Holder(nn.Module):
-    """A model without its config, from which peft would learn that it is a mixture of experts. peft
-    then adapts experts that are kept as one weight, which neither a view nor a draft can hold."""
+    """A model without its config, from which peft would learn that it is a mixture of experts. It
+    would then adapt experts that are kept as one weight, and neither a view nor a draft can hold
+    such adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

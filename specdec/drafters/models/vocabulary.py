@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from specdec.errors import UserError, first_line, require
 from specdec.targets.parts import Parts
 
-# one of them is there wherever a tokenizer is; without any, transformers makes up an empty one
+# a tokenizer has at least one of these; without any, transformers makes up an empty one
 FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 OF_TARGET = ("target", "random")  # sources whose tokenizer is the target's
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -84,7 +84,7 @@ def _compared(source: str, target: Parts) -> bool:
 
 
 def _file(source: str) -> Any:
-    """What looks a file up in a folder or a hub model; None if it is not there."""
+    """A function that finds a file in a folder or a hub model, or gives None."""
     kinds = ("missing_entries", "connection_errors")
     quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     return lambda name: cached_file(source, name, **quiet)

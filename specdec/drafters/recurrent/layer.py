@@ -175,7 +175,8 @@ def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, A
 
 def _full_attention(config: Any) -> tuple[int, Any]:
     """The index of a target's last layer with full attention (else of its last layer), and the
-    config of that layer. Gemma 4's has other sizes than the model's, which raises if asked."""
+    config of that layer. In Gemma 4 its sizes differ from the model's, whose config raises if it is
+    asked for them."""
     count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     full = [k for k, kind in enumerate(kinds[:count]) if kind == FULL]
     index = full[-1] if full else count - 1

@@ -1,7 +1,7 @@
-"""Rotary positions of a draft's layers: the parameters that they take of the target, and factors.
+"""Rotary positions of a draft's layers: the parameters that they take from the target, and factors.
 
-A draft has one kind of layer, which attends to the whole text, so it takes the parameters of the
-target's full attention, copied. Engines and transformers read some of these differently, and those
+A draft has one kind of layer, which attends to the whole text, so it copies the parameters of the
+target's full attention. Engines and transformers read some of these differently, and those
 are replaced by what both read alike (`alike`): a draft is then the same network everywhere.
 """
 
@@ -40,7 +40,7 @@ def alike(rope: Mapping[str, Any], width: int, positions: int) -> dict[str, Any]
     two sets of factors, between which transformers chooses by a text's length and vLLM by the
     longest text that it may be given: a draft has the short set at any length. vLLM divides
     nothing by the `factor` of `proportional`, and needs every number of `yarn` to be given.
-    Whatever else is said, such as the sections of images, is left out.
+    All other keys, such as the sections of images, are left out.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind, theta = "longrope" if kind == "su" else kind, rope.get("rope_theta") or THETA
@@ -100,7 +100,7 @@ def rotary_width(rope: Mapping[str, Any] | None, head_dim: int) -> int:
 
 
 def share_of(width: int, head_dim: int) -> float:
-    """The `partial_rotary_factor` that a reader, who rounds down, turns into `width`."""
+    """The `partial_rotary_factor` that a reader, which rounds down, turns into `width`."""
     share = width / head_dim
     return share if int(head_dim * share) == width else math.nextafter(share, 1.0)
 
