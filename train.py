@@ -45,9 +45,9 @@ def main(cfg: DictConfig) -> float:
 
 
 def start(arguments: list[str]) -> None:
-    """Run `main`, and turn Hydra's errors about overrides into UserErrors. A single run is composed
-    once before, since Hydra makes the run's folder before it calls `main`, even for a
-    configuration that is refused."""
+    """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
+    single run is first composed here, since Hydra makes the run's folder before it calls `main`,
+    even if that then refuses the configuration."""
     if not any(argument.startswith("-") for argument in arguments):
         composed(arguments)
     sys.argv[1:] = quoted(arguments)

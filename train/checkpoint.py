@@ -81,7 +81,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def named(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that a checkpoint of this model holds, by name, in every process and without
     gathering anything: where the model is sharded, a tensor has the shape of the whole, but only
-    this process's part of the numbers. A tensor of two names (tied embeddings) has the first."""
+    this process's part of the numbers. A tensor with two names (tied embeddings) has the first."""
     ours: dict[str, Any] = dict(get_model_state_dict(model))
     parts = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in ours.items()}
     return {n: ours[n] for n in untied(parts)}
@@ -119,9 +119,9 @@ def load(
     run: str = "",
 ) -> State | None:
     """Restore the newest sound checkpoint of this run in `folder`; return its state, or None if
-    there is no checkpoint. The main process reads it and hands each other one its part, one tensor
-    at a time. A newer one that is damaged is told and put aside. Raises UserError, in every
-    process, if none can be used."""
+    there is no checkpoint. The main process reads it and hands every other process its part, one
+    tensor at a time. A newer one that is damaged is reported and put aside. Raises UserError, in
+    every process, if none can be used."""
     tensors: dict[str, Tensor] = {}
     ours = named(model)
     every: dict[str, Any] = dict(get_model_state_dict(model))

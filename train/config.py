@@ -180,8 +180,8 @@ def composed(overrides: Sequence[str]) -> Config:
 
 
 def _require_group_names(overrides: Sequence[str]) -> None:
-    """Raise UserError for a number or the like in place of a file of a group, such as data=1, which
-    Hydra's own error does not name."""
+    """Raise UserError for a number or the like where the name of a group's file belongs, such as
+    data=1, which Hydra's own error does not show."""
     for override in overrides:
         group, equals, value = override.partition("=")
         if not equals or not (CONF / group).is_dir():

@@ -68,8 +68,8 @@ def require_same_run(folder: Path, cfg: Config) -> None:
 
 
 def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> Portion:
-    """The portion of the data that a step of this folder's run reads, as it began; if no run has
-    begun there, these settings'."""
+    """The portion of the data that each step of the run in this folder reads, as the run began; if
+    no run has begun there, the portion of these settings."""
     theirs = config_of(folder)
     began = theirs.get("processes")
     if not began and checkpoint.steps(folder / "checkpoints"):
@@ -135,7 +135,7 @@ def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
 
 def with_date(cfg: Config, folder: Path) -> Config:
     """The configuration with the time at which the run began, for chat templates that write a date:
-    else a run that goes on tomorrow would have other prompts, and ask for all answers again.
+    otherwise a run that goes on tomorrow would have other prompts, and need all answers again.
     `note_date` keeps it for a run that is interrupted before it has a config.json."""
     if cfg.data.date is not None:
         return cfg
@@ -165,7 +165,7 @@ def digest(documents: Sequence[Document]) -> str:
 
 
 def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
-    """A run's config.json, written at a time, as today's version would have written it. Older ones
+    """A run's config.json, written `when` it was, as today's version would write it. Older ones
     have a `loss` instead of an `objective`, lack `start` for families that had only one start then,
     and do not say when the run began."""
     if isinstance(data := written.get("data"), dict) and data.get("date") is None:

@@ -1,4 +1,4 @@
-"""The launcher whose child this process is: its processes end when it does, and tell it truly how.
+"""The launcher that started this process: its processes end when it does, with a true exit code.
 
 A launcher (torchrun, accelerate launch) stops the processes that it started, but not if it is
 killed itself: they would train on, or wait for one another forever, with the run's folder locked.
@@ -35,7 +35,7 @@ def end_with_launcher() -> None:
 def _watch(launcher: int) -> None:
     while os.getppid() == launcher:  # an orphan gets another parent
         time.sleep(EVERY)
-    with suppress(OSError):  # what the launcher read is closed
+    with suppress(OSError):  # the launcher's end of the pipe is closed
         os.write(2, SAID.encode())
     os._exit(1)
 
@@ -46,8 +46,8 @@ def last_work() -> Iterator[None]:
     code that the work gave.
 
     Python would first take the interpreter apart while threads of torch.distributed still run: on a
-    busy machine, more than every tenth process aborts there ("terminate called without an active
-    exception"), also after `destroy_process_group`, and the launcher then takes a finished run for
+    busy machine, more than one process in ten aborts there ("terminate called without an active
+    exception"), even after `destroy_process_group`, and the launcher then takes a finished run for
     a failed one."""
     code: Any = 0
     try:

@@ -228,13 +228,13 @@ def train(
 
 def _require_best(job: "Job", state: State, ended: bool) -> None:
     """Raise UserError unless the folder's `best` is whole and of this run, if there must be one.
-    When training has `ended`, tell if it is not the draft of the best step, which may be after a
-    crash between saving a draft and its checkpoint."""
+    When training has `ended`, say so if it is not the draft of the best step, which can happen
+    after a crash between saving a draft and its checkpoint."""
     if state.best is None:
         return
     best = job.folder / "best"
     recover(best)
-    if not ended and not best.exists():  # a kill between two renames; it is written again
+    if not ended and not best.exists():  # killed between two renames; it is written again
         return
     try:
         notes = drafts.require_whole(best).notes

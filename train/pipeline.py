@@ -55,7 +55,7 @@ from train.texts import Texts, texts_of
 from train.tracking import Tracker, curve
 
 LESS_AT_ONCE = (
-    "lower loop.rows (raise loop.accumulate as much, and a step reads as many rows as before), "
+    "lower loop.rows (and raise loop.accumulate as much, so that a step reads as many rows), "
     "objective.chunk or data.max_length; the same command continues from the last checkpoint"
 )
 

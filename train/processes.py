@@ -120,6 +120,6 @@ def _placed(device: torch.device, options: InitProcessGroupKwargs) -> torch.devi
 
 
 def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """What `work` returns in the main process, which alone does it, in all processes. An error is
-    raised there and ends the others too (see `Ranks`), so that none waits."""
+    """What `work` returns in the main process, which alone does it; all processes get it. An error
+    is raised there and ends the others too (see `Ranks`), so that none waits."""
     return ranks_of(accelerator).first(work)

@@ -73,19 +73,19 @@ class Tracker:
             self._run.log(_flat(figures), step=step)
 
     def checksum(self) -> str:
-        """That of metrics.jsonl as it is now."""
+        """The checksum of metrics.jsonl as it is now."""
         return of_file(self.path) if self.main and self.path.exists() else ""
 
     def rewind(self, step: int, checksum: str = "") -> None:
-        """Drop the records after `step` from metrics.jsonl: a resumed run writes them again. Tells
-        if what is left is not what was logged, by the `checksum` of then."""
+        """Drop the records after `step` from metrics.jsonl: a resumed run writes them again. Says
+        so if what is left is not what was logged, whose `checksum` was kept."""
         if self.main and self.path.exists():
             records = (r for r in read_lines(self.path, ("step",)) if type(r["step"]) is int)
             kept = [r for r in records if r["step"] <= step]
             write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         if self.main and checksum and checksum != self.checksum():
             tell(
-                f"{self.path} is damaged or was edited: the curve of training in the report is not "
+                f"{self.path} is damaged or was edited: the training curve in the report is not "
                 "the one that was logged"
             )
 

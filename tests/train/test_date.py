@@ -40,7 +40,7 @@ def test_a_date_that_is_given_is_the_templates_date() -> None:
     for date, expected in (("2026-01-31", "2026-01-31 00:00"), ("2026-01-31T09:30", "09:30")):
         prompt = Chat(tokenizer, DataConfig(date=date).clock).prompt(talk("q"))
         assert expected in tokenizer.decode(prompt.ids)
-    with pytest.raises(UserError, match=r"data\.date='tomorrow' is no date"):
+    with pytest.raises(UserError, match=r"data\.date='tomorrow' is not a date"):
         DataConfig(date="tomorrow")
 
 

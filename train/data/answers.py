@@ -98,7 +98,7 @@ def answered(
     def read() -> dict[str, dict[str, Any]]:
         known, damage = _read(folder, key, target.parts.vocab_size, asked)
         if damage and not known.keys() >= asked.keys():
-            tell(f"{damage}: what they answered and this run needs is answered again")
+            tell(f"{damage}: their prompts are answered again where this run needs them")
         return known
 
     known = ranks.first(lambda: set(read()))
@@ -161,7 +161,7 @@ def answered(
             release()
             progress.update(task, completed=written)
             console.print(
-                f"memory ran out for {len(batch)} answers at once: {half} are tried from here on"
+                f"memory ran out for {len(batch)} answers at once: from now on {half} are tried"
             )
             continue
         written += sum(len(entry["ids"]) for entry in found)
@@ -202,7 +202,7 @@ def _documents(
     depth: int | None,
     folder: Path,
 ) -> list[Document]:
-    """The documents of prompts whose answers are known, without those for which there is none.
+    """The documents of prompts whose answers are known; `of_answer` gives none for some of them.
     Raises Damaged if a prompt in the folder has lost its answer."""
     found = []
     for prompt in prompts:
@@ -260,7 +260,7 @@ def _batches(
 def _key(target: Parts, cfg: AnswersConfig) -> str:
     """The name of the folder for this target and way of answering."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
-    if set(target.eos) != set(target.generation_eos):  # answers that ran on past others are kept
+    if set(target.eos) != set(target.generation_eos):  # older answers ran on past the others
         how["eos"] = sorted(target.eos)
     for name in ("batch", "root"):  # these do not change the answers
         del how[name]

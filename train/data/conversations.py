@@ -75,7 +75,7 @@ class DataConfig:
             return datetime.fromisoformat(self.date) if self.date else None
         except ValueError as error:
             raise UserError(
-                f"data.date={self.date!r} is no date: give one such as 2026-01-31 or "
+                f"data.date={self.date!r} is not a date: give one such as 2026-01-31 or "
                 "2026-01-31T09:30"
             ) from error
 

@@ -1,5 +1,5 @@
-"""Text files as UTF-8, whatever they are compressed with and encoded in; and what a file is that is
-no text at all."""
+"""Text files as UTF-8, whatever their compression and encoding, and the kinds of files that hold no
+text."""
 
 import bz2
 import codecs
@@ -19,15 +19,15 @@ from train.data.conversations import Tally
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # endings of compressed files
 BOM = b"\xef\xbb\xbf"
-HEAD = 4096  # bytes from which an encoding is told
+HEAD = 4096  # the bytes at the beginning that show an encoding
 BUFFER = 1 << 16
-MAGIC = {  # the first bytes of what is compressed
+MAGIC = {  # the first bytes of compressed files
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
-OTHER = {  # the first bytes of files that hold no text of ours
+OTHER = {  # the first bytes of files that are not text to train on
     b"PK\x03\x04": "a zip archive: unpack it",
     b"7z\xbc\xaf": "a 7z archive: unpack it",
     b"Rar!": "a rar archive: unpack it",
@@ -57,7 +57,7 @@ class TextFile:
 
 @contextmanager
 def opened(path: Path, tally: Tally) -> Iterator[TextFile]:
-    """A text file, read as UTF-8 without a byte order mark. gzip, bzip2, xz and zstd are told from
+    """A text file, read as UTF-8 without a byte order mark. gzip, bzip2, xz and zstd are known by
     the first bytes, as are UTF-16 and UTF-32. Where compressed data are damaged or cut, the text
     ends, and this is counted. Raises UserError for archives and the like."""
     with path.open("rb", buffering=BUFFER) as raw:
@@ -113,7 +113,7 @@ class _Careful(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            data = self.packed.read1(len(buffer))  # no more than can be had before the damage
+            data = self.packed.read1(len(buffer))  # as much as can be read before the damage
         except (EOFError, ValueError, zlib.error, lzma.LZMAError, OSError) as error:
             if getattr(error, "errno", None):  # the disk, not the data
                 raise

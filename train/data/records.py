@@ -1,6 +1,6 @@
 """Records → conversations in their normal form: how data sets write turns, roles, reasoning, tool
-calls and pairs. What a record says that is not read is counted, and a record that would be another
-one without it is left out."""
+calls and pairs. Keys of a record that are not read are counted; a record that would mean something
+else without them is left out."""
 
 import json
 import re
@@ -241,7 +241,7 @@ def _prompted(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _message(turn: Any, ignored: set[str]) -> Message:
-    """A turn. Keys of it that are not read are added to `ignored`. Raises Unusable."""
+    """A turn. Its keys that are not read are added to `ignored`. Raises Unusable."""
     _require_single(turn)
     turn = {key: x for key, x in turn.items() if not _absent(x)} if isinstance(turn, dict) else {}
     theirs = sorted({str(turn[key]).strip().lower() for key in FROM if key in turn})
@@ -280,7 +280,7 @@ def _message(turn: Any, ignored: set[str]) -> Message:
         beside["name"] = turn["name"]
         read.add("name")
     if not contents and role != "tool" and "tool_calls" not in beside:
-        raise Unusable("content that is not text: there is none")
+        raise Unusable("a turn without content")
     trained = True
     for key in WEIGHTS:
         if isinstance(weight := turn.get(key), bool | int) or (
@@ -294,7 +294,7 @@ def _message(turn: Any, ignored: set[str]) -> Message:
 
 @dataclass
 class Content:
-    """What is said in a turn: its text and, if it has parts, also the other ones."""
+    """What is said in a turn: its text and, if it has parts, also those that are not text."""
 
     text: str = ""
     thoughts: list[str] = field(default_factory=list)

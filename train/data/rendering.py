@@ -36,8 +36,8 @@ class Endless(Exception):
 
 
 class Bounded(ImmutableSandboxedEnvironment):
-    """An environment in which each iteration of a loop and each call of a macro is a step, of which
-    a rendering has a number, and in which texts, lists and numbers do not grow without end."""
+    """An environment that limits the steps of a rendering (each iteration of a loop is one, each
+    call of a macro is several) and the sizes of texts, lists and numbers."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -57,7 +57,7 @@ class Bounded(ImmutableSandboxedEnvironment):
 
     @property
     def step(self) -> None:
-        """One step less is left. This is a property since jinja2 makes every call expensive."""
+        """Takes one of the steps left. A property, since jinja2 makes every call expensive."""
         self.take(1)
 
     @property
@@ -149,7 +149,8 @@ class Template:
         self.source = source
         self.has_blocks = bool(re.search(r"{%-?\s*generation\s*-?%}", source))
         self.tokens: Mapping[str, Any] = tokenizer.special_tokens_map
-        # what their templates know; an empty template, since compiling computes constants
+        # all that transformers' templates may use; taken from an empty template, since compiling
+        # this one there would compute its constants without bounds
         theirs = chat_template_utils._compile_jinja_template("").environment
         extensions: list[Any] = [type(extension) for extension in theirs.extensions.values()]
         self.environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

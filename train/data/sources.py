@@ -117,7 +117,7 @@ def _lists(text: str) -> bool:
 
 
 def _wrapped(text: str) -> int | None:
-    """Where in a text the list of records begins that an object wraps; None if there is none."""
+    """Where in a text the list of records in a wrapping object begins; None if there is none."""
     if (start := WRAPPED.match(text)) is None:
         return None
     first = text[text.index("[", start.end()) + 1 :]

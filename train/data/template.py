@@ -37,7 +37,7 @@ class Document:
     mask: NDArray[np.bool_]
     truncated: bool = False
     rounds: NDArray[np.int32] | None = None
-    notes: tuple[str, ...] = ()  # what of the conversation is not in it, to be counted
+    notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class Chat:
         turns = self._turns()
         self.control = special | {*tokenizer.all_special_tokens}
         self.control |= {token for token in self.added if token in turns}
-        # such as <think>, which people may write, and which a server reads as the template's
+        # such as <think>: people may write it, and a server reads it as if the template had
         self.marks = {t for t in self.added if t in both} - self.control
 
     def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
@@ -162,9 +162,9 @@ class Chat:
     def _unwritten(
         self, messages: Sequence[Message], tools: Sequence[Any], text: str, answers: bool
     ) -> list[str]:
-        """What the chat has besides texts and the template does not write, as far as the chat is
-        the same one without it. Raises Unusable where it is not: without its tools, or a call, or
-        the result of one; or without the reasoning in `answers` that are trained on."""
+        """Notes on what the chat has besides texts but the template does not write, where the chat
+        means the same without it. Raises Unusable where it does not: if tools, a call or the result
+        of one is missing, or the reasoning in `answers` that are trained on."""
         notes = []
         if calls := [call for m in messages for call in m.beside.get("tool_calls", ())]:
             silent = [_less(m, "tool_calls") for m in messages]
@@ -184,7 +184,7 @@ class Chat:
             lost = [m for m in thoughts if not _written(m.beside["reasoning_content"], text, bare)]
             if lost and not answers:
                 notes.append("reasoning of earlier answers, which this template leaves out")
-            # whether an answer is written with its reasoning is seen where it is the last one
+            # whether an answer is written with its reasoning is checked where it is the last one
         if any("name" in m.beside and m.beside["name"] not in text for m in messages):
             notes.append(f"names, {UNWRITTEN}")
         if any(m.role == "system" and m.content not in text for m in messages):
@@ -391,7 +391,7 @@ def _names(tools: Sequence[Any]) -> list[str]:
 
 
 def _written(part: str, text: str, without: str) -> bool:
-    """Whether a text has a part more often than the same text without it; JSON may escape it."""
+    """Whether a text has a part, which may be escaped as in JSON, more often than `without` has."""
     forms = {part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]}
     return any(text.count(form) > without.count(form) for form in forms if form) or not part
 

@@ -1,7 +1,7 @@
 """The target's features on disk, by document: a `Store` is filled from any source, and `Disk` is
 a source that reads it. A document is looked up by its tokens, so a run finds it whatever its other
-documents are and however it packs them into rows. Each has a checksum in the header of its file,
-with which it is compared whenever it is read; what is damaged is computed again."""
+documents are and however it packs them into rows. The header of a file has a checksum of each
+document in it, which is checked whenever the document is read; damaged ones are computed again."""
 
 import hashlib
 import json
@@ -248,7 +248,7 @@ class Store:
             path.unlink(missing_ok=True)
 
     def _document(self, name: str, parts: Sequence[str], size: tuple[int, ...]) -> Features:
-        """The parts of a document, which begin with these sizes. Raises Damaged."""
+        """The parts of a document. Raises Damaged unless their first sizes are these."""
         if name not in self._files:
             raise Damaged(f"{self.folder} lacks a document's features")
         path = self._files[name]
@@ -320,7 +320,7 @@ class Disk:
         except Damaged as error:
             if self._again is None:
                 raise
-            tell(f"{error}: what is damaged is computed again")
+            tell(f"{error}: the damaged features are computed again")
         self.store.discard(row, x)
         self._again(part_of(row, np.r_[x]))
         return self.store.read(row, x)

@@ -161,7 +161,7 @@ NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
     ),
     ({"messages": [USER | {"name": "\ud800"}, ANSWER]}, "not Unicode"),
     ({"messages": [USER, ANSWER], "tools": [{"name": "\udc00"}]}, "not Unicode"),
-    ('{"messages": [{"role": "user", "content": NaN}]}', "not text: there is none"),
+    ('{"messages": [{"role": "user", "content": NaN}]}', "a turn without content"),
 ]
 
 
