@@ -319,8 +319,8 @@ def decoded(target: Target, theirs: Any) -> None:
 
 
 def configured(families: Sequence[str]) -> dict[str, Config]:
-    """A small run of each family that is trained, and of each in which `OTHER` makes another
-    network, by what distinguishes it."""
+    """Small runs, by what distinguishes them: one of each family that is trained, and one for each
+    setting of `OTHER` that the family has."""
     found = {}
     for name in families or DRAFTERS:
         config = DRAFTERS[name].Config()
@@ -388,7 +388,7 @@ def begun(run: Path) -> bool:
 
 def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
     """Do a run, and export its draft in every layout of its family. Unless the run is to be
-    `whole`, it is not measured, which takes longer than all else, but only decoded with."""
+    `whole`, its draft decodes a prompt instead of being measured, which takes longest."""
     pipeline._finish = measured if whole else finished
     train.run(cfg, run)
     assert begun(run), "the run ended without a training step"
@@ -434,13 +434,14 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
     lines = [
         "# Targets",
         "",
-        f"Every architecture that transformers {transformers.__version__} makes a causal language "
-        "model or a text-to-text encoder-decoder of, as a tiny random model (float32, torch "
-        f"{torch.__version__}). Each was loaded as a user's target is; decoded greedily, plainly, "
-        "with chains and with trees, token for token as transformers' own `generate`; and trained "
-        "for by every family: two steps of a whole run, the draft saved, loaded, decoded with and "
-        "(for causal models) exported in each layout, where transformers' own layers, built from "
-        "the exported files alone, gave the same logits. A refusal is one line before training.",
+        "Every architecture of which transformers makes a causal language model or a text-to-text "
+        f"encoder-decoder, as a tiny random model (transformers {transformers.__version__}, torch "
+        f"{torch.__version__}, float32). Each was loaded as a user's target is. It decoded "
+        "greedily (plainly, with chains and with trees), and every token had to be that of "
+        "transformers' own `generate`. Every family then did a whole run of two steps: its draft "
+        "was saved, loaded, decoded with and, for causal models, exported in each layout, where "
+        "transformers' own layers, built from the exported files alone, had to give the same "
+        "logits. A refusal is one line before training.",
         "",
         f"`{COMMAND}`, {datetime.date.today():%d %B %Y}, {seconds / 60:.0f} minutes.",
         "",
@@ -450,8 +451,8 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
         "",
         "## Read and trained for",
         "",
-        "The third column counts the drafters that were trained and exported, the last names those "
-        "that were refused; the reasons are below.",
+        "The third column counts the drafters that were trained and exported; the last column "
+        "names those that were refused, for the reasons below.",
         "",
         *(
             f"For {kind}, always refused: {', '.join(sorted(names))}."

@@ -99,7 +99,6 @@ TEXT_TO_TEXT = [
     *("marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
     *("switch_transformers", "t5", "t5gemma", "t5gemma2", "umt5"),
 ]
-# what no rule can know, by kind of model
 # what no rule can know, by kind of model; a key may be a path into a nested configuration
 MIXED = ["linear_attention", "full_attention"] * 2
 SWITCHED = ["sliding_attention", "full_attention"] * 2
