@@ -51,7 +51,7 @@ class Lines(Progress):
 
     _last = 0.0
 
-    def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
+    def update(self, task_id: TaskID, **kwargs: Any) -> None:
         super().update(task_id, **kwargs)
         self._print(task_id)
 

@@ -50,7 +50,7 @@ class Ranks:
         dist.broadcast_object_list(held)
         _require_done(error, held)
         made: Any = outcome if self.rank == 0 else held[0]
-        return made  # type: ignore[no-any-return]
+        return made
 
     def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
         """What `work` makes of each item, in their order. The processes take turns at the items; a

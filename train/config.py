@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from specdec.decoding.config import DecodeConfig
-from specdec.drafters import DRAFTERS, Drafter, family
+from specdec.drafters import DRAFTERS, family
+from specdec.drafters.base import Drafter
 from specdec.drafters.hybrid import Hybrid
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record

@@ -11,7 +11,8 @@ from uuid import uuid4
 from specdec.decoding.alone import require_alone
 from specdec.decoding.config import require_fitting
 from specdec.decoding.decode import require_room
-from specdec.drafters import Drafter, with_copying
+from specdec.drafters import with_copying
+from specdec.drafters.base import Drafter
 from specdec.errors import memory_for, require
 from specdec.files import make_folder, read_json, write_json
 from specdec.forcing.teacher import TeacherForcing

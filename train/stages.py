@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils.generic import flatten_dict
 
-from specdec.drafters import DRAFTERS, Drafter, family, frequent_tokens
+from specdec.drafters import DRAFTERS, family, frequent_tokens
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, require, require_within
 from specdec.formats import draft as drafts
 from specdec.progress import console

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import broadcast
 
 from specdec.context import Known
-from specdec.drafters import Drafter
+from specdec.drafters.base import Drafter
 from specdec.forcing.anchors import anchors_of
 from specdec.progress import console
 from train.features.source import Online, Source

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PrefixConstraine
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.decode import decode
-from specdec.decoding.length import Length
+from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.sampling.choose import Processor

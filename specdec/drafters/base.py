@@ -174,7 +174,7 @@ class Drafter(nn.Module, ABC):
         """Move or cast as modules do, but never cast rotary frequencies: rounded to bfloat16, they
         would be off by up to 0.4 %, which adds up to one radian after 256 positions."""
         exact = {name: x for name, x in self.named_buffers() if name.endswith("inv_freq")}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, x in exact.items():
             path, _, leaf = name.rpartition(".")
             module = self.get_submodule(path)

@@ -124,7 +124,7 @@ class Hybrid(Drafter):
         self.alpha = config.alpha or [0.4]
         self._rates: tuple[list[list[float]], list[float]] | None = None
 
-    @property  # type: ignore[override]
+    @property
     def calibrations(self) -> Calibrations:
         """Those of the head, which alone has confidence."""
         return self.head.calibrations

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters import Drafter, family
+from specdec.drafters import family
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, located, require
 from specdec.files import read_record, record, replaced, require_file, write_json
 from specdec.integrity import KEY, Damaged, of_tensors

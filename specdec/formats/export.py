@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters import Drafter, family
+from specdec.drafters import family
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.drafters import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, require
 from specdec.formats.layout import Description, Tensors, shared_head
 from specdec.targets.parts import Parts

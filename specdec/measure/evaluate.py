@@ -181,7 +181,10 @@ class Answered:
 
 
 def _answered(
-    setups: Sequence[Setup], hows: Sequence[Strategy], prompts: list[list[int]], tell: Callable
+    setups: Sequence[Setup],
+    hows: Sequence[Strategy],
+    prompts: list[list[int]],
+    tell: Callable[..., None],
 ) -> list[Answered]:
     """Answer every batch plainly and with each draft. Those that are timed are answered
     `cfg.repeats` times, in turn: counts come from the first time, seconds are medians. `tell` is

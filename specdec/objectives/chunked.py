@@ -78,7 +78,7 @@ def chunked(
     if len(cut[0]) == 0:
         raise ValueError("chunked: no rows")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*cut, *parameters)):
-        return _Chunked.apply(part, chunk, len(cut), *cut, *parameters)
+        return _Chunked.apply(part, chunk, len(cut), *cut, *parameters)  # type: ignore[no-untyped-call]
     found = [part(rows, *(x[rows] for x in cut)) for rows in slices(cut[0], chunk)]
     losses, seen = zip(*found, strict=True)
     return torch.stack(losses).sum(), torch.stack(seen).sum(0)

@@ -54,7 +54,7 @@ def escaped(value: T) -> T:
     elif is_dataclass(value):
         named = {f.name: escaped(getattr(value, f.name)) for f in fields(value) if f.init}
         found = replace(value, **named)  # type: ignore[type-var]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:

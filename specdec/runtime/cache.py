@@ -45,7 +45,7 @@ class SlotLayer(CacheLayerMixin):
     values: Tensor
 
     def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = ref(cache)  # weak: a cycle would hold its memory until garbage collection
 
     @property

@@ -253,7 +253,7 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
     kind = kind or (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
     with _told(cfg):
-        model, loading = kind.from_pretrained(  # type: ignore[misc]
+        model, loading = kind.from_pretrained(
             path,
             config=config,
             dtype=DTYPES[cfg.dtype],

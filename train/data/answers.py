@@ -20,7 +20,7 @@ from specdec.decoding.alone import write_alone
 from specdec.decoding.decode import decode
 from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, Rounds, rounds_of
-from specdec.drafters import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, is_out_of_memory, require, require_within
 from specdec.files import make_folder, record, sealed_lines, write_whole
 from specdec.integrity import Damaged, sealed

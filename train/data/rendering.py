@@ -69,7 +69,7 @@ class Bounded(ImmutableSandboxedEnvironment):
         if self.left.steps < 0:
             raise Endless("does not end (stopped after too many steps)")
 
-    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, pieces: Iterable[str]) -> str:
         """What jinja2 joins the output of a macro or a block with."""
         pieces = list(pieces)
         self.small(sum(map(len, pieces)))
@@ -89,7 +89,7 @@ class Bounded(ImmutableSandboxedEnvironment):
             self.small(math.inf)
         return self.sized(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             self.small(value)
         return self.sized(super().call(context, obj, *args, **kwargs))

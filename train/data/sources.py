@@ -85,7 +85,7 @@ def _suffix(file: Path) -> str:
 
 def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Records that the datasets library reads on demand."""
-    from datasets import load_dataset  # type: ignore[import-untyped] # slow to import, seldom used
+    from datasets import load_dataset  # slow to import, seldom used
 
     try:
         for n, record in enumerate(load_dataset(*args, streaming=True, **kwargs), 1):

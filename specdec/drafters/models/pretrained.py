@@ -212,7 +212,7 @@ def with_adapters(model: Any, lora: LoraOptions) -> Any:
         target_modules=list(lora.targets) if lora.targets else [f"model.{n}" for n in linear],
     )
     try:
-        return get_peft_model(Holder(model), options)  # type: ignore[arg-type]
+        return get_peft_model(Holder(model), options)
     except ValueError as error:
         raise UserError(f"{lora.key}: {' '.join(str(error).split())}") from error
 
