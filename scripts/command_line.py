@@ -27,10 +27,23 @@ DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that shows a script's docstring as its help and raises UserError for a mistake."""
+    """A parser that shows a script's docstring as its help, takes options before, between and after
+    positional arguments, and raises UserError for a mistake."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
+        self.intermixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's own method reads positional arguments that may be left out as soon as it can,
+        so that those after an option would be unknown. It calls this one for a subcommand, too."""
+        if self.intermixing or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self.intermixing = True  # the method for intermixed arguments calls this one
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.intermixing = False
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the options)")

@@ -164,10 +164,43 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
         bench.lossless([Path("medusa")], new=6, gamma=3)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "D --seed 1 hi",
+        "--seed 1 D hi",
+        "D hi --seed 1",
+        "D --stop a --seed 1 hi",
+        "D --seed 1 -- hi",
+    ],
+)
+@pytest.mark.parametrize("command", ["", "say "])
+def test_options_stand_before_between_and_after_positional_arguments(
+    command: str, words: str
+) -> None:
+    """In a script of its own and in a subcommand, as those of scripts/bench are."""
+    from command_line import Parser
+
+    parser = whole = Parser()
+    if command:
+        parser = whole.add_subparsers(required=True).add_parser("say")
+    parser.add_argument("draft")
+    parser.add_argument("prompt", nargs="?")
+    parser.add_argument("more", nargs="*")
+    parser.add_argument("--stop", nargs="*", default=[])
+    parser.add_argument("--seed", type=int, default=0)
+    read = whole.parse_args((command + words).split())
+    assert (read.draft, read.prompt, read.seed) == ("D", "hi", 1)
+    with pytest.raises(UserError, match="unrecognized arguments: --nothing"):
+        whole.parse_args((command + "--nothing " + words).split())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
+        (["scripts/generate", "x", "--seed", "1", "hello"], "x holds no draft"),
+        (["scripts/bench", "recipe", "--seeds", "0", "a=b"], "--seeds 0"),
         (["scripts/generate", "x", "hello", "--beams", "2", "--top-p", "0.9"], "--top-p"),
         (["scripts/generate", "x", "hello", "--beams", "2", "--compile"], "--compile"),
         (["scripts/generate", "x"], "no prompt"),
