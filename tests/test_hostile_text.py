@@ -13,11 +13,12 @@ from html.parser import HTMLParser
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.text import Text
@@ -40,6 +41,7 @@ HOSTILE = (
     "[click](javascript:alert(1)) <http://a.example> https://a.example www.a.example",
     "<img src=x onerror=alert(1)><script>alert(1)</script><!-- ",
     "```\n# swallowed\n~~~",
+    "~~~html\n<details><summary>more</summary>\n<pre><textarea><title><!--",
     "| a | b |\n|---|---|\n| c | d |",
     "\n\n# heading\n\n- item\n1. one\n> quote\n---\n===\n    code",
     "1. first",
@@ -164,10 +166,14 @@ def test_nothing_is_printed_past_these_places() -> None:
 PICTURES = {"alpha": Path("alpha.png")}
 
 
+def samples_of(text: str) -> list[Sample]:
+    return [Sample(text, text, 1.5, [("user", text), ("assistant", text)])] * 3
+
+
 def hostile_results(text: str) -> Results:
     """Results in which every name, and what was asked and answered, is this text."""
     base = measured()
-    ats = [replace(at, samples=[Sample(text, text, 1.5)] * 3) for at in base.temperatures]
+    ats = [replace(at, samples=samples_of(text)) for at in base.temperatures]
     named: dict[str, Any] = {"name": text, "drafter": text, "target": text, "data": text}
     machine = replace(base.machine, processor=text, reason=text)
     training = base.training and replace(base.training, trained_on=text)
@@ -197,10 +203,15 @@ class Tags(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
         self.seen: list[tuple[str, list[Any]]] = []
+        self.text = ""
         self.feed(page)
+        self.close()  # else the parser keeps a text that may go on
 
     def handle_starttag(self, tag: str, attrs: list[Any]) -> None:
         self.seen.append((tag, attrs))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
 
 BENIGN = "benign"
@@ -243,6 +254,23 @@ def test_a_report_has_the_same_structure_whatever_the_names_and_samples(
         pages.append((tmp_path / f"{name}.html").read_text())
     assert Tags(pages[1]).seen == Tags(pages[0]).seen
     assert controls(pages[1]) == set()
+
+
+@settings(max_examples=60)
+@given(ANY.filter(str.strip))
+@example("```html\n<details><summary>a</summary>\n<textarea>\n~~~\n<!--")
+def test_any_text_in_a_sample_leaves_the_rest_of_the_page_as_it_is(value: str) -> None:
+    """The HTML has the same tags and texts as with a plain word, except for the word."""
+    base, pages = replace(measured(), fastest=None, also=None), []
+    for word in (BENIGN, value):
+        ats = [replace(at, samples=samples_of(word)) for at in base.temperatures]
+        with TemporaryDirectory() as folder:
+            page = Path(folder) / "report.md"
+            markdown.write(page, sections.page(replace(base, temperatures=ats), PICTURES))
+            pages.append(Tags(page.with_suffix(".html").read_text()))
+    assert pages[1].seen == pages[0].seen
+    before, shown = pages[0].text.split("Samples, T = 0\n")
+    assert pages[1].text == before + "Samples, T = 0\n" + shown.replace(BENIGN, one_line(value))
 
 
 def test_every_text_of_the_results_is_escaped() -> None:

@@ -307,6 +307,7 @@ def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None
         job.progress,
         [p.words for p in texts.prompts],
         ranks=ranks,
+        earlier=[p.earlier for p in texts.prompts],
     )
     if training is not None:
         seen = curve(folder / "metrics.jsonl")

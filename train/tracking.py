@@ -97,7 +97,7 @@ class Tracker:
         import wandb
 
         for at in results.temperatures:
-            rows = [[plain(s.prompt), plain(s.answer), s.tau] for s in at.samples]
+            rows = [[plain(s.conversation()), plain(s.answer), s.tau] for s in at.samples]
             table = wandb.Table(columns=["prompt", "answer", "tau"], data=rows)
             self._run.log({f"samples T={at.temperature:g}": table})
         self._run.log({name: wandb.Image(str(path)) for name, path in pictures.items()})

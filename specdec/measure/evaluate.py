@@ -82,11 +82,13 @@ def evaluate(
     words: Sequence[str] = (),
     log: Path | None = None,
     ranks: Ranks = ALONE,
+    earlier: Sequence[Sequence[tuple[str, str]]] = (),
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest`, and with `subject.also` if there is one. A shape or a length is
-    chosen on the prompts that follow those. `words` are what the user says in each prompt, for the
-    samples (default: the decoded prompt). The draft's rounds are appended to the file `log`. All of
+    chosen on the prompts that follow those. `words` are what the user says last in each prompt, for
+    the samples (default: the decoded prompt), and `earlier` the turns before, as roles and texts.
+    The draft's rounds are appended to the file `log`. All of
     `ranks` call this with the same arguments and get the same results. Raises UserError if there is
     no prompt."""
     target, drafter = subject.target, subject.drafter
@@ -114,7 +116,7 @@ def evaluate(
         for of_way, setup, how, made in zip(found, setups, hows, answers, strict=True):
             key = setup.drafter, repr(how.shape)
             cost = known[key] = known.get(key) or costs(setup, chosen[0], how.shape)
-            at, timed = _figures(setup, how, made, cost, words), made.timed
+            at, timed = _figures(setup, how, made, cost, words, earlier), made.timed
             if of_way is found[0]:
                 if log is not None and ranks.rank == 0:
                     log_rounds(log, made.drafted)
@@ -254,7 +256,12 @@ def _a_token(batch: Sequence[Generation]) -> float:
 
 
 def _figures(
-    setup: Setup, how: Strategy, made: Answered, cost: Costs, words: Sequence[str]
+    setup: Setup,
+    how: Strategy,
+    made: Answered,
+    cost: Costs,
+    words: Sequence[str],
+    earlier: Sequence[Sequence[tuple[str, str]]],
 ) -> AtTemperature:
     """The figures of one temperature."""
     target, sampler, greedy, shape = setup.target, setup.sampler, setup.sampler.greedy, how.shape
@@ -296,7 +303,8 @@ def _figures(
 
     same = sum(p.ids == d.ids for p, d in zip(made.plain, made.drafted, strict=True))
     shown = made.drafted[:SHOWN]
-    said = [*words[:SHOWN], *(text(g.prompt) for g in shown[len(words) :])]
+    said = [*words[: len(shown)], *(text(g.prompt) for g in shown[len(words) :])]
+    before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
     return AtTemperature(
         temperature=sampler.temperature,
         rule="greedy" if greedy and rule.at_zero is None else rule.name,
@@ -325,8 +333,8 @@ def _figures(
         calibrated=reliability(beliefs, calibration) if beliefs and calibration else [],
         seconds_spent={phase: sum(s[phase] for s in made.spent) for phase in made.spent[0]},
         samples=[
-            Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)))
-            for prompt, g in zip(said, shown)
+            Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)), [*turns])
+            for prompt, g, turns in zip(said, shown, before, strict=True)
         ],
         prompts=[
             prompt_counts(t, g, gamma, greedy) for t, g in zip(every, made.drafted, strict=True)

@@ -99,6 +99,12 @@ class Sample:
     prompt: str  # what the user said last
     answer: str
     tau: float
+    earlier: list[tuple[str, str]] = field(default_factory=list)  # the turns before: role, text
+
+    def conversation(self) -> str:
+        """What the user said last, with the turns before it if there are any."""
+        turns = [*self.earlier, ("user", self.prompt)]
+        return "\n".join(f"{role}: {text}" for role, text in turns) if self.earlier else self.prompt
 
 
 @dataclass

@@ -294,9 +294,12 @@ def _training(results: Results) -> list[str]:
 
 
 def _samples(at: AtTemperature) -> list[str]:
-    """What the user said last, and the answer, at the first temperature."""
+    """What the user said last, the turns before it, and the answer, at the first temperature."""
     blocks = [f"## Samples, T = {at.temperature:g}"]
     for sample in at.samples[:SAMPLES]:
-        prompt, answer = (" ".join(text.split()) for text in (sample.prompt, sample.answer))
-        blocks += [f"> {prompt}", f"{answer} *(τ {sample.tau:.2f})*"]
+        said = [f"> {sample.prompt}"]
+        if sample.earlier:
+            turns = [*sample.earlier, ("user", sample.prompt)]
+            said = [f"> **{role}:** {text}" for role, text in turns]
+        blocks += ["\n>\n".join(said), f"{sample.answer} *(τ {sample.tau:.2f})*"]
     return blocks

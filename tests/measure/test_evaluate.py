@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/measure/test_evaluate.py
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,10 +313,14 @@ def test_costs_and_seconds_are_those_of_the_batch(
     assert at.plain_tokens_per_second.value == pytest.approx(2 * 8 / 2)
 
 
-def test_samples_show_what_the_user_said(target: Target) -> None:
+def test_samples_show_what_the_user_said(target: Target, tmp_path: Path) -> None:
     cfg = replace(GREEDY, prompts=2)
-    (at,) = measured(target, medusa(target), cfg, words=["Why?", "How?"]).temperatures
-    assert [s.prompt for s in at.samples] == ["Why?", "How?"]
+    turns = [("user", "It is so."), ("assistant", "Indeed.")]
+    results = measured(target, medusa(target), cfg, words=["Why?", "How?"], earlier=[turns, []])
+    (at,) = results.temperatures
+    assert [(s.prompt, s.earlier) for s in at.samples] == [("Why?", turns), ("How?", [])]
+    results.write(tmp_path)
+    assert Results.read(tmp_path).temperatures[0].samples == at.samples
 
 
 # Several processes

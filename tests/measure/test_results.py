@@ -198,6 +198,25 @@ def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
     assert "> Why is the sky \\<b\\>blue?\n\nBecause. *(τ 1.50)*" in page
 
 
+def test_a_sample_shows_the_turns_before_its_question() -> None:
+    """In the report and in W&B's table; results without such turns are read as before."""
+    turns = [("user", "Write a *poem*."), ("assistant", "Roses are red.")]
+    sample = Sample("Can you make it shorter?", "Roses.", 1.5, turns)
+    first = results()
+    first.temperatures[0].samples = [sample]
+    shown = (
+        "> **user:** Write a \\*poem\\*.\n>\n> **assistant:** Roses are red.\n>\n"
+        "> **user:** Can you make it shorter?\n\nRoses. *(τ 1.50)*"
+    )
+    assert shown in sections.page(first, {})
+    assert sample.conversation().splitlines() == [
+        "user: Write a *poem*.",
+        "assistant: Roses are red.",
+        "user: Can you make it shorter?",
+    ]
+    assert Sample("Why?", "So.", 1.5).conversation() == "Why?"
+
+
 @pytest.mark.parametrize("length", ["fixed", "optimal"])
 def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     first = results()

@@ -20,6 +20,7 @@ from train.data.conversations import Conversation, DataConfig, Message, Tally, U
 from train.data.rendering import REFUSED, Span, Template
 
 DISAGREE = "template and mask disagree"
+TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
 PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
 UNWRITTEN = "which this template does not write"
 
@@ -47,6 +48,7 @@ class Prompt:
     id: str
     ids: NDArray[np.int32]
     words: str = ""  # what the user said last
+    earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
     notes: tuple[str, ...] = ()
 
 
@@ -133,8 +135,10 @@ class Chat:
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
                 if most is not None and len(ids) > most:
                     break
-                said = message.content if message.role == "user" or best is None else best.words
-                best, last = Prompt(conversation.id, np.array(ids, np.int32), said), i
+                said, turns = message.content, _earlier(messages[: i - 1])
+                if message.role == "tool" and best is not None:
+                    said, turns = best.words, best.earlier
+                best, last = Prompt(conversation.id, np.array(ids, np.int32), said, turns), i
         if best is None:
             raise Unusable(f"no prompt of at most max_prompt={most} tokens")
         if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or self.marks:
@@ -372,6 +376,16 @@ def _texts(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
     """All texts that a template may write of a chat."""
     beside = [leaf for m in messages if m.beside for leaf in _leaves(m.beside)]
     return [m.content for m in messages] + beside + [*_leaves(tools)]
+
+
+def _earlier(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    """The roles and texts of the last turns, with the middle of long ones left out."""
+    half, turns = CHARACTERS // 2, []
+    for message in messages[-TURNS:]:
+        text = message.content
+        short = text if len(text) <= CHARACTERS else f"{text[:half]} […] {text[-half:]}"
+        turns.append((message.role, short))
+    return tuple(turns)
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -238,6 +238,16 @@ def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
         split_documents(written(tmp_path, *several, max_length=100), tokenizer)
 
 
+def test_a_prompt_knows_the_turns_before_its_last_words() -> None:
+    """The last four, with the middle of a long one left out."""
+    chat = talk("one", "an answer", "two", "x" * 300 + "y" * 300, "three", system="be brief")
+    prompt = asked(chat, tokenizer_of(CHATML), 5000)
+    long = "x" * 200 + " […] " + "y" * 200
+    said = [("user", "one"), ("assistant", "an answer"), ("user", "two"), ("assistant", long)]
+    assert prompt.words == "three" and [*prompt.earlier] == said
+    assert asked(talk("one"), tokenizer_of(CHATML)).earlier == ()
+
+
 def test_prompt_is_the_longest_that_fits(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     c = talk("one", "answer", "two", "answer", "three")
