@@ -34,6 +34,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     ("specdec.sampling",),
     ("specdec.theory",),
     ("specdec.targets",),
+    ("specdec.drafters.nn",),
     ("specdec.drafters",),
     ("specdec.objectives",),
     ("specdec.forcing",),

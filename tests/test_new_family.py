@@ -17,7 +17,7 @@ from specdec.context import Context
 from specdec.decoding.decode import decode
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import Drafter, Sizes
-from specdec.drafters.gather import text_after
+from specdec.drafters.nn.gather import text_after
 from specdec.formats.draft import load
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler

@@ -23,7 +23,7 @@ from specdec.decoding.rules import Rule, Verdict, greedy, named
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.drafters.base import Drafter
-from specdec.drafters.gather import last_of
+from specdec.drafters.nn.gather import last_of
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor

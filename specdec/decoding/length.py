@@ -3,7 +3,7 @@ policy.py for what a policy is). Letters: B rows of the batch, S draft vocabular
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -193,43 +193,3 @@ def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = No
     policy = record(LENGTHS[name], dict(settings or {}), "length")
     policy.use(found)
     return policy
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """The gain from drafting exactly as many tokens as are accepted, next to the best fixed γ."""
-
-    speedup: float
-    fixed_gamma: int
-    fixed_speedup: float
-    censored: float  # share of rounds that were fully accepted, so no rejection was reached
-    rounds: int = 0
-    drafted: int = 0  # the most tokens in a round
-
-
-def oracle(
-    rounds: Iterable[tuple[int, int]], c: float, v: leviathan.PassCost | None = None
-) -> Oracle:
-    """A bound for reports, not a policy: the cost if each round had drafted exactly as many tokens
-    as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given rounds (drafted,
-    accepted) that were decoded with a long fixed γ. A round that accepted n tokens emits n + 1, at
-    the lowest cost: in one round that drafts n, or in several if a wide pass costs more than a
-    second one. A censored round, which was fully accepted, counts as if a rejection followed, which
-    lowers the bound. c and v are those of `leviathan`. Raises UserError if there are no rounds."""
-    found = list(rounds)
-    require(bool(found), "the oracle has no rounds: decode some first")
-    longest = max(max(d, a) for d, a in found)
-    cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
-    cheapest = [0.0]  # time to emit m tokens, all of which the draft would get right
-    for m in range(1, longest + 2):
-        cheapest.append(min(cheapest[m - g - 1] + cost[g] for g in range(m)))
-    tokens = sum(a + 1 for _, a in found)
-    fixed = [sum(a // (g + 1) + 1 for _, a in found) * cost[g] for g in range(longest + 1)]
-    return Oracle(
-        speedup=tokens / sum(cheapest[a + 1] for _, a in found),
-        fixed_gamma=fixed.index(min(fixed)),
-        fixed_speedup=tokens / min(fixed),
-        censored=sum(a >= d for d, a in found) / len(found),
-        rounds=len(found),
-        drafted=longest,
-    )

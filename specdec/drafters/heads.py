@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes
-from specdec.drafters.gather import entries, tokens_from
 from specdec.drafters.growth import with_depth
+from specdec.drafters.nn.gather import entries, tokens_from
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import Parts
 

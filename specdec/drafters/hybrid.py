@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from specdec.context import Context, Proposal
 from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
 from specdec.drafters.copying.memory import Copying, Memories, Memory, copied_trees
-from specdec.drafters.gather import text_after
+from specdec.drafters.nn.gather import text_after
 from specdec.errors import UserError, nearest, require, require_between
 from specdec.files import record
 from specdec.sampling.choose import Choose

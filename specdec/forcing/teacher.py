@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter
-from specdec.drafters.gather import entries
+from specdec.drafters.nn.gather import entries
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
 from specdec.forcing.visited import Visited

@@ -25,7 +25,6 @@ from specdec.context import Needs
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
-from specdec.decoding.length import Oracle, oracle
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
@@ -55,6 +54,7 @@ from specdec.targets.base import Target
 from specdec.theory.alpha import repetition
 from specdec.theory.intervals import Interval, ratio_interval
 from specdec.theory.leviathan import pass_cost
+from specdec.theory.oracle import Oracle, oracle
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
 SHOWN = 6  # sample answers that are kept in the results
@@ -345,7 +345,7 @@ def _figures(
 def _oracle(
     setup: Setup, shape: Shape, cost: Costs, learning: list[list[int]], rounds: list[Round]
 ) -> Oracle | None:
-    """The bound of `specdec.decoding.length.oracle`, for chains: from rounds of `LONG` tokens on
+    """The bound of `specdec.theory.oracle.oracle`, for chains: from rounds of `LONG` tokens on
     some prompts if the family can draft that many, otherwise from the measured rounds."""
     if not isinstance(shape, Chain):
         return None

@@ -7,12 +7,12 @@ passes between them. Lists over depths have an entry for each drafted position, 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from specdec.decoding.length import Oracle
 from specdec.files import read_record, write_json
 from specdec.measure.costs import Costs
 from specdec.measure.machine import Machine
 from specdec.measure.strategy import Learned
 from specdec.theory.intervals import Interval
+from specdec.theory.oracle import Oracle
 
 FILE = "results.json"
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")

@@ -21,11 +21,11 @@ from specdec.decoding.length import (
     Fixed,
     Optimal,
     length,
-    oracle,
 )
 from specdec.decoding.policy import Length
 from specdec.errors import UserError
 from specdec.theory.leviathan import best_gamma, oracle_factor, walltime_factor
+from specdec.theory.oracle import oracle
 from tests.lengths import rows, stops
 
 

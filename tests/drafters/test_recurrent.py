@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context
 from specdec.drafters import Drafter
+from specdec.drafters.nn import attention
 from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
-from specdec.drafters.recurrent import attention
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.recurrent import attention
+from specdec.drafters.nn import attention
 from specdec.drafters.recurrent.spire import Spire, SpireConfig, WindowCache
 from specdec.errors import UserError
 from specdec.sampling.choose import Choose

@@ -10,7 +10,7 @@ import pytest
 import wandb
 
 from specdec.decoding.disco import StopClassifier
-from specdec.decoding.length import CostTable, Oracle
+from specdec.decoding.length import CostTable
 from specdec.errors import UserError
 from specdec.measure.costs import Costs
 from specdec.measure.results import (
@@ -33,6 +33,7 @@ from specdec.measure.results import (
 from specdec.measure.strategy import Learned
 from specdec.report import report, sections
 from specdec.theory.intervals import Interval
+from specdec.theory.oracle import Oracle
 from train.tracking import main_figures
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
-from specdec.drafters.gather import tokens_from
+from specdec.drafters.nn.gather import tokens_from
 from specdec.errors import require
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter
-from specdec.drafters.gather import entries, states
 from specdec.drafters.growth import growth_over
 from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers
+from specdec.drafters.nn.gather import entries, states
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
-from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.models.vocabulary import fitted
+from specdec.drafters.nn.gather import entries
 from specdec.errors import UserError, first_line
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import SHORT, Compiled

@@ -21,9 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
-from specdec.drafters.gather import states
 from specdec.drafters.growth import growth_over
 from specdec.drafters.models.vocabulary import resize
+from specdec.drafters.nn.gather import states
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import without_method

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from specdec.drafters.gather import entries
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained
 from specdec.drafters.models.vocabulary import fitted
+from specdec.drafters.nn.gather import entries
 from specdec.errors import UserError, require
 from specdec.runtime.quantised import without_method
 from specdec.targets.parts import Parts

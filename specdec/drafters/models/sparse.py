@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.gather import first_tokens, tokens_from
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
+from specdec.drafters.nn.gather import first_tokens, tokens_from
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.targets.base import Target

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
 from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
-from specdec.drafters.gather import first_tokens, last_of, unread
 from specdec.drafters.models.bridge import Bridge
+from specdec.drafters.nn.gather import first_tokens, last_of, unread
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose

@@ -24,9 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes, chosen_layers, require_rising
-from specdec.drafters.gather import last_of, pieces, unread
 from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.recurrent.attention import (
+from specdec.drafters.nn.attention import (
     KeyValue,
     Sight,
     attended,
@@ -34,8 +33,9 @@ from specdec.drafters.recurrent.attention import (
     fused,
     over_blocks,
 )
-from specdec.drafters.recurrent.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
-from specdec.drafters.recurrent.rope import Rope
+from specdec.drafters.nn.gather import last_of, pieces, unread
+from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.rope import Rope
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter, Sizes
 from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.recurrent.layer import copy_last, llama_of
+from specdec.drafters.nn.layer import copy_last, llama_of
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes
 from specdec.errors import require

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Known, Moment, Needs
-from specdec.drafters.gather import text_after
-from specdec.drafters.recurrent.layer import Layer, away_from_zero, copy_last
+from specdec.drafters.nn.gather import text_after
+from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require_within

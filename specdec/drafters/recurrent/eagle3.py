@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
-from specdec.drafters.recurrent.layer import Layer, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.layer import Layer, copy_alike, copy_fitting, llama_of
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.drafters.regression import Squares, low_rank, ridge

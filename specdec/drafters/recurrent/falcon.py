@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment
-from specdec.drafters.gather import entries, text_after, unread
-from specdec.drafters.recurrent.attention import KeyValue, by_slot, fused, over_blocks
+from specdec.drafters.nn.attention import KeyValue, by_slot, fused, over_blocks
+from specdec.drafters.nn.gather import entries, text_after, unread
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specdec.context import Context, Known, Moment
-from specdec.drafters.gather import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
-from specdec.drafters.recurrent.layer import llama_of
+from specdec.drafters.nn.gather import entries
+from specdec.drafters.nn.layer import llama_of
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require

@@ -34,10 +34,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Known, Needs
-from specdec.drafters.gather import alone, entries, pieces, unread
 from specdec.drafters.growth import with_depth
-from specdec.drafters.recurrent.attention import Sight, fused
-from specdec.drafters.recurrent.layer import Layer, away_from_zero, copy_last, fits
+from specdec.drafters.nn.attention import Sight, fused
+from specdec.drafters.nn.gather import alone, entries, pieces, unread
+from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last, fits
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.drafters.recurrent.layer import Layer
+from specdec.drafters.nn.layer import Layer
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentConfig, RecurrentSizes
 
 

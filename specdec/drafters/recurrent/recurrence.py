@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Moment
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
-from specdec.drafters.gather import entries, pieces, text_after, unread
-from specdec.drafters.recurrent.attention import KeyValue, Sight, fused
-from specdec.drafters.recurrent.layer import Layer, config_of, llama_of
-from specdec.drafters.recurrent.rope import Rope
+from specdec.drafters.nn.attention import KeyValue, Sight, fused
+from specdec.drafters.nn.gather import entries, pieces, text_after, unread
+from specdec.drafters.nn.layer import Layer, config_of, llama_of
+from specdec.drafters.nn.rope import Rope
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known
-from specdec.drafters.recurrent.layer import away_from_zero
+from specdec.drafters.nn.layer import away_from_zero
 from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.drafters.regression import Squares, ridge
 

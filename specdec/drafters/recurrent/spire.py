@@ -33,11 +33,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
-from specdec.drafters.gather import entries, tokens_from
 from specdec.drafters.models.views import decoder_layers
-from specdec.drafters.recurrent.attention import KeyValue, Sight, attended, fused
-from specdec.drafters.recurrent.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
-from specdec.drafters.recurrent.rope import Rope
+from specdec.drafters.nn.attention import KeyValue, Sight, attended, fused
+from specdec.drafters.nn.gather import entries, tokens_from
+from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.rope import Rope
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

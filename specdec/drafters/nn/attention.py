@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.drafters.recurrent.rope import rotated
+from specdec.drafters.nn.rope import rotated
 from specdec.runtime.probes import Answer, compare
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once

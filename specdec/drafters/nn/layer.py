@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.drafters.recurrent.attention import Attention, KeyValue, Sight, attended
-from specdec.drafters.recurrent.rope import FULL, alike, of_full_attention, rotary_width
+from specdec.drafters.nn.attention import Attention, KeyValue, Sight, attended
+from specdec.drafters.nn.rope import FULL, alike, of_full_attention, rotary_width
 from specdec.targets.parts import UNBOUNDED, Parts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
