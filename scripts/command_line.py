@@ -13,16 +13,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from specdec.decoding.config import TREES, DecodeConfig
+from specdec.decoding.config import TREES, DecodeConfig, beyond_training, require_fitting
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
+from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.files import record
 from specdec.formats import draft as checkpoint
 from specdec.progress import console
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
+from train.folder import shape_of_run
 
+SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "length", "settings")
 DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
@@ -71,7 +74,7 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option = parser.add_argument
     option("--dtype", default="auto", help="of both models: auto, bfloat16, float32 or float16")
     option("--max-new-tokens", type=int, default=max_new_tokens)
-    option("--gamma", type=int, help="tokens drafted in a row; default: the trained depth")
+    option("--gamma", type=int, help="tokens drafted in a row; default: as in the draft's run")
     option("--top-p", type=float, default=1.0)
     option("--top-k", type=int, default=0)
     option(
@@ -79,12 +82,12 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
         default="auto",
         help=f"verification rule at T > 0 (lenience: at any T): auto, {', '.join(RULES)}",
     )
-    option("--tree", choices=TREES, help="kind of the trees to draft; default: chains")
+    option("--tree", choices=TREES, help="kind of the trees to draft; default: as in the run")
     option("--nodes", type=int, help="size of a tree; default: 12 or, if static, the fastest size")
-    option("--branches", type=int, default=4, help="most children of a node in a dynamic tree")
+    option("--branches", type=int, help="most children of a node in a dynamic tree; default: 4")
     option("--paths", type=paths_of, help="nodes of a static tree, such as [[0], [1], [0, 0]]")
-    option("--length", default="fixed", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
-    option("--settings", nargs="*", default=[], help="of that policy, such as threshold=0.4")
+    option("--length", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
+    option("--settings", nargs="*", help="of that policy, such as threshold=0.4")
     option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
     option("--compile", action="store_true", help="use torch.compile")
     option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
@@ -100,14 +103,39 @@ def paths_of(text: str) -> Any:
         raise UserError(f"--paths {text}: give JSON, such as [[0], [1], [0, 0]]") from error
 
 
-def decoding(args: argparse.Namespace, **more: Any) -> DecodeConfig:
-    """The settings that the options give, checked; `more` gives fields that have no option of the
-    same name. Raises UserError for a value that does not fit."""
-    require(not (args.log_rounds and args.tree), "--log-rounds logs chains only: leave out --tree")
+def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
+    """The settings that the options give, checked, and where the shape of a draft comes from: from
+    the options or, if they say nothing about it, from the draft's run, or from the draft alone.
+    `more` gives fields that have no option of the same name. Raises UserError for a value that does
+    not fit."""
     named = {field.name for field in fields(DecodeConfig)}
-    given = {name: value for name, value in vars(args).items() if name in named} | more
-    try:
-        given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"--settings {' '.join(args.settings)}: give each as NAME=VALUE") from error
-    return record(DecodeConfig, given, "decode")
+    given = {name: x for name, x in vars(args).items() if name in named and x is not None} | more
+    origin = "as the options say"
+    if "settings" in given:
+        try:
+            given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
+        except (OmegaConfBaseException, YAMLError) as error:
+            words = " ".join(args.settings)
+            raise UserError(f"--settings {words}: give each as NAME=VALUE") from error
+    if not given.keys() & {*SHAPE}:
+        run, family = args.draft.parent, checkpoint.read_card(args.draft).family
+        theirs = shape_of_run(run, SHAPE, family)
+        said = f"as {run / 'config.json'} says"
+        origin = "the depth of the draft itself" if theirs is None else said
+        chained = ("gamma",) if given.get("fastest") else SHAPE
+        given |= {name: x for name, x in (theirs or {}).items() if name in chained}
+    cfg = record(DecodeConfig, given, "decode")
+    require(
+        not (args.log_rounds and cfg.tree),
+        f"--log-rounds logs chains only, but trees are drafted, {origin}: give --gamma alone",
+    )
+    return cfg, origin
+
+
+def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter) -> None:
+    """Say what each round drafts and where that was chosen (see `decoding`), and whether the draft
+    was trained for it. Raises UserError as `require_fitting` does."""
+    require_fitting(cfg, drafter)
+    console.print(f"drafts {cfg.shape_in_words(drafter.depth)}, {origin}")
+    if warning := beyond_training(cfg, drafter):
+        console.print(warning)

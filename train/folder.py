@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
 from specdec.errors import UserError, located, require
 from specdec.files import read_json, record, write_whole
@@ -118,6 +119,28 @@ def data_of_run(folder: Path) -> DataConfig:
             f"{folder} has no readable config.json of a run, so its held-out prompts are unknown "
             f"({error}): give --prompts"
         ) from error
+
+
+def shape_of_run(folder: Path, keys: Sequence[str], family: str) -> dict[str, Any] | None:
+    """Those of a run's settings of decoding that say what a round drafts, for a draft of this
+    family in its folder: the run's own, or the hybrid that it made of it, whose chains have a
+    length of their own. None if the folder holds no run. Raises UserError for a damaged file."""
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    try:
+        described = dict(read_json(path))
+        if not isinstance(decode := described.get("decode"), dict):
+            return None
+        shape = {key: decode[key] for key in keys if key in decode}
+        if shape.get("tree") is None and described["drafter"]["name"] != family:
+            shape["gamma"] = None
+        record(DecodeConfig, shape, "decode")
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: the shape that this run drafted is not readable ({error}): give --gamma"
+        ) from error
+    return shape
 
 
 def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from specdec.decoding.alone import require_alone
-from specdec.decoding.config import require_fitting
+from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import with_copying
 from specdec.drafters.base import Drafter
@@ -178,6 +178,8 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
         require_alone(drafter)
     decode = job.cfg.decode
     require_fitting(decode, drafter)
+    if warning := beyond_training(decode, drafter):
+        console.print(warning)
     prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
     require_room(parts, prompts, decode.max_new_tokens)
 

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.context import Needs
 from specdec.decoding.decode import fitting_rule, require_draftable
 from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
+from specdec.drafters.hybrid import Hybrid
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_temperature
@@ -79,11 +81,45 @@ class DecodeConfig:
             for shape in (like, Static([[0]])) if self.fastest else (like,):
                 fitting_rule(self.rule, shape, sampler, self.greedy_draft)
 
+    def deepest(self, trained: int) -> int:
+        """The most tokens in a row that are drafted, by a drafter of this `trained` depth."""
+        if self.paths:
+            return Static(self.paths).depth
+        gamma = trained if self.gamma is None else self.gamma
+        return min(gamma, self.settings.get("limit") or gamma)
+
+    def shape_in_words(self, trained: int) -> str:
+        """What each round drafts, for the user, by a drafter of this `trained` depth."""
+        depth = self.deepest(trained)
+        if self.tree is not None:
+            nodes = len(self.paths) if self.paths else self.nodes
+            size = f" of {nodes} nodes" if nodes else ""
+            name = self.tree.replace("_", "-")
+            return f"{name} trees{size}, at most {depth} {'token' if depth == 1 else 'tokens'} deep"
+        chains = f"chains of {depth} {'token' if depth == 1 else 'tokens'}"
+        return chains if self.length == "fixed" else f"{chains} or fewer (length={self.length})"
+
 
 def is_measured(cfg: DecodeConfig) -> bool:
     """Whether the length policy needs measured figures that its settings do not give."""
     name = LENGTHS[cfg.length].measured
     return bool(name) and cfg.settings.get(name) in (None, "")
+
+
+def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
+    """What to tell the user if the drafter can draft as deep as `cfg` asks for, but was not trained
+    for it; empty if it was. A language model of its own has no such depth: only a family that reads
+    the target's features drafts further from its own states in place of them."""
+    depth = cfg.deepest(drafter.depth)
+    if isinstance(drafter, Hybrid):
+        depth, drafter = cfg.deepest(drafter.gamma) if cfg.tree else drafter.gamma, drafter.head
+    fed_back = drafter.trains(drafter.config) and drafter.needs != Needs()
+    if depth <= drafter.depth or drafter.max_depth is not None or not fed_back:
+        return ""
+    return (
+        f"this {drafter.config.name} was trained to draft {drafter.depth} tokens in a row but "
+        f"drafts {depth} here: the further ones take as long, and fewer of them will be accepted"
+    )
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:

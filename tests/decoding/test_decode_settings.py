@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.decoding.config import DecodeConfig
+from specdec.decoding.config import DecodeConfig, beyond_training
 from specdec.decoding.decode import decode, fitting_rule, generate
 from specdec.decoding.length import length
 from specdec.decoding.rules import named
 from specdec.decoding.speculative import speculative_generate
+from specdec.drafters import with_copying
 from specdec.errors import UserError
 from specdec.measure.costs import costs
 from specdec.measure.setup import Setup
@@ -51,6 +52,39 @@ def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], wo
     drafter = make_drafter("lm", target)
     with pytest.raises(UserError, match=words):
         strategy(Setup(target, drafter, DecodeConfig(**options), T1), PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "falcon", "spire"])
+@pytest.mark.parametrize(
+    ("options", "deepest"),
+    [
+        ({"gamma": 9}, 9),
+        ({"tree": "dynamic", "gamma": 5}, 5),
+        ({"tree": "static", "paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, 4),
+        ({"gamma": 9, "settings": {"limit": 2}}, 2),
+        ({}, 0),
+    ],
+)
+def test_a_draft_deeper_than_it_was_trained_for_is_told(
+    target: Target, name: str, options: dict[str, Any], deepest: int
+) -> None:
+    drafter = make_drafter(name, target)
+    told = beyond_training(DecodeConfig(**options), drafter)
+    if deepest <= drafter.depth:
+        assert told == ""
+    else:
+        assert f"{name} was trained to draft {drafter.depth} tokens in a row" in told
+        assert f"drafts {deepest} here" in told
+
+
+def test_what_has_no_trained_depth_may_draft_as_deep_as_it_likes(target: Target) -> None:
+    """A language model and copied tokens; heads that cannot draft deeper are refused anyway."""
+    for name in ("lm", "early_exit", "suffix", "bigram", "medusa"):
+        assert beyond_training(DecodeConfig(gamma=9), make_drafter(name, target)) == ""
+    hybrid = with_copying(make_drafter("eagle3", target), "suffix", target, gamma=9)
+    assert "eagle3 was trained" in beyond_training(DecodeConfig(), hybrid)
+    hybrid = with_copying(make_drafter("eagle3", target), "suffix", target)
+    assert beyond_training(DecodeConfig(), hybrid) == ""
 
 
 def test_settings_of_a_length_are_keys_of_the_command_line() -> None:

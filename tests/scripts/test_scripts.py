@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from specdec.decoding.decode import decode
+from specdec.drafters import with_copying
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.errors import UserError
+from specdec.formats import draft as checkpoint
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.base import Target
 from tests.processes import process
@@ -193,6 +196,72 @@ def test_options_stand_before_between_and_after_positional_arguments(
     assert (read.draft, read.prompt, read.seed) == ("D", "hi", 1)
     with pytest.raises(UserError, match="unrecognized arguments: --nothing"):
         whole.parse_args((command + "--nothing " + words).split())
+
+
+@pytest.mark.parametrize(
+    ("decode", "options", "words"),
+    [
+        ({"gamma": 2}, "", "chains of 2 tokens, as {run} says"),
+        ({"gamma": 1, "fastest": True}, "", "chains of 1 token, as {run} says"),
+        ({"gamma": None}, "", "chains of 3 tokens, as {run} says"),
+        (
+            {"gamma": 2, "length": "confidence", "settings": {"threshold": 0.4}},
+            "",
+            "chains of 2 tokens or fewer (length=confidence), as {run} says",
+        ),
+        (
+            {"gamma": 2, "tree": "dynamic", "nodes": 5},
+            "",
+            "dynamic trees of 5 nodes, at most 2 tokens deep, as {run} says",
+        ),
+        ({"gamma": 2}, "--gamma 1", "chains of 1 token, as the options say"),
+        (
+            {"gamma": 2},
+            "--tree static --paths [[0],[1]]",
+            "static trees of 2 nodes, at most 1 token deep, as the options say",
+        ),
+        (None, "", "chains of 3 tokens, the depth of the draft itself"),
+        ({"gamma": 9}, "", "eagle was trained to draft 3 tokens in a row but drafts 9 here"),
+    ],
+)
+def test_a_draft_is_decoded_as_its_run_decoded_it(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    decode: dict[str, Any] | None,
+    options: str,
+    words: str,
+) -> None:
+    from command_line import add_decoding, decoding, parser_of, tell_shape
+
+    target, best = random_target(architectures(16, 2)["llama"]), tmp_path / "run" / "best"
+    drafter = random_drafter(EagleConfig(depth=3), target, 0.0)
+    checkpoint.save(best, drafter, target)
+    if decode is not None:
+        settings = {"decode": decode, "drafter": {"name": "eagle"}}
+        (best.parent / "config.json").write_text(json.dumps(settings))
+    parser = parser_of("")
+    add_decoding(parser, max_new_tokens=8)
+    cfg, origin = decoding(parser.parse_args([str(best), *options.split()]))
+    tell_shape(cfg, origin, drafter)
+    run = best.parent / "config.json"
+    assert words.format(run=run) in capsys.readouterr().out
+
+
+def test_a_hybrid_that_a_run_made_keeps_its_own_length(tmp_path: Path) -> None:
+    """As when the run measured it; but a damaged config.json is told."""
+    from command_line import add_decoding, decoding, parser_of
+
+    target, folder = random_target(architectures(16, 2)["llama"]), tmp_path / "with-suffix"
+    head = random_drafter(EagleConfig(depth=3), target, 0.0)
+    checkpoint.save(folder, with_copying(head, "suffix", target, 2), target)
+    run = tmp_path / "config.json"
+    run.write_text(json.dumps({"decode": {"gamma": 2}, "drafter": {"name": "eagle"}}))
+    parser = parser_of("")
+    add_decoding(parser, max_new_tokens=8)
+    assert decoding(parser.parse_args([str(folder)]))[0].gamma is None
+    run.write_text(json.dumps({"decode": {"gamma": "two"}, "drafter": {"name": "hybrid"}}))
+    with pytest.raises(UserError, match=r"config\.json: the shape .* give --gamma"):
+        decoding(parser.parse_args([str(folder)]))
 
 
 @pytest.mark.slow

@@ -84,6 +84,16 @@ def test_what_cannot_be_decoded_is_told_before_training(
     assert not made, "and leaves the folder to the corrected command"
 
 
+def test_a_draft_deeper_than_trained_is_told_before_training(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a run that is then refused for another reason."""
+    with pytest.raises(UserError, match="do not fit the 512 positions"):
+        tiny.job(tmp_path / "run", "eagle3", "decode.gamma=9", "decode.max_new_tokens=5000")
+    told = "this eagle3 was trained to draft 2 tokens in a row but drafts 9 here"
+    assert capsys.readouterr().out.count(told) == 1
+
+
 @pytest.mark.parametrize(
     "value",
     [
