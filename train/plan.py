@@ -176,12 +176,20 @@ def planned(
     console.print(str(plan))
     if plan.conversations < POOR:
         console.print(
-            f"that is fewer than {POOR} conversations: the figures will be poor; give a larger "
-            "budget.minutes for better ones"
+            f"that is fewer than {POOR} conversations: the figures will be poor; "
+            f"{_for_more(plan, cfg.data.limit)} for better ones"
         )
     if job.main:
         write_json(path, asdict(plan))
     return plan.conversations, plan.prompts
+
+
+def _for_more(plan: Plan, limit: int | None) -> str:
+    """What to do to train on more conversations."""
+    if plan.conversations < plan.available:
+        return "give a larger budget.minutes"
+    raised = f", or raise data.limit={limit}," if limit is not None else ""
+    return f"all of them are used already, so give more data{raised}"
 
 
 def rehearsal(

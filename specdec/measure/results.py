@@ -241,6 +241,19 @@ class Results:
             found[self.also.drafter] = self.also
         return {name: other for name, other in found.items() if other is not None}
 
+    @property
+    def without_interval(self) -> str:
+        """Why τ has no interval, in words; empty if several prompts were measured."""
+        return "" if self.prompts > 1 else "measured on 1 prompt: no interval"
+
+    @property
+    def times_without_interval(self) -> str:
+        """The same for speedups and tokens/s, which come from whole batches."""
+        timed = self.timed or self.prompts
+        if self.prompts > 1 and timed <= self.batch:
+            return f"measured on 1 batch of {timed} prompts: no interval"
+        return self.without_interval
+
     def headline(self) -> dict[str, float]:
         """The figures for comparing runs, each under one flat name."""
         out: dict[str, float] = {}

@@ -64,6 +64,16 @@ def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def remarked(figure: str, why_no_interval: str) -> str:
+    """A figure, with the reason why it has no interval, if there is one."""
+    return f"{figure} ({why_no_interval})" if why_no_interval else figure
+
+
+def claimed(figure: str, why_no_interval: str) -> str:
+    """A figure in bold or, since nothing can be claimed without an interval, `remarked`."""
+    return remarked(figure, why_no_interval) if why_no_interval else f"**{figure}**"
+
+
 def by_temperature(
     ats: Sequence[AtTemperature], column: Callable[[AtTemperature], dict[str, str]]
 ) -> str:

@@ -3,7 +3,7 @@ cost tables that were measured."""
 
 from pathlib import Path
 
-from specdec.measure.results import Results
+from specdec.measure.results import AtTemperature, Results
 from specdec.report import markdown, plots, sections
 
 
@@ -39,7 +39,7 @@ def summary(results: Results) -> str:
         alpha = at.alpha.all.of(at.temperature)[0]
         lines.append(
             f"T={at.temperature:g}: α ({variant}, depth 0) {alpha}   τ {at.tau}   "
-            f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s "
+            f"{_speedup(at, results)}   {at.tokens_per_second.value:.0f} tokens/s "
             f"against {at.plain_tokens_per_second.value:.0f} plain"
         )
     if results.shift is not None:
@@ -49,7 +49,11 @@ def summary(results: Results) -> str:
             said = sections.drafted(other, at) if other is results.fastest else name
             lines.append(
                 f"T={at.temperature:g}, {said}: τ {at.tau}   "
-                f"speedup {at.speedup.text(2)}×   {at.tokens_per_second.value:.0f} tokens/s; "
+                f"{_speedup(at, results)}   {at.tokens_per_second.value:.0f} tokens/s; "
                 f"repeated 4-grams {at.repetition.text(2)}"
             )
     return "\n".join(lines)
+
+
+def _speedup(at: AtTemperature, results: Results) -> str:
+    return markdown.remarked(f"speedup {at.speedup.text(2)}×", results.times_without_interval)

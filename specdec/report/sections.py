@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report import theory
-from specdec.report.markdown import by_temperature, escaped, table
+from specdec.report.markdown import by_temperature, claimed, escaped, remarked, table
 
 VARIANTS = {
     "sampled": "sampled, Σ min(p, q)",
@@ -54,10 +54,13 @@ def _setting(results: Results) -> str:
         ats = zip(shapes, results.temperatures, strict=True)
         said = ", ".join(f"{shape} at T = {at.temperature:g}" for shape, at in ats)
     batches = ", or over batches for times" * (results.batch > 1)
+    intervals = f"Intervals are 95 % bootstraps over prompts{batches}. "
+    if results.prompts == 1:
+        intervals = "A single prompt shows no variation, so there are no intervals over prompts. "
     return (
-        f"{results.prompts} held-out prompts ({results.data}), up to {results.max_new_tokens} new "
-        f"tokens, batch {results.batch}, drafting {said}{', compiled' * results.compiled}. "
-        f"Intervals are 95 % bootstraps over prompts{batches}. "
+        f"{results.prompts} held-out prompt{'s' * (results.prompts > 1)} ({results.data}), "
+        f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
+        f"drafting {said}{', compiled' * results.compiled}. {intervals}"
         "Plain and speculative decoding take turns in one process; times cover the tokens after "
         "the first, which the target's prefill emits, and include the draft's own prefill."
         f"{_shared(results)}"
@@ -106,8 +109,10 @@ def _counted(at: AtTemperature, results: Results) -> dict[str, str]:
         why = why if at.lossless else f" ({at.rule} is lossy)"
         same = f"{at.identical} of {results.prompts}{why}"
     return {
-        "**speedup over plain decoding**": f"**{at.speedup.text(2)}**",
-        "τ (tokens per target pass, pooled)": at.tau.text(),
+        "**speedup over plain decoding**": claimed(
+            at.speedup.text(2), results.times_without_interval
+        ),
+        "τ (tokens per target pass, pooled)": remarked(at.tau.text(), results.without_interval),
         "tokens/s, speculative": at.tokens_per_second.text(1),
         "tokens/s, plain": at.plain_tokens_per_second.text(1),
         "rounds": f"{at.rounds:,}",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specdec.measure.results import AtTemperature, Results
-from specdec.report.markdown import by_temperature, table
+from specdec.report.markdown import by_temperature, claimed, table
 from specdec.theory import leviathan as paper
 from specdec.theory.intervals import Interval
 
@@ -58,7 +58,7 @@ def section(results: Results) -> list[str]:
                 " At T > 0 the forms describe the rule `rejection`, whose acceptance at a position "
                 "is α; the decoder's own rule is named above."
             )
-        blocks += [by_temperature(chains, lambda at: _closed_forms(at, c_hat)), note]
+        blocks += [by_temperature(chains, lambda at: _closed_forms(at, results)), note]
     else:
         blocks.append(
             "The closed forms of Leviathan et al. (2023) describe chains of a fixed length, and "
@@ -69,8 +69,9 @@ def section(results: Results) -> list[str]:
     return blocks + _reads(results)
 
 
-def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
+def _closed_forms(at: AtTemperature, results: Results) -> dict[str, str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
+    c_hat = results.operations
     by_depth, gamma, c = at.alpha.all.of(at.temperature), at.gamma, at.costs.c.value
     alpha, known = by_depth[0], [a.value for a in by_depth]
     best = paper.best_gamma(alpha.value, c, FURTHEST, paper.pass_cost({gamma: at.costs.v.value}))
@@ -87,9 +88,9 @@ def _closed_forms(at: AtTemperature, c_hat: float | None) -> dict[str, str]:
         "tokens per pass, α of each depth": (
             f"{paper.expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
         ),
-        "**tokens per pass, measured (τ)**": f"**{at.tau.text()}**",
+        "**tokens per pass, measured (τ)**": claimed(at.tau.text(), results.without_interval),
         "speedup (Theorem 3.8, v = 1)": of(paper.walltime_factor, gamma, c),
-        "**speedup, measured**": f"**{at.speedup.text(2)}**",
+        "**speedup, measured**": claimed(at.speedup.text(2), results.times_without_interval),
         "guaranteed speedup with the best γ (Corollary 3.9)": of(paper.guaranteed_factor, c),
         "best γ, with the measured v": f"{best} (measured with {gamma})",
         "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(

@@ -218,6 +218,39 @@ def test_a_sample_shows_the_turns_before_its_question() -> None:
     assert Sample("Why?", "So.", 1.5).conversation() == "Why?"
 
 
+def without_width(at: AtTemperature, *names: str) -> AtTemperature:
+    """The figures as one observation gives them: their intervals have no width."""
+    figures = {name: getattr(at, name) for name in names}
+    return replace(at, **{n: replace(x, low=x.value, high=x.value) for n, x in figures.items()})
+
+
+def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
+    """In the report and in the terminal, and nothing that was measured is in bold."""
+    first = results()
+    ats = [without_width(at, "tau", "speedup") for at in first.temperatures]
+    one = replace(first, prompts=1, timed=0, temperatures=ats)
+    one = replace(one, fastest=one, also=replace(one, drafter="hybrid"))
+    page, said = sections.page(one, {}), report.summary(one)
+    remark = "1.20 (measured on 1 prompt: no interval)"
+    row = f"| **speedup over plain decoding** | {remark} | {remark} |"
+    assert page.count(row) == 3 and f"| **speedup, measured** | {remark} | {remark} |" in page
+    assert "1.500 (measured on 1 prompt: no interval)" in page
+    assert "**1." not in page and "bootstraps over prompts" not in page
+    assert "1 held-out prompt (" in page
+    assert said.count("speedup 1.20× (measured on 1 prompt: no interval)") == 6
+    assert "no interval" not in sections.page(first, {}) + report.summary(first)
+
+
+def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
+    """τ has one, since it varies over the prompts of a batch."""
+    first = results()
+    ats = [without_width(at, "speedup") for at in first.temperatures]
+    page = sections.page(replace(first, prompts=4, batch=4, timed=4, temperatures=ats), {})
+    remark = "1.20 (measured on 1 batch of 4 prompts: no interval)"
+    assert f"| **speedup over plain decoding** | {remark} | {remark} |" in page
+    assert "| τ (tokens per target pass, pooled) | 1.500 [" in page
+
+
 @pytest.mark.parametrize("length", ["fixed", "optimal"])
 def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     first = results()

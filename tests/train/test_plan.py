@@ -170,6 +170,22 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     assert (folder / "metrics.jsonl").read_text() == metrics, "a finished run was trained again"
 
 
+@pytest.mark.parametrize(
+    ("floor", "advice"),
+    [
+        (5, "give a larger budget.minutes"),
+        (1000, "all of them are used already, so give more data, or raise data.limit=60,"),
+    ],
+)
+def test_a_poor_plan_advises_what_would_help(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], floor: int, advice: str
+) -> None:
+    options = ["budget.minutes=0.001", f"budget.floor={floor}", "data.limit=60"]
+    tiny.job(tmp_path / "run", "ngram", *options)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the figures will be poor; {advice} for better ones" in said
+
+
 def test_without_a_budget_nothing_is_timed(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
