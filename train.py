@@ -19,24 +19,28 @@ from omegaconf.errors import OmegaConfBaseException
 
 import train
 from specdec.errors import command
-from specdec.progress import tell
+from specdec.progress import console, tell
 from train.config import composed, of_hydra, quoted, register, resolve
 from train.loop import Diverged
+from train.sweep import Trial, best_of
 
 INTERRUPTED = "interrupted: run the same command again to continue from the last checkpoint"
+TRIALS: list[Trial] = []  # of the sweep that this process runs
 
 
 def run(cfg: DictConfig) -> float:
     """Do one run and return its objective. In a sweep, a trial that diverges gets the worst one."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    hydra_of = HydraConfig.get()
+    folder, objective = Path(hydra_of.runtime.output_dir), None
     try:
-        return train.run(resolve(cfg), folder)
+        objective = train.run(resolve(cfg), folder)
     except Diverged as error:
-        if HydraConfig.get().mode is not RunMode.MULTIRUN:
+        if hydra_of.mode is not RunMode.MULTIRUN:
             raise
         (folder / "diverged").write_text(str(error))
         tell(f"diverged: {error}")
-        return 0.0  # finite and the worst, so that the sweep continues
+    TRIALS.append(Trial(folder, [*hydra_of.overrides.task], objective))
+    return objective or 0.0  # finite and the worst, so that the sweep continues
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -55,6 +59,8 @@ def start(arguments: list[str]) -> None:
         main()
     except (HydraException, OmegaConfBaseException) as error:
         raise of_hydra(error) from error
+    if len(TRIALS) > 1:
+        console.print(best_of(TRIALS))
 
 
 if __name__ == "__main__":

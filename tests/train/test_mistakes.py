@@ -414,3 +414,6 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
     assert re.search(r"optim\.lr: 0\.005", results)
     best = float(re.search(r"best_value: (\S+)", results)[1])  # type: ignore[index]
     assert best == pytest.approx(max(values))
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith(f"best of 3 trials ({len(diverged)} diverged): objective {best:.4f} ")
+    assert "optim.lr=0.005" in last and "decode.prompts" not in last

@@ -1,0 +1,34 @@
+"""The trials of a sweep, and which of them was best."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.terminal import one_line
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of a sweep. Its objective is None if it diverged."""
+
+    folder: Path
+    overrides: Sequence[str]
+    objective: float | None
+
+
+def best_of(trials: Sequence[Trial]) -> str:
+    """A line that says which trial has the highest objective, with the settings that tell it from
+    the others; the first of equals. Empty if there was no trial."""
+    known = [(t.objective, t) for t in trials if t.objective is not None]
+    if not known:
+        return f"all {len(trials)} trials diverged" if trials else ""
+    objective, best = max(known, key=lambda pair: pair[0])
+    common = set.intersection(*(set(t.overrides) for t in trials))
+    own = [x for x in best.overrides if x not in common]
+    with_settings = f" with {' '.join(own)}" if own else ""
+    diverged = len(trials) - len(known)
+    beside = f" ({diverged} diverged)" if diverged else ""
+    return one_line(
+        f"best of {len(trials)} trials{beside}: objective {objective:.4f}{with_settings}; "
+        f"it is in {best.folder}"
+    )
