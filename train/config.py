@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from specdec.decoding.config import DecodeConfig
-from specdec.drafters import DRAFTERS, family
+from specdec.drafters import DRAFTERS, add_installed, family, installed
 from specdec.drafters.base import Drafter
 from specdec.drafters.hybrid import Hybrid
 from specdec.errors import UserError, nearest, require, require_within
@@ -105,7 +105,9 @@ class Config:
 
 
 def register() -> None:
-    """Register the schema, every drafter and every objective with Hydra, by name."""
+    """Register the schema, every drafter, those of other installed packages too, and every
+    objective with Hydra, by name."""
+    add_installed()
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
     schema.objective.terms = {}  # objective=NAME fills it
@@ -285,6 +287,11 @@ def of_hydra(error: Exception) -> UserError:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
+        if group == "drafter" and name in installed():
+            try:
+                family(name)
+            except UserError as broken:
+                return broken
         return UserError(f"{group}={name} is unknown{nearest(name, error.options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     noise = ("reference_type=", "object_type=", "full_key: ")

@@ -1,10 +1,20 @@
-"""The drafter families, and the dict that finds them by name."""
+"""The drafter families, and the dict that finds them by name.
+
+Another installed package adds a family by an entry point of the group `draftsmith.drafters`, whose
+name is the family's. It is imported when it is asked for, or when all families are registered.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import is_dataclass
+from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
 from itertools import chain
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from specdec.drafters.base import Drafter
@@ -33,7 +43,7 @@ from specdec.drafters.recurrent.hydra import Hydra
 from specdec.drafters.recurrent.mlp import Mlp
 from specdec.drafters.recurrent.mtp import MTP
 from specdec.drafters.recurrent.spire import Spire
-from specdec.errors import UserError, nearest
+from specdec.errors import UserError, first_line, nearest, require
 from specdec.targets.parts import Parts
 
 FAMILIES: tuple[type[Drafter], ...] = (
@@ -46,11 +56,54 @@ DRAFTERS = {kind.Config.name: kind for kind in FAMILIES}
 Hybrid.families = DRAFTERS
 
 
+GROUP = "draftsmith.drafters"
+
+
 def family(name: str) -> type[Drafter]:
-    """The drafter class of this name. Raises UserError, with the nearest name, if none has it."""
+    """The drafter class of this name, which may be one of another installed package. Raises
+    UserError, with the nearest name, if none has it, and for an installed one that is broken."""
     if name not in DRAFTERS:
-        raise UserError(f"drafter {name!r} is unknown{nearest(name, DRAFTERS)}")
+        elsewhere = installed()
+        if name not in elsewhere:
+            known = {*DRAFTERS, *elsewhere}
+            raise UserError(f"drafter {name!r} is unknown{nearest(name, known)}")
+        DRAFTERS[name] = _loaded(elsewhere[name])
     return DRAFTERS[name]
+
+
+def installed() -> dict[str, EntryPoint]:
+    """The families of other installed packages, by name, whether or not they can be loaded."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def add_installed() -> None:
+    """Add the families of other installed packages to `DRAFTERS`. A broken one is left out, and
+    concerns only those who ask for it: `family` then says what is wrong with it."""
+    for name in installed():
+        with suppress(UserError):
+            family(name)
+
+
+def _loaded(entry: EntryPoint) -> type[Drafter]:
+    package = entry.dist.name if entry.dist is not None else entry.module
+    where = f"drafter {entry.name!r} of the installed package {package}"
+    try:
+        kind: Any = entry.load()
+        fitting = isinstance(kind, type) and issubclass(kind, Drafter) and not isabstract(kind)
+        require(fitting, f"{where}: {entry.value} is not a complete subclass of Drafter")
+        config: Any = getattr(kind, "Config", None)
+        require(is_dataclass(config), f"{where}: its Config is not a dataclass")
+        name = OmegaConf.structured(config).get("name")
+        require(name == entry.name, f"{where}: the name in its Config is {name!r}")
+    except UserError:
+        raise
+    except Exception as error:  # of any kind, since importing a package may do anything
+        raise UserError(
+            f"{where} cannot be loaded ({type(error).__name__}: {first_line(error)}): mend that "
+            "package, or choose another drafter"
+        ) from error
+    loaded: type[Drafter] = kind
+    return loaded
 
 
 def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
