@@ -21,6 +21,7 @@ from specdec.targets.loading import resolved
 from train import checkpoint
 from train.config import Config
 from train.data.conversations import DataConfig
+from train.data.split import trained_openings
 from train.data.template import Document
 from train.loop import LoopConfig
 from train.portion import Portion
@@ -119,6 +120,20 @@ def data_of_run(folder: Path) -> DataConfig:
             f"{folder} has no readable config.json of a run, so its held-out prompts are unknown "
             f"({error}): give --prompts"
         ) from error
+
+
+def origin_of_prompts(folder: Path, tokenizer: Any, openings: Sequence[str]) -> str:
+    """What prompts of a user's own are, in words, for the draft of this run: how many of them it
+    was trained on, by their opening prompts, as far as the folder and the data let one know."""
+    try:
+        data, plan = data_of_run(folder), folder / "plan.json"
+        require(data.rounds is None, "a log does not say from which prompts its rounds are")
+        size = read_json(plan)["conversations"] if plan.exists() else None
+        trained = trained_openings(data, tokenizer, openings, size)
+    except (UserError, KeyError, TypeError):
+        return "prompts of your own, on which the draft may have been trained"
+    count = sum(opening in trained for opening in openings)
+    return f"prompts of your own, of which the draft was trained on {count or 'none'}"
 
 
 def shape_of_run(folder: Path, keys: Sequence[str], family: str) -> dict[str, Any] | None:

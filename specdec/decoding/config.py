@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.context import Needs
 from specdec.decoding.decode import fitting_rule, require_draftable
 from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
-from specdec.drafters.hybrid import Hybrid
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_temperature
@@ -107,19 +105,9 @@ def is_measured(cfg: DecodeConfig) -> bool:
 
 
 def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
-    """What to tell the user if the drafter can draft as deep as `cfg` asks for, but was not trained
-    for it; empty if it was. A language model of its own has no such depth: only a family that reads
-    the target's features drafts further from its own states in place of them."""
-    depth = cfg.deepest(drafter.depth)
-    if isinstance(drafter, Hybrid):
-        depth, drafter = cfg.deepest(drafter.gamma) if cfg.tree else drafter.gamma, drafter.head
-    fed_back = drafter.trains(drafter.config) and drafter.needs != Needs()
-    if depth <= drafter.depth or drafter.max_depth is not None or not fed_back:
-        return ""
-    return (
-        f"this {drafter.config.name} was trained to draft {drafter.depth} tokens in a row but "
-        f"drafts {depth} here: the further ones take as long, and fewer of them will be accepted"
-    )
+    """What to tell the user if the drafter was not trained to draft as deep as `cfg` asks for;
+    empty if it was."""
+    return drafter.beyond_training(cfg.deepest(drafter.depth), cfg.tree is not None)
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:

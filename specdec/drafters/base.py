@@ -111,6 +111,19 @@ class Drafter(nn.Module, ABC):
         """Whether a drafter with this config has weights to train."""
         return cls.trainable
 
+    def beyond_training(self, depth: int, tree: bool) -> str:
+        """What to tell the user if chains or trees of this depth are deeper than the drafter was
+        trained for; empty if they are not, or cannot be drafted at all. A language model of its own
+        has no such depth: only what reads the target's features drafts further from its own states
+        in place of them."""
+        fed_back = self.trains(self.config) and self.needs != Needs()
+        if depth <= self.depth or self.max_depth is not None or not fed_back:
+            return ""
+        return (
+            f"this {self.config.name} was trained to draft {self.depth} tokens in a row but drafts "
+            f"{depth} here: the further ones take as long, and fewer of them will be accepted"
+        )
+
     @classmethod
     def learning_rate(cls, config: Any) -> float:
         """The learning rate if `optim.lr` is null. Higher ones spoil a start by regression."""

@@ -124,6 +124,9 @@ class Hybrid(Drafter):
         self.alpha = config.alpha or [0.4]
         self._rates: tuple[list[list[float]], list[float]] | None = None
 
+    def beyond_training(self, depth: int, tree: bool) -> str:
+        return self.head.beyond_training(depth if tree else self.gamma, tree)
+
     @property
     def calibrations(self) -> Calibrations:
         """Those of the head, which alone has confidence."""

@@ -64,7 +64,8 @@ TIMED = 12  # prompts that the first of several processes times at least, for th
 @dataclass
 class Subject:
     """What is measured: a run's draft, for its target, on some data. A second draft, `also`,
-    may take turns with it. If the target was trained too, `original` is what it was before."""
+    may take turns with it. If the target was trained too, `original` is what it was before.
+    `origin` says what the prompts are."""
 
     name: str  # of the run
     target: Target
@@ -72,6 +73,7 @@ class Subject:
     data: str
     also: Drafter | None = None
     original: Target | None = None
+    origin: str = Results.origin
 
 
 def evaluate(
@@ -133,6 +135,7 @@ def evaluate(
             drafter=each.config.name,
             target=target.name,
             data=subject.data,
+            origin=subject.origin,
             prompts=len(chosen),
             timed=timed,
             processes=ranks.world,

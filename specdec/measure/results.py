@@ -223,6 +223,7 @@ class Results:
     temperatures: list[AtTemperature]
     processes: int = 1  # that shared the prompts out
     timed: int = 0  # how many prompts times come from, the first ones; 0: all
+    origin: str = "held-out prompts"  # what the prompts are
     learned_on: str = ""
     calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
     operations: float | None = None  # ĉ: the draft's operations per token over the target's

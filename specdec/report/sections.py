@@ -55,10 +55,12 @@ def _setting(results: Results) -> str:
         said = ", ".join(f"{shape} at T = {at.temperature:g}" for shape, at in ats)
     batches = ", or over batches for times" * (results.batch > 1)
     intervals = f"Intervals are 95 % bootstraps over prompts{batches}. "
+    prompts = results.origin
     if results.prompts == 1:
+        prompts = prompts.replace("prompts", "prompt", 1)
         intervals = "A single prompt shows no variation, so there are no intervals over prompts. "
     return (
-        f"{results.prompts} held-out prompt{'s' * (results.prompts > 1)} ({results.data}), "
+        f"{results.prompts} {prompts} ({results.data}), "
         f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
         f"drafting {said}{', compiled' * results.compiled}. {intervals}"
         "Plain and speculative decoding take turns in one process; times cover the tokens after "

@@ -352,12 +352,15 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
 
 def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place of each record, and the record: a line of text or a JSON value."""
-    require(path.is_file() or not path.exists(), f"{path}: is not a regular file")
     try:
+        require(path.exists(), f"{path}: no such file")
+        require(path.is_file(), f"{path}: is not a regular file")
         size = path.stat().st_size
         require(size <= LARGEST, f"{path}: more than {LARGEST >> 20} MB, too large for prompts")
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     require("\0" not in text, f"{path}: cannot be read as UTF-8 text (it holds null bytes)")
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]

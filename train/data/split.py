@@ -5,7 +5,7 @@ import re
 import unicodedata
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -180,13 +180,39 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
                 yield chat.prompt(conversation, cfg.max_prompt)
 
 
+def trained_openings(
+    cfg: DataConfig, tokenizer: Any, openings: Collection[str], size: int | None
+) -> set[str]:
+    """Which of these opening prompts, compared word by word as in `is_held_out`, are those of
+    conversations on the training side, of which a run reads the first `size` (None: all). The data
+    are tokenised only if they have such a conversation at all."""
+    asked = {_key(opening): opening for opening in openings}
+
+    def known(conversation: Conversation) -> bool:
+        held = is_held_out(conversation.opening, cfg.held_out)
+        return not held and _key(conversation.opening) in asked
+
+    if not any(there for _, there in read(cfg, Tally(), known)):
+        return set()
+    chat = reader(cfg, tokenizer)
+
+    def use(conversation: Conversation) -> str:
+        if cfg.answers == "data":
+            chat.document(conversation, cfg)
+        else:
+            chat.prompt(conversation, cfg.max_prompt)
+        return _key(conversation.opening)
+
+    trained = set(load(cfg, use).train[:size])
+    return {opening for opening in openings if _key(opening) in trained}
+
+
 def is_held_out(opening: str, fraction: float) -> bool:
     """Whether a conversation is held out: by a hash of the words of its opening prompt, ignoring
     case, punctuation and spaces, so the answer does not depend on any other data. (A
     locality-sensitive hash would put nearly all prompts that share a long instruction on one side.)
     """
-    key = " ".join(_words(opening)) or opening
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(_key(opening).encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
@@ -218,6 +244,11 @@ def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
                 found.add(i)
                 break
     return found
+
+
+def _key(opening: str) -> str:
+    """What is compared of two opening prompts: their words or, if they have none, all of them."""
+    return " ".join(_words(opening)) or opening
 
 
 def _words(text: str) -> list[str]:

@@ -364,8 +364,12 @@ def test_prompts_file_missing_or_empty(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("\n \n")
     with pytest.raises(UserError, match="no prompt"):
         read_prompts_file(tmp_path / "p.txt")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"q\.txt: no such file$"):
         read_prompts_file(tmp_path / "q.txt")
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\)"):
+        read_prompts_file(tmp_path / ("q" * 5000))
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_prompts_file(tmp_path)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="UTF-8"):
         read_prompts_file(tmp_path / "b.txt")

@@ -4,13 +4,15 @@ Run alone: python -m pytest tests/train/data/test_split.py (about 10 s, most of 
 """
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec.errors import UserError
+from specdec.files import write_json
+from tests.tiny import conversations, make_tokenizer, write_jsonl
 from tests.train.data.chats import (
     CHATML,
     as_records,
@@ -27,7 +29,9 @@ from train.data.split import (
     near_duplicates,
     split_documents,
     split_prompts,
+    trained_openings,
 )
+from train.folder import origin_of_prompts
 
 
 def test_held_out_does_not_depend_on_other_data_nor_order(tmp_path: Path) -> None:
@@ -203,3 +207,27 @@ def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -
             found = list(held_out_prompts(way, counting))
             assert [p.ids.tolist() for p in found] == [p.ids.tolist() for p in expected]
         assert len(counting.texts) <= 3 * len(expected) < read
+
+
+def test_prompts_that_were_trained_on_are_known(tmp_path: Path) -> None:
+    """By the words of their openings, among as many as a run read; of a folder without a run,
+    nothing is known."""
+    chats, tokenizer = conversations(60), make_tokenizer()
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
+    cfg = DataConfig(path=str(path), held_out=0.2, max_prompt=64)
+    openings = {chat["id"]: chat["messages"][0]["content"] for chat in chats}
+    split = split_documents(cfg, tokenizer)
+    for size in (7, None):
+        trained = [openings[document.id] for document in split.train[:size]]
+        assert trained_openings(cfg, tokenizer, openings.values(), size) == set(trained)
+    assert trained_openings(cfg, tokenizer, [openings[p.id] for p in split.prompts], None) == set()
+
+    mine = [*trained[:2], trained[2].upper(), "what is it?", openings[split.prompts[0].id]]
+    write_json(tmp_path / "config.json", {"data": asdict(cfg)})
+    said = "prompts of your own, of which the draft was trained on "
+    assert origin_of_prompts(tmp_path, tokenizer, mine) == f"{said}3"
+    assert origin_of_prompts(tmp_path, tokenizer, mine[3:]) == f"{said}none"
+    write_json(tmp_path / "plan.json", {"conversations": 1})
+    assert origin_of_prompts(tmp_path, tokenizer, mine) == f"{said}1"
+    unknown = origin_of_prompts(tmp_path / "elsewhere", tokenizer, mine)
+    assert unknown == "prompts of your own, on which the draft may have been trained"
