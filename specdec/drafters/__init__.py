@@ -53,9 +53,6 @@ FAMILIES: tuple[type[Drafter], ...] = (
     *(EarlyExit, Sparse, Hybrid),
 )
 DRAFTERS = {kind.Config.name: kind for kind in FAMILIES}
-Hybrid.families = DRAFTERS
-
-
 GROUP = "draftsmith.drafters"
 
 
@@ -69,6 +66,9 @@ def family(name: str) -> type[Drafter]:
             raise UserError(f"drafter {name!r} is unknown{nearest(name, known)}")
         DRAFTERS[name] = _loaded(elsewhere[name])
     return DRAFTERS[name]
+
+
+Hybrid.by_name = family
 
 
 def installed() -> dict[str, EntryPoint]:

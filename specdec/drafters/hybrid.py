@@ -15,7 +15,7 @@ Letters: B batch, A anchors, N nodes, K depth, D width, V vocabulary, E cells of
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from specdec.context import Context, Proposal
 from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
 from specdec.drafters.copying.memory import Copying, Memories, Memory, copied_trees
 from specdec.drafters.nn.gather import text_after
-from specdec.errors import UserError, nearest, require, require_between
+from specdec.errors import UserError, require, require_between
 from specdec.files import record
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations
@@ -99,7 +99,7 @@ class Hybrid(Drafter):
     trainable = False
     copies = chooses = True
     reads_body = True  # because its head may
-    families: ClassVar[Mapping[str, type[Drafter]]] = {}  # set by `specdec.drafters`
+    by_name: ClassVar[Callable[[str], type[Drafter]]]  # set by `specdec.drafters`
     sizes: HybridSizes
     copier: Copying
     head: Drafter
@@ -139,8 +139,7 @@ class Hybrid(Drafter):
     @classmethod
     def family(cls, name: str) -> type[Drafter]:
         require(bool(name), "a hybrid combines drafter.head and drafter.copying: give both")
-        require(name in cls.families, f"drafter {name!r} is unknown{nearest(name, cls.families)}")
-        return cls.families[name]
+        return cls.by_name(name)
 
     @classmethod
     def copying_family(cls, name: str) -> type[Copying]:

@@ -14,7 +14,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 from specdec.decoding.decode import decode
-from specdec.drafters import DRAFTERS, family
+from specdec.drafters import DRAFTERS, family, with_copying
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.sampling.trees import Chain, Dynamic
@@ -22,6 +22,20 @@ from tests.tiny import architectures, compose, random_drafter, random_target
 from tests.told import told
 
 WHOLE = "from examples.family import LastToken as Family\n"
+COPYING = """
+from dataclasses import dataclass
+
+from specdec.drafters.copying.ngram import Ngram, NgramConfig
+
+
+@dataclass
+class Config(NgramConfig):
+    name: str = "copying_one"
+
+
+class Family(Ngram):
+    Config = Config
+"""
 Install = Callable[..., None]
 
 
@@ -97,6 +111,17 @@ def test_a_broken_one_is_told_only_to_those_who_ask_for_it(
         family("odd_one")
     assert "\n" not in str(caught.value)
     assert "odd_one" not in DRAFTERS
+
+
+def test_an_installed_family_may_be_a_part_of_a_hybrid(install: Install) -> None:
+    install("copying_one", COPYING)
+    target = random_target(architectures(vocab=64, layers=2)["llama"])
+    head = random_drafter(family("bigram").Config(depth=2), target, noise=0.0)
+    hybrid = with_copying(head, "copying_one", target)
+    assert type(hybrid.copier).__module__ == "copying_one_package"
+    install("odd_one", "import torhc\n")
+    with pytest.raises(UserError, match=r"odd_one_package cannot be loaded"):
+        with_copying(head, "odd_one", target)
 
 
 def test_installed_families_are_suggested(install: Install) -> None:
