@@ -21,13 +21,13 @@ from specdec.formats import export
 from specdec.integrity import of_value
 from specdec.measure.confidence import CALIBRATING, calibrate
 from specdec.measure.evaluate import Subject, evaluate
-from specdec.measure.results import Results, Training
+from specdec.measure.results import FILE, Results, Training
 from specdec.progress import bars, console
-from specdec.ranks import ALONE
+from specdec.ranks import ALONE, Ranks
 from specdec.report import report
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetOnDemand, opening
-from train import checkpoint
+from train import checkpoint, measurement
 from train.config import Config
 from train.data.packing import Row, pack
 from train.data.split import require_readable
@@ -65,9 +65,10 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     """Run the whole job in `folder` (default runs/NAME). Returns the best held-out objective or, if
     the drafter has no weights to train, τ at the first temperature.
 
-    An interrupted run of the same configuration is continued there; a finished one is measured and
-    exported again, but not trained again. Raises UserError for the user's mistakes, and `Diverged`
-    if the loss or the gradient is not finite.
+    An interrupted run of the same configuration is continued there. A finished one is not trained
+    again, and measured again only if something has changed that its figures depend on; its report
+    and export are always written again. Raises UserError for the user's mistakes, and `Diverged` if
+    the loss or the gradient is not finite.
     """
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
@@ -281,10 +282,10 @@ def _sources(job: Job, drafter: Drafter, texts: Sequence[Sequence[Document]]) ->
     "measures again",
 )
 def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None:
-    """Calibrate the best draft, measure it with the decoder, write and log a report, and export.
-    Processes that do not see the run's folder (they may have disks of their own) take no part, and
-    get None; then the first measures alone."""
-    cfg, folder, also, ranks = job.cfg, job.folder, None, job.ranks
+    """Calibrate and measure the best draft, unless that was done before in the same way; write and
+    log a report, and export. Processes that do not see the run's folder (they may have disks of
+    their own) take no part, and get None; then the first measures alone."""
+    cfg, folder, ranks = job.cfg, job.folder, job.ranks
     sees = ranks.shared(range(ranks.world), lambda _: (folder / "best").is_dir())
     if not all(sees):
         if not job.main:
@@ -292,6 +293,28 @@ def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None
         ranks = ALONE
     original = job.target.whole()
     drafter, target = drafts.load_pair(folder / "best", original)
+    results = ranks.first(lambda: measurement.results_of(job, texts, ranks.world))
+    if results is None:
+        results = _measured(job, texts, drafter, target, original, ranks)
+    else:
+        console.print(
+            f"this run is finished and was measured with these settings before: its report is "
+            f"{folder / 'report' / 'report.md'}; to measure it again, delete "
+            f"{folder / 'report' / FILE}, or give scripts/evaluate {folder / 'best'}"
+        )
+    if training is not None:
+        seen = curve(folder / "metrics.jsonl")
+        results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
+    ranks.first(lambda: _write(job, results, drafter, target, original))
+    ranks.first(lambda: measurement.note(job, texts, ranks.world))
+    return results
+
+
+def _measured(
+    job: Job, texts: Texts, drafter: Drafter, target: Target, original: Target, ranks: Ranks
+) -> Results:
+    """Calibrate the best draft, and measure it with the decoder."""
+    cfg, folder, also = job.cfg, job.folder, None
     prompts = [p.ids.tolist() for p in texts.prompts]
     others = prompts[texts.measured :][:CALIBRATING]
     if others and not drafter.copies:
@@ -302,7 +325,7 @@ def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target))
-    results = evaluate(
+    return evaluate(
         Subject(cfg.name, target, drafter, cfg.data.path, also, original),
         prompts,
         replace(cfg.decode, prompts=texts.measured),
@@ -311,11 +334,6 @@ def _finish(job: Job, texts: Texts, training: Training | None) -> Results | None
         ranks=ranks,
         earlier=[p.earlier for p in texts.prompts],
     )
-    if training is not None:
-        seen = curve(folder / "metrics.jsonl")
-        results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
-    ranks.first(lambda: _write(job, results, drafter, target, original))
-    return results
 
 
 def _write(job: Job, results: Results, drafter: Drafter, target: Target, original: Target) -> None:

@@ -158,6 +158,44 @@ def test_a_finished_run_is_not_trained_again(
     assert all(torch.equal(w, weights[n]) for n, w in draft(tmp_path / "run").items())
 
 
+AGAIN = ["", "decode.max_new_tokens=7", "damaged", "deleted"]
+
+
+@pytest.mark.parametrize("change", AGAIN)
+def test_a_finished_run_is_measured_again_only_if_something_changed(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    """With the same settings its results stay, times included, though it is exported again."""
+    folder, few = tmp_path / "run", ["decode.prompts=2", "decode.max_new_tokens=8"]
+    results, first = folder / "report" / "results.json", tiny.job(folder, "medusa", *few)
+    times = json.loads(results.read_text())["temperatures"][0]["speedup"]
+    shutil.rmtree(folder / "export")
+    if change == "damaged":
+        results.write_text(results.read_text().replace("1", "2", 1))
+    elif change == "deleted":
+        results.unlink()
+    elif change:
+        few = [*few, change]
+    capsys.readouterr()
+    assert tiny.job(folder, "medusa", *few) == first
+    said = " ".join(capsys.readouterr().out.split())
+    again = json.loads(results.read_text())["temperatures"][0]["speedup"]
+    assert (times == again) == (not change)
+    assert (f"its report is {folder / 'report' / 'report.md'}; to measure" in said) == (not change)
+    assert (folder / "export").exists()
+
+
+@pytest.mark.parametrize("options", [["medusa", "also=ngram"], ["ngram"]])
+def test_a_finished_run_with_copying_is_not_measured_again(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """As a second draft, and alone, where there is nothing to train."""
+    first = tiny.job(tmp_path / "run", *options, "decode.prompts=2")
+    assert "this run is finished" not in capsys.readouterr().out
+    assert tiny.job(tmp_path / "run", *options, "decode.prompts=2") == first
+    assert "this run is finished" in capsys.readouterr().out
+
+
 def test_a_record_cut_short_by_a_crash_does_not_stop_the_next_start(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
