@@ -62,7 +62,7 @@ class Lines(Progress):
     def _print(self, task_id: TaskID) -> None:
         if time.monotonic() - self._last >= SECONDS:
             self._last = time.monotonic()
-            task = self._tasks[task_id]
+            task = next(task for task in self.tasks if task.id == task_id)
             self.console.print(f"  {task.percentage:3.0f}%  {one_line(task.description)}")
 
 

@@ -23,6 +23,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     (
         "specdec",
         "specdec.terminal",
+        "specdec.compat",
         "specdec.errors",
         "specdec.files",
         "specdec.integrity",
@@ -209,3 +210,29 @@ def test_layers_are_told_by_the_longest_prefix() -> None:
     assert layer("specdec.errors") == 0 < layer("specdec.runtime.cache") < layer("train.loop")
     order = [layer(f"specdec.{part}") for part in ("sampling", "targets", "drafters", "decoding")]
     assert all(low < high for low, high in pairwise(order))
+
+
+# what Python's own library offers under such names
+OF_PYTHON = {"_exit", "_fields", "_replace", "_run_exitfuncs"}
+
+
+def test_private_functions_of_libraries_are_called_in_one_file() -> None:
+    """A private name is the product's own if the product assigns or defines it."""
+    own, used = set(OF_PYTHON), dict[str, str]()
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            if name == "specdec.compat" or not name.startswith(("specdec", "train")):
+                continue
+            if isinstance(node, ast.Attribute):
+                used[node.attr] = f"{path_of(name)}:{node.lineno}"
+            elif isinstance(node, ast.ImportFrom):
+                for part in [*(node.module or "").split("."), *(x.name for x in node.names)]:
+                    used[part] = f"{path_of(name)}:{node.lineno}"
+    private = {name for name in used if name.startswith("_") and not name.endswith("__")}
+    assert {used[name] for name in private - own} == set()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -17,6 +17,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from specdec.compat import forget_precision
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
 from specdec.targets.loading import device_of
@@ -67,7 +68,7 @@ def accelerator_of(cfg: "Config") -> Accelerator:
             cpu_ram_efficient_loading=False,
             mixed_precision_policy=EXACT,
         )
-    AcceleratorState._reset_state()  # an earlier run in this process may have another precision
+    forget_precision()  # an earlier run in this process may have another
     native = "bf16" if cfg.target.dtype == "bfloat16" else "no"
     device = _placed(device_of(cfg.target.device), patient)
     accelerator = Accelerator(

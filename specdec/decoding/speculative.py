@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
+from specdec.compat import generation_defaults, logits_processors
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.decode import decode
 from specdec.decoding.policy import Length
@@ -56,7 +57,7 @@ HARMLESS = {
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant"),
 }
 # values other than None and False that have no effect
-NEUTRAL = GenerationConfig._get_default_generation_params()
+NEUTRAL = generation_defaults()
 NEUTRAL |= {"min_new_tokens": 0, "min_p": 0.0, "penalty_alpha": 0.0, "guidance_scale": 1.0}
 
 
@@ -236,10 +237,10 @@ def _processors(
     )
     config = copy.deepcopy(config)
     config.do_sample, config.max_length = _late(config), seen[0] + limit
-    config._eos_token_tensor = torch.tensor(eos, device=target.device) if eos else None
-    make, own = target.model._get_logits_processor, LogitsProcessorList(given)
+    eos_E = torch.tensor(eos, device=target.device) if eos else None
+    own = {"logits_processor": LogitsProcessorList(given), "device": str(target.device)}
     with told():
-        return list(make(config, seen[0], logits_processor=own, device=str(target.device)))
+        return list(logits_processors(target.model, config, eos_E, seen[0], **own))
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from specdec.compat import set_buffer
 from specdec.context import Context, Known, Moment, Needs, Proposal
 from specdec.errors import UserError, require, require_between, require_known, require_within
 from specdec.sampling.choose import Choose
@@ -191,7 +192,7 @@ class Drafter(nn.Module, ABC):
         for name, x in exact.items():
             path, _, leaf = name.rpartition(".")
             module = self.get_submodule(path)
-            module._buffers[leaf] = x.to(self.get_buffer(name).device)
+            set_buffer(module, leaf, x.to(self.get_buffer(name).device))
         return self
 
     def start(self, target: Parts) -> None:

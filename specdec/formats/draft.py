@@ -238,7 +238,8 @@ def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with only the first name of a tensor that has two (tied embeddings)."""
     first: dict[Any, str] = {}
     for name, x in state.items():
-        first.setdefault((x.untyped_storage()._cdata, x.storage_offset(), x.shape), name)
+        of = x.untyped_storage().data_ptr() or name  # 0 if it is empty
+        first.setdefault((of, x.storage_offset(), x.shape), name)
     return {name: state[name] for name in first.values()}
 
 

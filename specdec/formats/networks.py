@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from specdec.compat import set_attention
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, require
 from specdec.formats.layout import Description, Tensors, shared_head
@@ -107,7 +108,8 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig, width: int, head_norms: bool = False) -> None:
         super().__init__()
         config = copy.deepcopy(config)
-        config.use_qk_norm, config._attn_implementation = head_norms, "eager"
+        config.use_qk_norm = head_norms
+        set_attention(config, "eager")
         self.self_attn = Glm4MoeAttention(config, 0)  # type: ignore[arg-type]
         for name in ("q_proj", "k_proj", "v_proj"):
             rows = getattr(self.self_attn, name).out_features

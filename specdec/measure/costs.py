@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from specdec.compat import packed_operator
 from specdec.context import Context, Needs
 from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
@@ -91,7 +92,7 @@ def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float |
     rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
     draft()  # the draft's own prefill is not counted
     counted = {}  # torch by itself cannot count a product with a packed weight
-    if (packed := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
+    if (packed := packed_operator()) is not None:
         counted[packed] = lambda x, *_, out_shape, **__: 2 * x[-1] * math.prod(out_shape)
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()

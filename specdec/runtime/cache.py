@@ -14,10 +14,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._dynamo import mark_static_address
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.compat import attention_of, mark_static_address
 from specdec.errors import UserError
 
 
@@ -240,7 +240,7 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
         return {"position_ids": position_BT, "attention_mask": None}
 
     def ready(mask_BTP: Tensor) -> Tensor:
-        if config._attn_implementation == "eager":
+        if attention_of(config) == "eager":
             closed = torch.full_like(mask_BTP, torch.finfo(dtype).min, dtype=dtype)
             return closed.masked_fill(mask_BTP, 0)[:, None]
         return mask_BTP[:, None]

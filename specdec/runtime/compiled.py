@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
-from torch._inductor import config as inductor_config
 
+from specdec.compat import dynamo_config, inductor_config
 from specdec.progress import tell
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.device import finish

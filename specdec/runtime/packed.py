@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdec.compat import packed_product, packed_weight, version
 from specdec.errors import first_line
 from specdec.runtime.probes import Answer, compare, one_thread
 from specdec.runtime.quantised import is_plain
@@ -54,7 +55,7 @@ class PackedLinear(nn.Linear):
             or not self.faster(x.dtype, rows)
         ):
             return F.linear(x, weight, self.bias)
-        at = weight.data_ptr(), weight._version
+        at = weight.data_ptr(), version(weight)
         if self._copied != at:
             self._copy, self._copied = packed(weight.detach()), at
         assert self._copy is not None
@@ -79,12 +80,12 @@ class PackedLinear(nn.Linear):
 def packed(weight: Tensor) -> Tensor:
     """A copy of a weight [out, in] in oneDNN's layout. Raises RuntimeError if this CPU or this
     build of oneDNN cannot make it, AttributeError if torch has no such operator."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
+    return packed_weight(weight, LAYOUT_ROWS)
 
 
 def product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` by a packed weight."""
-    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+    return packed_product(x, copy, bias)
 
 
 def bucket(rows: int) -> int:

@@ -5,12 +5,12 @@ shapes, or in tensors of a class of its own. They are read through the layers th
 layer applied to the rows of an identity matrix gives its weight, whatever it is stored as.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specdec.compat import own_state
 from specdec.errors import require
 
 AT_ONCE = 1024  # rows of the identity that a layer multiplies at a time
@@ -41,8 +41,8 @@ def is_plain(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)  # some libraries replace the method of one layer
-        and set(layer._parameters) == {"weight", "bias"}
-        and not layer._buffers
+        and {name for name, _ in layer.named_parameters(recurse=False)} <= {"weight", "bias"}
+        and not any(True for _ in layer.buffers(recurse=False))
         and plain(layer.weight)
         and tuple(layer.weight.shape) == (layer.out_features, layer.in_features)
     )
@@ -66,7 +66,7 @@ def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> 
             if isinstance(bias, Tensor):
                 state[f"{name}bias"] = bias.to(dtype)
             continue
-        for own, x in _own(part):
+        for own, x in own_state(part):
             if is_linear(part) and own not in ("weight", "bias"):
                 continue  # scales that were already applied
             require(
@@ -112,13 +112,6 @@ def _weight(layer: Any, bias: Any, dtype: torch.dtype) -> Tensor:
         image = layer(unit)
         columns.append((image if bias is None else image - bias).to(dtype))
     return torch.cat(columns).T.contiguous()
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module itself that belong in its state dict."""
-    yield from ((n, x) for n, x in module._parameters.items() if x is not None)
-    kept = module._buffers.keys() - module._non_persistent_buffers_set
-    yield from ((n, x) for n, x in module._buffers.items() if n in kept and x is not None)
 
 
 def _kind(x: Tensor) -> str:

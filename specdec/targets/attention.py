@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from specdec.compat import attention_of
 from specdec.errors import UserError
 
 FEW = 256  # up to this many query rows of a KV head, one product over groups beats copied keys
@@ -72,5 +73,5 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 def group(model: Any) -> None:
     """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone."""
-    if model.config._attn_implementation == "sdpa":
+    if attention_of(model.config) == "sdpa":
         model.set_attn_implementation("grouped")

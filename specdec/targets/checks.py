@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.compat import attention_of, set_attention
 from specdec.context import Needs
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
@@ -175,8 +176,9 @@ def few_layers(target: Target) -> Target | None:
                 memo[id(part)] = copy.deepcopy(plain, memo)
                 continue
             rows = FEW if isinstance(part, nn.Embedding) or part is head else None
-            for x in [*part._parameters.values(), *part._buffers.values()]:
-                if x is not None and id(x) not in memo:
+            of_part = *part.parameters(recurse=False), *part.buffers(recurse=False)
+            for x in of_part:
+                if id(x) not in memo:
                     memo[id(x)] = copied(x, rows)
         memo[id(layers)] = nn.ModuleList(copy.deepcopy(layers[k], memo) for k in kept)
         few = copy.copy(target)
@@ -186,9 +188,9 @@ def few_layers(target: Target) -> Target | None:
         others = [k for k in range(len(layers)) if k not in kept]
         for key, value in config_of_layers(of_text.to_dict(), kept + others).items():
             setattr(of_text, key, value)
-        if few.config._attn_implementation not in ("eager", "sdpa", "grouped"):
+        if attention_of(few.config) not in ("eager", "sdpa", "grouped"):
             few.model.set_attn_implementation("eager")  # other kinds of attention need a GPU
-            few.config._attn_implementation = "eager"
+            set_attention(few.config, "eager")
         for part in few.model.modules():
             if isinstance(part, nn.Embedding):
                 part.padding_idx, part.num_embeddings = None, len(part.weight)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from specdec.compat import relative_position_bucket
 from specdec.context import Needs
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
@@ -244,12 +245,8 @@ class Seq2SeqModel:
             slot_BP = torch.arange(keys, device=position_BT.device)[None]
             if len(position_BT) > 1 and bool((position_BT == position_BT[:1]).all()):
                 position_BT = position_BT[:1]
-        bucket_BTP = attention._relative_position_bucket(
-            slot_BP[:, None] - position_BT[..., None],
-            bidirectional=False,
-            num_buckets=attention.relative_attention_num_buckets,
-            max_distance=attention.relative_attention_max_distance,
-        )
+        distance_BTP = slot_BP[:, None] - position_BT[..., None]
+        bucket_BTP = relative_position_bucket(attention, distance_BTP)
         return attention.relative_attention_bias(bucket_BTP).permute(0, 3, 1, 2)
 
 

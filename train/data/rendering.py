@@ -16,8 +16,8 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
 
+from specdec.compat import template_environment
 from specdec.errors import UserError, first_line
 from train.data.conversations import Message, Unusable
 
@@ -151,7 +151,7 @@ class Template:
         self.tokens: Mapping[str, Any] = tokenizer.special_tokens_map
         # all that transformers' templates may use; taken from an empty template, since compiling
         # this one there would compute its constants without bounds
-        theirs = chat_template_utils._compile_jinja_template("").environment
+        theirs = template_environment()
         extensions: list[Any] = [type(extension) for extension in theirs.extensions.values()]
         self.environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.environment.filters |= theirs.filters

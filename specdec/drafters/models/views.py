@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
+from specdec.compat import set_attention, twin
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
 from specdec.errors import require
@@ -101,18 +102,5 @@ def with_weights(target: Target) -> Any:
     for module in found.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(config, copied)
-            module.config._attn_implementation = "eager"
-    return found
-
-
-def twin(module: nn.Module) -> Any:
-    """The same module, with its own dicts of submodules, buffers and hooks at every level; linear
-    layers are shared, as they may hold a packed copy of their weight."""
-    if isinstance(module, nn.Linear):
-        return module
-    found = copy.copy(module)
-    inner = module._modules.items()
-    found._modules = {name: None if m is None else twin(m) for name, m in inner}
-    found._buffers = dict(module._buffers)  # rotary factors may be replaced while it runs
-    found._forward_hooks = copy.copy(module._forward_hooks)
+            set_attention(module.config, "eager")
     return found

@@ -1,0 +1,134 @@
+"""Private functions of torch, transformers and accelerate, all that this project calls, each with
+the public way, if there is one, and what it lacks. A release may take them away: this is the file
+to mend then, and tests/test_house.py finds any that is called elsewhere.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import mark_static_address
+from torch._inductor import config as inductor_config
+from transformers import GenerationConfig
+from transformers.utils import chat_template_utils
+
+__all__ = ["dynamo_config", "inductor_config", "mark_static_address"]
+# torch.compile's own settings have no other place; `torch.compiler.config` has few of them. A
+# buffer at a fixed address, which CUDA graphs do not copy, is marked by no public function.
+
+
+# torch
+
+
+def packed_weight(weight: Tensor, rows: int) -> Tensor:
+    """oneDNN's copy of a weight [out, in], laid out for products with this many rows. The public
+    way, torch.utils.mkldnn, converts inputs and outputs at every call. Raises RuntimeError if this
+    CPU or this build cannot make it, AttributeError if torch has no such operator."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` by a weight from `packed_weight`."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def packed_operator() -> Any:
+    """The operator of `packed_product`, to count its operations by; None if torch lacks it."""
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was written in place. torch's notes on autograd describe it, but no public
+    function returns it."""
+    return x._version
+
+
+def own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself that belong in its state dict. `state_dict()`
+    gives them too, but layers of bitsandbytes re-lay their weight when it is called."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    dropped = module._non_persistent_buffers_set
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    yield from ((name, x) for name, x in buffers if name not in dropped)
+
+
+def set_buffer(module: nn.Module, name: str, x: Tensor) -> None:
+    """Replace a buffer and keep whether it is saved; `register_buffer` would make it persistent."""
+    module._buffers[name] = x
+
+
+def twin(module: nn.Module) -> Any:
+    """The same module, with its own dicts of submodules, buffers and hooks at every level; linear
+    layers are shared, as they may hold a packed copy of their weight. `copy.deepcopy` would copy
+    the weights, and `copy.copy` shares these dicts."""
+    if isinstance(module, nn.Linear):
+        return module
+    same: Any = copy.copy(module)
+    inner = module._modules.items()
+    same._modules = {name: None if m is None else twin(m) for name, m in inner}
+    same._buffers = dict(module._buffers)  # rotary factors may be replaced while it runs
+    same._forward_hooks = copy.copy(module._forward_hooks)
+    return same
+
+
+# transformers
+
+
+def attention_of(config: Any) -> str | None:
+    """Which attention a model of this configuration computes ("sdpa", "eager", …). The public
+    `set_attn_implementation` of a model sets it, and nothing public reads it."""
+    kind: str | None = config._attn_implementation
+    return kind
+
+
+def set_attention(config: Any, kind: str) -> None:
+    """Choose the attention of a configuration whose model does not exist yet, or shares its
+    configuration with another."""
+    config._attn_implementation = kind
+
+
+def generation_defaults() -> dict[str, Any]:
+    """The values of a generation config that have no effect. Those of `GenerationConfig()` itself
+    are None in transformers 5, since a model's own may take their place."""
+    return dict(GenerationConfig._get_default_generation_params())
+
+
+def logits_processors(
+    model: Any, config: GenerationConfig, eos: Any, *args: Any, **more: Any
+) -> Any:
+    """The processors that `generate` makes of a generation config; the public classes would have
+    to be put in its order by hand."""
+    config._eos_token_tensor = eos
+    return model._get_logits_processor(config, *args, **more)
+
+
+def relative_position_bucket(attention: Any, distance_BTP: Tensor) -> Tensor:
+    """T5's buckets of distances between decoder tokens, which only a method of the layer gives."""
+    bucket_BTP: Tensor = attention._relative_position_bucket(
+        distance_BTP,
+        bidirectional=False,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=attention.relative_attention_max_distance,
+    )
+    return bucket_BTP
+
+
+def template_environment() -> Any:
+    """The jinja environment of transformers' chat templates: their filters, globals and extensions.
+    `apply_chat_template` uses it and shows it to nobody."""
+    return chat_template_utils._compile_jinja_template("").environment
+
+
+# accelerate
+
+
+def forget_precision() -> None:
+    """Let the next Accelerator of this process have another precision. accelerate keeps that of the
+    first one, and `free_memory` does not clear it."""
+    AcceleratorState._reset_state()
