@@ -49,6 +49,12 @@ def version(x: Tensor) -> int:
     return x._version
 
 
+def storage_of(x: Tensor) -> int:
+    """What tensors that share their memory have in common; its address is no such thing on the
+    meta device, where there is none, and two empty storages have the same one."""
+    return x.untyped_storage()._cdata
+
+
 def own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module itself that belong in its state dict. `state_dict()`
     gives them too, but layers of bitsandbytes re-lay their weight when it is called."""

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter
@@ -238,8 +239,7 @@ def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with only the first name of a tensor that has two (tied embeddings)."""
     first: dict[Any, str] = {}
     for name, x in state.items():
-        of = x.untyped_storage().data_ptr() or name  # 0 if it is empty
-        first.setdefault((of, x.storage_offset(), x.shape), name)
+        first.setdefault((storage_of(x), x.storage_offset(), x.shape), name)
     return {name: state[name] for name in first.values()}
 
 

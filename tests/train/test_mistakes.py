@@ -379,7 +379,7 @@ def test_scripts_work_on_what_a_run_leaves(tiny: Tiny, trained: Path, tmp_path: 
         assert done.returncode == 0, (arguments[0], done.stderr[-2000:])
     assert (tmp_path / "report" / "results.json").exists()
     done = process(["scripts/evaluate", str(trained / "best"), *few, "--prompts", str(tiny.data)])
-    said = r"prompts of your own, of which the draft was trained on (1|none)"
+    said = r"prompts? of your own, of which the draft was trained on (1|none)"
     assert done.returncode == 0 and re.search(said, done.stdout), done.stderr[-2000:]
     assert re.search(said, (tmp_path / "report" / "report.md").read_text())
 

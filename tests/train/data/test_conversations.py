@@ -120,7 +120,7 @@ BAD = [
     (sharegpt(("system", "a")), "no user turn"),
     (sharegpt(("human", " "), ("gpt", "b")), "blank first prompt"),
     (sharegpt(("human", "a"), ("system", "s"), ("gpt", "b")), "not the first"),
-    (sharegpt(("human", None)), "not text"),
+    (sharegpt(("human", None)), "a turn without content"),
     (sharegpt(("human", 5)), "not text"),
     (sharegpt(("human", "a"), ("gpt", "\ud83d")), "not Unicode"),
     ({"conversations": "hello"}, "not a conversation"),
