@@ -50,8 +50,8 @@ def version(x: Tensor) -> int:
 
 
 def storage_of(x: Tensor) -> int:
-    """What tensors that share their memory have in common; its address is no such thing on the
-    meta device, where there is none, and two empty storages have the same one."""
+    """A number that two tensors have in common if, and only if, they share their memory. The public
+    way, a storage's `data_ptr`, is 0 for all empty tensors and for all on the meta device."""
     return x.untyped_storage()._cdata
 
 

@@ -236,7 +236,7 @@ def _follow(func: Any, x: Any, args: Any, kwargs: Any) -> None:
     if type(x) is not PretendTensor or x.shape == x.elem.shape:
         return
     if torch.Tag.inplace_view not in func.tags:
-        raise NotImplementedError(f"{func} resizes its output")
+        raise NotImplementedError(f"{func} resizes its output, which no code here does so far")
     before = torch._C._meta_in_tls_dispatch_include()
     torch._C._set_meta_in_tls_dispatch_include(True)
     try:

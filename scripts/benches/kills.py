@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import psutil
 from benches.turns import show
 
 from specdec.errors import UserError, require
@@ -178,13 +179,11 @@ def _require_ended(notes: Path, within: float = 60.0) -> None:
 
 
 def _lives(process: int) -> bool:
-    """Whether a process runs. Nobody may have asked how it ended: it is then a zombie on Linux."""
+    """Whether a process runs. One whose end nobody has asked for yet is a zombie, and has ended."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    stat = Path(f"/proc/{process}/stat")
-    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def _python(code: str) -> str:

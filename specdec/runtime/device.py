@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 
+def is_awaited(x: Tensor) -> bool:
+    """Whether the host waits for a device when it looks at the values of `x`."""
+    return x.device.type != "cpu"
+
+
 def perhaps_any(mask: Tensor) -> bool:
     """Whether anything in a mask is set, if that is known without waiting, which it is on the CPU;
     else True. For rare cases whose treatment leaves all other cases as they are."""
-    return mask.device.type != "cpu" or bool(mask.any())
+    return is_awaited(mask) or bool(mask.any())
 
 
 def finish(device: torch.device) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.compat import packed_product, packed_weight, version
+from specdec.compat import packed_product as product
+from specdec.compat import packed_weight, version
 from specdec.errors import first_line
 from specdec.runtime.probes import Answer, compare, one_thread
 from specdec.runtime.quantised import is_plain
@@ -81,11 +82,6 @@ def packed(weight: Tensor) -> Tensor:
     """A copy of a weight [out, in] in oneDNN's layout. Raises RuntimeError if this CPU or this
     build of oneDNN cannot make it, AttributeError if torch has no such operator."""
     return packed_weight(weight, LAYOUT_ROWS)
-
-
-def product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by a packed weight."""
-    return packed_product(x, copy, bias)
 
 
 def bucket(rows: int) -> int:

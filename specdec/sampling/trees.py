@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from specdec.context import Proposal
 from specdec.errors import UserError, require, require_within
-from specdec.runtime.device import perhaps_any
+from specdec.runtime.device import is_awaited, perhaps_any
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibration
 
@@ -87,7 +87,7 @@ class Chain(Shape):
                 logits_BWS = growth.grow(tokens_BN[:, -1:].clamp_min(0), None)
             place_B1 = tokens_BN.new_full((len(tokens_BN), 1), k)
             # a GPU draws for all rows: to wait until it is known which have stopped costs more
-            asked_B = going_B if self.stop is not None or going_B.device.type == "cpu" else None
+            asked_B = None if self.stop is None and is_awaited(going_B) else going_B
             chosen = choose(logits_BWS, 1, Proposal(tokens_BN), place_B1, asked_B)
             token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)
             going_B = token_B >= 0

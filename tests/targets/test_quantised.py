@@ -358,7 +358,7 @@ def quantised_by(library: str, folder: Path) -> None:
 def test_checkpoints_of_other_libraries(tmp_path: Path, library: str) -> None:
     """Four bits are off by up to a fifth of the block's largest number; eight by far less."""
     if importlib.util.find_spec(library.rstrip("48")) is None:
-        pytest.skip(f"needs {library.rstrip('48')}")
+        pytest.skip(f"pip install {library.rstrip('48')}: the project itself does not need it")
     quantised_by(library, tmp_path)
     cfg = config_of(tmp_path, "bfloat16")
     whole, parts, plain = TargetOnDemand(cfg).whole(), load_parts(cfg), dense_model()
