@@ -3,9 +3,12 @@
 Run alone: python -m pytest tests/test_site.py (about 20 s)
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 from tests.tiny import REPOSITORY
@@ -38,3 +41,23 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
 def test_generated_pages_say_what_the_code_says() -> None:
     """If this fails after a change of settings or of files of results: run scripts/docs."""
     output_of("scripts/docs", "--check")
+
+
+def test_every_table_says_where_its_figures_are_from() -> None:
+    for path in (REPOSITORY / "docs" / "results").glob("*.json"):
+        table = json.loads(path.read_text())
+        for run in table["runs"]:
+            assert re.fullmatch(r"[0-9a-f]{7,}", run["commit"]), path.name
+            date.fromisoformat(run["date"])
+            assert run["machine"] and run["command"] and run["rows"], path.name
+
+
+def test_every_picture_is_made_and_shown() -> None:
+    folder = REPOSITORY / "docs"
+    drawn = {path.stem for path in (folder / "pictures").glob("*.svg")}
+    source = (REPOSITORY / "scripts" / "pages" / "pictures.py").read_text()
+    assert drawn == set(re.findall(r"^def (\w+)\(\) -> str:", source, re.M))
+    pages = [REPOSITORY / "README.md", *folder.rglob("*.md")]
+    shown = "".join(path.read_text() for path in pages)
+    for name in drawn - {"speedups", "families"}:
+        assert f"pictures/{name}.svg)" in shown, name

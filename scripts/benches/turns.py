@@ -121,7 +121,7 @@ def line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table, as BENCHMARKS.md has it. Empty cells are added to short rows."""
+    """Print a Markdown table, as docs/results.md has it. Empty cells are added to short rows."""
     filled = [[*row, *[""] * (len(columns) - len(row))] for row in (columns, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*filled, strict=True)]
     filled.insert(1, ["-" * width for width in widths])

@@ -63,7 +63,7 @@ class Anchors:
 def rounded(x_N: Tensor) -> Tensor:
     """The entries, the last one repeated until their number is a multiple of `ALIKE`. oneDNN
     prepares a product anew for every size that it has not met lately, and rows of text seldom have
-    the same number of anchors: steps took a seventh longer without this (BENCHMARKS.md)."""
+    the same number of anchors: steps took a seventh longer without this (docs/notebook)."""
     return torch.cat([x_N, x_N[-1:].expand(-len(x_N) % ALIKE if len(x_N) else 0)])
 
 

@@ -4,7 +4,7 @@ The draft follows the longest n-gram, up to `max_ngram`, that ends at the anchor
 earlier; if there is none, nothing is drafted.
 Of its occurrences, the latest with enough tokens after it is used; if all are too near the end,
 the first, which has the most tokens after it. (The original takes the first complete occurrence,
-transformers the first of all; BENCHMARKS.md compares them.)
+transformers the first of all; docs/notebook/families.md compares them.)
 """
 
 from bisect import bisect_right

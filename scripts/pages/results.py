@@ -1,0 +1,116 @@
+"""docs/results.md: one table for each claim, from the files in docs/results.
+
+A file has the claim, a summary, the table's columns (with the digits of their figures) and the runs
+that gave its rows: each with the commit that was measured, the date, the machine and the command.
+A cell is a text, a number, or a number with its 95 % interval.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.errors import require
+from specdec.files import record
+from train.config import CONF
+
+FOLDER = CONF.parent / "docs" / "results"
+PATH = FOLDER.with_suffix(".md")
+INTRODUCTION = """# Results
+
+*`scripts/docs` makes this page from the files in `docs/results`; a test compares them.*
+
+What today's code does, one table for each claim. The target is SmolLM2-135M-Instruct and the
+prompts are held-out ones of ShareGPT, answered one at a time, unless a table says otherwise.
+Intervals are 95 % bootstraps over prompts. [Concepts](concepts.md) explains α, τ and c. Each table
+names the commit that was measured, the date, the machine and the command that makes it again. No
+GPU has run this project yet, so all machines are CPUs. What no longer holds, and what did not work,
+is in the [notebook](notebook/index.md).
+"""
+
+Number = int | float
+Cell = str | Number | list[Number] | None
+
+
+@dataclass
+class Column:
+    """`digits` after the point of its figures; None: a column of texts."""
+
+    name: str
+    digits: int | None
+
+
+@dataclass
+class Run:
+    """What gave some rows of a table."""
+
+    commit: str
+    date: str
+    machine: str
+    command: str
+    rows: list[list[Cell]]
+
+
+@dataclass
+class Table:
+    """A claim with its figures, as a file has them."""
+
+    claim: str
+    summary: str
+    columns: list[Column]
+    runs: list[Run]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in [row for run in self.runs for row in run.rows]:
+            fits = len(row) == len(self.columns)
+            require(fits, f"the row of {row[0]!r} does not fit the columns of {self.claim!r}")
+
+
+def tables() -> dict[str, Table]:
+    """All tables in the order of their files' names."""
+    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def read(path: Path) -> Table:
+    """A table from its file. Raises UserError for what does not belong into one."""
+    return record(Table, json.loads(path.read_text()), path.name)
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION]
+    for name, table in tables().items():
+        names = [column.name for column in table.columns]
+        parts += [f"## {table.claim}\n", f"{table.summary}\n"]
+        parts += [line(names), line(["---"] * len(names))]
+        for run in table.runs:
+            for row in run.rows:
+                cells = zip(table.columns, row, strict=True)
+                parts.append(line([shown(cell, column.digits) for column, cell in cells]))
+        parts += ["", *([f"{table.note}\n"] if table.note else [])]
+        for run in table.runs:
+            rows = f", {rows_of(table, run)}" if len(table.runs) > 1 else ""
+            parts.append(f"Commit {run.commit}, {run.date}, {run.machine}{rows}:\n")
+            parts.append(f"```\n{run.command}\n```\n")
+        parts.append(f"*Figures: `docs/results/{name}.json`*\n")
+    return "\n".join(parts)
+
+
+def rows_of(table: Table, run: Run) -> str:
+    """Which rows of the table a run gave, as in "rows 1 to 3"."""
+    before = sum(len(other.rows) for other in table.runs[: table.runs.index(run)])
+    first, last = before + 1, before + len(run.rows)
+    return f"row {first}" if first == last else f"rows {first} to {last}"
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(cell: Cell, digits: int | None) -> str:
+    """A cell as the page has it: figures with as many digits as the column wants."""
+    if cell is None or isinstance(cell, str):
+        return cell or "–"
+    value, *interval = cell if isinstance(cell, list) else [cell]
+    texts = [f"{x:,.{digits or 0}f}".replace("-", "−") for x in (value, *interval)]
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]" if interval else texts[0]
