@@ -43,8 +43,9 @@ def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
 
         def few(at: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             ids = nothing[rows][at]
-            known = ids, ids, ids < 0, logits, logits
-            piece = Piece(of_target[at] - log_z, logits.log_softmax(-1), *known)
+            unread = {"hidden": logits, "features": logits}
+            log_p, log_q = of_target[at] - log_z, logits.log_softmax(-1)
+            piece = Piece(log_p, log_q, ids, ids, valid=ids < 0, logits=logits, **unread)
             return nla(piece).sum(), torch.stack(acceptance(piece)).sum((1, 2))
 
         if way != "fused":

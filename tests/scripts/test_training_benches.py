@@ -363,3 +363,11 @@ def test_heads_of_several_sizes_and_their_frontier(
     rows = {row[0]: row[1:] for row in tables(capsys.readouterr().out) if row}
     assert [rows[arm][3] for arm in arms] == ["yes", "yes", ""]
     assert [rows[arm][4] for arm in arms[:2]] == ["1.33 (γ = 1)", "1.23 (γ = 1)"]
+
+
+@pytest.mark.parametrize("way", ["plain", "chunks", "fused"])
+def test_a_loss_is_computed_in_each_way(way: str) -> None:
+    from benches.training import loss_cost
+
+    megabytes, seconds = loss_cost(way, positions=8, vocab=16)
+    assert megabytes >= 0 and seconds > 0
