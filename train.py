@@ -2,7 +2,10 @@
 that it describes and returns the objective."""
 
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from train.launcher import end_with_launcher, last_work
@@ -20,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 import train
 from specdec.errors import command
 from specdec.progress import console, tell
-from train.config import composed, of_hydra, quoted, register, resolve
+from train.config import composed, folder_of_hydra, of_hydra, quoted, register, resolve
 from train.loop import Diverged
 from train.sweep import Trial, best_of
 
@@ -48,17 +51,35 @@ def main(cfg: DictConfig) -> float:
     return command(lambda: run(cfg), INTERRUPTED)  # else Hydra would print an error first
 
 
+@contextmanager
+def tidied(folder: Path) -> Iterator[None]:
+    """Remove the folder that Hydra makes for a run or a sweep, and the parents made for it, if at
+    the end of the block, as after a mistake, nothing is in it but what Hydra writes itself."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        files = {path.name for path in folder.rglob("*") if not path.is_dir()}
+        if folder in absent and files <= {"multirun.yaml", "train.log"}:
+            shutil.rmtree(folder, ignore_errors=True)
+            for path in absent[1:]:
+                with suppress(OSError):
+                    path.rmdir()
+
+
 def start(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
-    single run is first composed here, since Hydra makes the run's folder before it calls `main`,
-    even if that then refuses the configuration."""
-    if not any(argument.startswith("-") for argument in arguments):
+    single run is first composed here, as an error is then told before anything is written."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    sweeps = not {"-m", "--multirun"}.isdisjoint(flags)
+    if not flags:
         composed(arguments)
-    sys.argv[1:] = quoted(arguments)
-    try:
-        main()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise of_hydra(error) from error
+    with tidied(folder_of_hydra(arguments, sweeps)) if sweeps or not flags else nullcontext():
+        sys.argv[1:] = quoted(arguments)
+        try:
+            main()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise of_hydra(error) from error
     if len(TRIALS) > 1:
         console.print(best_of(TRIALS))
 

@@ -6,7 +6,7 @@ import re
 import shutil
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,6 +31,21 @@ def make_folder(folder: Path) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the folder {folder} cannot be made ({reason}): name another") from error
     return folder
+
+
+@contextmanager
+def folder_for(folder: Path) -> Iterator[Path]:
+    """Make a folder, as `make_folder` does, for the work of a block. If a UserError ends the block,
+    the folders that were made for it are removed again, unless there is something in them."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    make_folder(folder)
+    try:
+        yield folder
+    except UserError:
+        for path in absent:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -182,6 +182,21 @@ def composed(overrides: Sequence[str]) -> Config:
     return resolve(cfg)
 
 
+def folder_of_hydra(overrides: Sequence[str], sweeps: bool) -> Path:
+    """The folder that Hydra makes for the run or the sweep of these arguments of `train.py`.
+    Nothing is checked but what does not vary in a sweep. Raises UserError as `composed` does."""
+    GlobalHydra.instance().clear()
+    try:
+        given = [x for x in quoted(overrides) if not x.startswith("-")]
+        parsed = OverridesParser.create().parse_overrides(given)
+        fixed = [x.input_line or "" for x in parsed if not x.is_sweep_override()]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose("config", fixed, return_hydra_config=True)
+        return Path(cfg.hydra.sweep.dir if sweeps else cfg.hydra.run.dir)
+    except REFUSALS as error:
+        raise of_hydra(error) from error
+
+
 def _require_group_names(overrides: Sequence[str]) -> None:
     """Raise UserError for a number or the like where the name of a group's file belongs, such as
     data=1, which Hydra's own error does not show."""

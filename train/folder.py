@@ -3,7 +3,8 @@
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -15,7 +16,7 @@ from accelerate.utils import gather_object
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
 from specdec.errors import UserError, located, require
-from specdec.files import read_json, record, write_whole
+from specdec.files import folder_for, read_json, record, write_whole
 from specdec.runtime.probes import native_dtype
 from specdec.targets.loading import resolved
 from train import checkpoint
@@ -37,20 +38,39 @@ FREE = {
     "objective": ("chunk",),
     "loop": ("rows", "accumulate"),
 }
-BEGAN = "began"  # the file that says when a run began
+BEGAN = "began"  # the file that says when a run began to answer prompts
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a run's folder during the block. Raises UserError if another process has locked it."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is running in {folder}: wait for it, or give another name="
-            ) from error
-        yield
+    """Make a run's folder and lock it during the block. Raises UserError if another process has
+    locked it. If a UserError ends the block before the run has begun, which is when it answers
+    prompts or has a config.json, the folder is left as it was, or not at all if it is new."""
+    lock = folder / ".lock"
+    with folder_for(folder):
+        before = {lock} & {*folder.iterdir()}
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another process is running in {folder}: wait for it, or give another name="
+                ) from error
+            before |= {*folder.iterdir()} - {lock}
+            try:
+                yield
+            except UserError:
+                if not ((folder / BEGAN).exists() or (folder / "config.json").exists()):
+                    _remove({*folder.iterdir()} - before)
+                raise
+
+
+def _remove(paths: Collection[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def require_same_run(folder: Path, cfg: Config) -> None:

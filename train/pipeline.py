@@ -14,7 +14,7 @@ from specdec.decoding.decode import require_room
 from specdec.drafters import with_copying
 from specdec.drafters.base import Drafter
 from specdec.errors import memory_for, require
-from specdec.files import make_folder, read_json, write_json
+from specdec.files import folder_for, make_folder, read_json, write_json
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
@@ -38,7 +38,6 @@ from train.folder import (
     alone,
     config_of,
     digest,
-    note_date,
     portion_of,
     require_same_run,
     require_same_texts,
@@ -83,16 +82,16 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     portion = from_main(accelerator, lambda: portion_of(folder, cfg.loop, processes))
     loop, spread = from_main(accelerator, lambda: portion.shared(cfg.loop, processes))
     cfg = replace(cfg, loop=loop)
-    make_folder(folder)
-    if cfg.data.answers == "target":
-        make_folder(Path(cfg.answers.root))
-    if cfg.stores_features:
-        make_folder(Path(cfg.features.path or cfg.features.root))
-    accelerator.wait_for_everyone()
 
     with ExitStack() as held:
         from_main(accelerator, lambda: held.enter_context(alone(folder)))
-        tracker = held.enter_context(closing(Tracker(cfg, folder, main)))
+        make_folder(folder)  # on another machine it may not be the one that is locked
+        if cfg.data.answers == "target":
+            held.enter_context(folder_for(Path(cfg.answers.root)))
+        if cfg.stores_features:
+            held.enter_context(folder_for(Path(cfg.features.path or cfg.features.root)))
+        accelerator.wait_for_everyone()
+        tracker = held.enter_context(closing(Tracker(folder, main)))
         progress = held.enter_context(bars(console, main))
         with accelerator.main_process_first():  # one process makes a GGUF target dense
             target = TargetOnDemand(replace(cfg.target, device=str(accelerator.device)))
@@ -113,6 +112,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         job.ranks.first(lambda: _require_possible(job, drafter, texts))
         job.ranks.first(lambda: _record(job, texts, fingerprint, portion))
+        tracker.begin(cfg)
 
         training = _trained(job, drafter, texts)
         accelerator.wait_for_everyone()
@@ -142,8 +142,6 @@ def _require_runnable(cfg: Config, folder: Path) -> None:
     require_readable(cfg.data)
     if cfg.objective.reference is not None:
         drafts.read_card(cfg.objective.reference)
-    make_folder(folder)
-    note_date(cfg, folder)
 
 
 def _record(job: Job, texts: Texts, fingerprint: str, portion: Portion) -> None:

@@ -16,6 +16,7 @@ from train.data.conversations import TEXTS
 from train.data.split import Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.features.store import Store
+from train.folder import note_date
 from train.job import Job
 from train.plan import planned
 
@@ -53,6 +54,7 @@ def texts_of(job: Job) -> Texts:
         keep = Store(cfg.features, parts, needs, cfg.sampler)
         keep.prepare(0)
     if answering:
+        ranks.first(lambda: note_date(cfg, job.folder))
         asked = train
         train, held_out = (
             answered(job.target, some, cfg.answers, job.accelerator, job.progress, keep)

@@ -37,14 +37,18 @@ class TrackConfig:
 
 
 class Tracker:
-    """Appends each record to metrics.jsonl, and logs it to W&B under the same names. Only the main
-    process writes anything."""
+    """Appends each record to metrics.jsonl and, once `begin` was called, logs it to W&B under the
+    same names. Only the main process writes anything."""
 
-    def __init__(self, cfg: "Config", folder: Path, main: bool = True) -> None:
+    def __init__(self, folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self.main = main
         self._run: Run | None = None
-        if not main or cfg.track.mode == "disabled":
+
+    def begin(self, cfg: "Config") -> None:
+        """Begin a run of W&B, or continue it, unless `track.mode` is disabled."""
+        folder = self.path.parent
+        if not self.main or cfg.track.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb

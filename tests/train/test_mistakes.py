@@ -312,6 +312,36 @@ def test_train_py_tells_a_mistake_in_one_line(
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     require_one_line(without_noise(done.stderr), *parts)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "answers", "part"),
+    [
+        ("data.path=nothing.jsonl", "target", "no such file"),
+        ("data.max_length=5", "target", "max_length=5"),  # told once the target is loaded
+        ("decode.max_new_tokens=600", "data", "positions"),  # told once the plan is made
+    ],
+)
+def test_a_refused_run_leaves_nothing(
+    tiny: Tiny,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    mistake: str,
+    answers: str,
+    part: str,
+) -> None:
+    """Nor does it change a folder that is there. It has not answered any prompt yet."""
+    more = [f"answers.root={tmp_path / 'cache' / 'answers'}", f"data.answers={answers}"]
+    more += [f"features.root={tmp_path / 'cache' / 'features'}", "track=wandb", "export=null"]
+    overrides = tiny.overrides("medusa", *more, "budget.minutes=5", mistake)
+    require_one_line(told(capsys, overrides, tmp_path / "runs" / "new"), part)
+    assert not any(tmp_path.iterdir())
+    existing = tmp_path / "existing"
+    existing.mkdir()
+    (existing / "notes.txt").write_text("mine")
+    told(capsys, overrides, existing)
+    assert [*tmp_path.rglob("*")] == [existing, existing / "notes.txt"]
 
 
 def test_a_refused_configuration_leaves_no_folder(tiny: Tiny, tmp_path: Path) -> None:
