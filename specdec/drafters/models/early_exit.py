@@ -89,8 +89,7 @@ class EarlyExit(View):
         return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
-        model = self.body[0]
-        return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
+        return self.step(ids, position_ids=position, use_cache=False)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache | None:
         return new_cache(self.target.config) if self.config.lora.rank else None

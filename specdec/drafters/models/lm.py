@@ -90,8 +90,8 @@ class LM(Pretrained):
             return super().hidden(ctx, anchors_BA, None)
         ids_BM, place = with_branches(ctx, anchors_BA, drafted_BAk)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
-        out = self.model.base_model(input_ids=ids_BM, use_cache=False, **inputs)
-        of_text, of_drafts = out.last_hidden_state.tensor_split([ctx.ids_BT.shape[1]], 1)
+        states_BMD = self.step(ids_BM, use_cache=False, **inputs)
+        of_text, of_drafts = states_BMD.tensor_split([ctx.ids_BT.shape[1]], 1)
         first_BA1D = entries(of_text, anchors_BA)[:, :, None]
         return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAk.shape[1:])], 2)
 
@@ -106,10 +106,11 @@ class LM(Pretrained):
         (logits,) = self.compiled(cache, last=last_B1, input_ids=ids_BT, **inputs)
         return logits
 
-    def run(self, cache: SlotCache, last: Tensor | None, **inputs: Any) -> tuple[Tensor]:
+    def run(
+        self, cache: SlotCache, last: Tensor | None, input_ids: Tensor, **inputs: Any
+    ) -> tuple[Tensor]:
         """The pass that `over_cache` makes, which can be compiled."""
-        out = self.model.base_model(use_cache=True, **inputs, **{self.takes: cache})
-        hidden = out.last_hidden_state
+        hidden = self.step(input_ids, use_cache=True, **inputs, **{self.takes: cache})
         return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
 
 

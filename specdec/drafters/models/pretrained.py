@@ -157,10 +157,14 @@ class Pretrained(Drafter):
         adapted.merge_and_unload(safe_merge=True)
         return {name: x.detach() for name, x in plain.state_dict().items() if not x.is_meta}
 
+    def step(self, ids: Tensor, **attend: Any) -> Tensor:
+        """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
+        what they see: the tokens of their text, or the slots of a cache."""
+        return self.model.base_model(input_ids=ids, **attend).last_hidden_state
+
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of texts [B, T], packed as for `Target.features`."""
-        model = self.model.base_model
-        return model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
+        return self.step(ids, position_ids=position, use_cache=False)
 
     @abstractmethod
     def over_cache(

@@ -58,13 +58,17 @@ class View(Drafter):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.target.logits(hidden)
 
+    def step(self, ids: Tensor, **attend: Any) -> Tensor:
+        """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
+        what they see: the tokens of their text, or the slots of a cache."""
+        return self.body[0](input_ids=ids, **attend).last_hidden_state
+
     def continued(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of tokens that continue what the cache holds."""
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.target.config, place, self.target.dtype)
         taken = cache_argument(self.body[0])
-        out = self.body[0](input_ids=ids_BT, use_cache=True, **inputs, **{taken: cache})
-        return out.last_hidden_state
+        return self.step(ids_BT, use_cache=True, **inputs, **{taken: cache})
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         if ctx.cache is None:

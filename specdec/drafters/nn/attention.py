@@ -1,71 +1,25 @@
-"""The attention of a recurrent draft: keys that all anchors of a text share, followed by keys that
-belong to one anchor each.
+"""Attention of a draft's layers, and what its passes of training and of decoding have in common.
 
-An anchor sees the shared keys of its document up to its own pair and, at depth k, one more key for
-each of its drafted tokens 1 … k, which no other anchor sees: one pass reads all anchors of a text.
+A family writes one `step` through its layers and hands each of them an `Attend`: attention over a
+text's pairs, at anchors (`over_text`), or over the slots of a cache (`over_slots`). The step does
+not know which.
 
-Letters: B batch, P shared keys, A anchors, D width, H heads, G query heads per KV head, E head
-width.
+Letters: B batch, P keys, A anchors, W places that a pass reads, N places whose output it gives,
+D width, H heads, G query heads per KV head, E head width.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.drafters.nn.rope import rotated
-from specdec.runtime.probes import Answer, compare
 
-WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
-BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
 SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
 
-compiled = cache(torch.compile)  # each function once
-
 KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, E]
-
-
-class Sight(NamedTuple):
-    """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`. With
-    a `window`, only the last so many of these, and the first `sink` of them."""
-
-    pair_BA: Tensor  # the anchor's own key, which it always sees
-    first_BA: Tensor  # the first key of the anchor's document
-    document_BA: Tensor
-    document_BP: Tensor  # the key's document, -2 for none
-    window: int | None = None
-    sink: int = 0
-
-    @classmethod
-    def of(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
-        """The sight of anchors with these pairs, by each key's place in its document."""
-        first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
-        return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
-
-    def near(self, key: Tensor, pair: Tensor, first: Tensor) -> Tensor:
-        """Whether an anchor with these `pair` and `first` keys sees a key, if of its document."""
-        if self.window is None:
-            return key <= pair
-        return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
-
-    def mask(self, anchors: slice, keys: slice) -> Tensor:
-        """The mask [B, a, p] of these anchors and keys."""
-        pair_BA1, first_BA1 = (x[:, anchors, None] for x in (self.pair_BA, self.first_BA))
-        key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
-        alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
-        # a row without any key would be NaN
-        return self.near(key_P, pair_BA1, first_BA1) & alike_BAP | (key_P == pair_BA1)
-
-    def tiles(self, anchors: slice) -> slice:
-        """The tiles of `BLOCK` keys that hold all that these anchors see."""
-        first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
-        return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
 
 
 class Attention(nn.Module):
@@ -130,124 +84,16 @@ class Attention(nn.Module):
             projection.weight[:, :D] = own.repeat_interleave(times, 0).flatten(0, 1)
 
 
-def over_blocks(
-    query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
-) -> Tensor:
-    """Attention [B, Hkv, G, N, E] of the N = A · `size` slots of all anchors' blocks. A block's
-    slots see the same keys, so they count as further query heads of their anchor."""
-    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, G, size, A, E]
-    found = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
-    return found.transpose(3, 4).flatten(3, 4)
+class Attend(Protocol):
+    """The attention of one pass. Every layer reads all W places of the pass, which get keys; the
+    output of the last layer may be asked for at a few places only."""
 
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        """What layer i adds to the stream [B, N, D] where it is asked for its output, if its
+        attention reads [B, W, …]."""
 
-def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
-    """A key and a value [B, Hkv, A, E] for each slot of blocks, from those of all slots
-    [B, Hkv, A · size, E]."""
-    keys, values = (x.unflatten(2, (-1, size)).unbind(3) for x in keys_values)
-    return tuple(zip(keys, values, strict=True))
-
-
-def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it. `own` holds a key
-    and a value [B, Hkv, A, E] for each drafted token, of which anchor i sees entry i. The scores of
-    a long text are never held at once and are computed again in the backward pass, so memory grows
-    with the text's length, not with its square."""
-    if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
-        return _whole(query, shared, sight, own)
-    return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
-
-
-def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """`attended` with all scores at once."""
-    (keys, values), (G, A, E) = shared, query.shape[2:]
-    P = keys.shape[2]
-    mask_BAP = sight.mask(slice(0, A), slice(0, P))
-    if not own:
-        return fused(query, keys, values, mask_BAP)
-    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
-    scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
-    diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    scores = torch.cat([scores, diagonal], -1).to(precise) * E**-0.5
-    weights = scores.softmax(-1).to(values.dtype)
-    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (G, A))
-    for j, (_, v) in enumerate(own):
-        out = out + weights[..., P + j, None] * v[:, :, None]
-    return out
-
-
-def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """`attended`, computed for `BLOCK` anchors at a time over the tiles that they see."""
-    B, A, P = len(query), query.shape[3], shared[0].shape[2]
-    tiles = [x.split(BLOCK, 2) for x in shared]
-
-    def block(anchors: slice) -> Tensor:
-        near = sight.tiles(anchors)
-        keys, values = (
-            torch.cat([*tiles[j][near], *(pair[j][:, :, anchors] for pair in own)], 2)
-            for j in (0, 1)
-        )
-        mask = sight.mask(anchors, slice(near.start * BLOCK, min(near.stop * BLOCK, P)))
-        alone = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-        mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
-        return fused(query[..., anchors, :], keys, values, mask)
-
-    blocks = [slice(start, min(start + BLOCK, A)) for start in range(0, A, BLOCK)]
-    again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
-    return torch.cat([checkpoint(block, anchors, **again) for anchors in blocks], 3)
-
-
-def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """`attended` by flex attention: one kernel, which skips tiles that no anchor sees. The anchors'
-    own keys follow the shared ones, depth by depth."""
-    B, A, P = len(query), query.shape[3], shared[0].shape[2]
-    keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
-    pair_BA, first_BA, document_BA, document_BP = sight[:4]
-
-    def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
-        pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
-        alike = document_BA[b, anchor] == document_BP[b, place]
-        seen = sight.near(place, pair, first_BA[b, anchor]) & alike | (place == pair)
-        return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
-
-    built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function
-    tiles = built(create_block_mask)(sees, B, None, A, keys.shape[2], device=query.device)
-    out = built(flex_attention)(
-        query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True
-    )
-    return out.unflatten(1, query.shape[1:3])
-
-
-def flexible(query: Tensor, depths: int) -> Answer:
-    """Whether to use flex attention for heads like these on their device: on a CPU it has no
-    backward pass; elsewhere it must run, agree with `_blocks` and be faster."""
-    if query.is_cpu:
-        return Answer(False, "flex attention has no backward pass on a CPU")
-    return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
-
-
-@cache
-def _probed(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int, depths: int
-) -> Answer:
-    """`flexible` by trial, on one text of 1,024 anchors."""
-    generator, A = torch.Generator().manual_seed(0), 1024
-    drawn = [
-        torch.randn(1, *shape, A, width, generator=generator).to(device, dtype).requires_grad_()
-        for shape in (heads, *[heads[:1]] * (2 * depths + 2))
-    ]
-    query, pairs = drawn[0], tuple(zip(drawn[1::2], drawn[2::2], strict=True))
-    position_BA = torch.arange(A, device=device)[None]
-    sight = Sight.of(position_BA, position_BA, torch.zeros_like(position_BA))
-
-    def gradient(read: Callable[..., Tensor]) -> Tensor:
-        out = read(query, pairs[0], sight, pairs[1:])
-        found = torch.autograd.grad(out.square().sum(), drawn)
-        return torch.cat([x.flatten() for x in found]).cpu()
-
-    limit = 1e-3 if dtype is torch.float32 else 3e-2
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return compare(lambda: gradient(_flex), lambda: gradient(_blocks), limit)
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        """The entries [B, N, …] where layer i is asked for its output, of entries [B, W, …]."""
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.drafters.nn.attention import Attention, KeyValue, Sight, attended
+from specdec.drafters.nn.attention import Attend, Attention
 from specdec.drafters.nn.rope import FULL, alike, of_full_attention, rotary_width
 from specdec.targets.parts import UNBOUNDED, Parts
 
@@ -54,19 +54,11 @@ class Layer(nn.Module):
         """The layer's output, from the stream after its MLP."""
         return stream
 
-    def at(
-        self,
-        pairs: tuple[Tensor, Tensor],
-        rope: tuple[Tensor, Tensor],
-        shared: KeyValue,
-        sight: Sight,
-        own: tuple[KeyValue, ...] = (),
-    ) -> Tensor:
-        """The output [B, A, D] at anchors. `pairs` holds what attention reads there, and the
-        residual."""
-        attention, (read, residual) = self.self_attn, pairs
-        heads = attended(attention.query(read, rope), shared, sight, own)
-        return self.finish(residual, attention.joined(heads))
+    def forward(self, read: Tensor, residual: Tensor, attend: Attend, i: int = 0) -> Tensor:
+        """The output [B, N, D] of this layer, the i-th of a draft, where it is asked for it, from
+        what attention reads at all places and the residual there."""
+        added = attend(i, self.self_attn, read)
+        return self.finish(attend.asked(i, residual), added)
 
     def silence(self) -> None:
         """Set the output weights to zero: the layer adds nothing to the residual."""

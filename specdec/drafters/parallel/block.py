@@ -25,16 +25,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes, chosen_layers, require_rising
 from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.nn.attention import (
-    KeyValue,
-    Sight,
-    attended,
-    by_slot,
-    fused,
-    over_blocks,
-)
+from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import last_of, pieces, unread
 from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.over_slots import AfterText
+from specdec.drafters.nn.over_text import Keys, OverDrafts, Sight
 from specdec.drafters.nn.rope import Rope
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
@@ -161,35 +156,30 @@ class Block(Drafter):
         ids_BAM[..., 1:] = self.sizes.mask_token
         return self.target.embed(ids_BAM).to(self.fc.weight.dtype)
 
+    def step(self, embedding: Tensor, attend: Attend) -> Tensor:
+        """The states [B, A, K, D] that predict the depths after each anchor, from the embeddings
+        [B, N, D] of its block's slots. Both training and drafting take this step, each with its
+        own attention."""
+        x = embedding
+        for i, layer in enumerate(self.layers):
+            read, kept = self.read(layer, x)
+            x = self.finish(layer, x, attend(i, layer.self_attn, read), kept)
+        return self.norm(x).unflatten(1, (-1, self.slots))[:, :, self.first :]
+
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""
         context_BTD, M = self.fuse(self.features_of(ctx)), self.slots
         T = context_BTD.shape[1]
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
-        sight = Sight.of(pair_BA, position_BT, document_BT)
+        keys = Keys(Sight.of(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
         position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
-        x_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
-        for layer in self.layers:
-            attention, (read_BND, kept) = layer.self_attn, self.read(layer, x_BND)
-            shared = attention.keys_values(context_BTD, of_text)
-            query = attention.query(read_BND, of_slots)
-            own = attention.keys_values(read_BND, of_slots)
-            heads = self._over_blocks(query, shared, sight, own)
-            x_BND = self.finish(layer, x_BND, attention.joined(heads), kept)
-        return self.norm(x_BND).unflatten(1, (-1, M))[:, :, self.first :]
-
-    def _over_blocks(self, query: Tensor, shared: KeyValue, sight: Sight, own: KeyValue) -> Tensor:
-        """Attention [B, Hkv, G, N, E] of all slots. The keys and values `own` of the slots are
-        [B, Hkv, N, E]; each slot's key counts as one that belongs to its anchor alone."""
-        M, pairs = self.slots, by_slot(own, self.slots)
-        if not self.causal:
-            return over_blocks(query, M, shared, sight, pairs)
-        queries = query.unflatten(3, (-1, M)).unbind(4)
-        found = [attended(queries[j], shared, sight, pairs[: j + 1]) for j in range(M)]
-        return torch.stack(found, 4).flatten(3, 4)
+        embedding_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
+        return self.step(
+            embedding_BND, OverDrafts(keys, of_slots, lambda _: (context_BTD, of_text))
+        )
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Always computed for whole blocks, since earlier slots may read those of later depths."""
@@ -218,15 +208,8 @@ class Block(Drafter):
         """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
         [B, M, D] follow the new features [B, W, F]; both get keys in the cache, with `mask`
         [B, M, P] over all of them."""
-        context, x = self.fuse(features), embedding
-        rope = tuple(t[:, context.shape[1] :] for t in (cos, sin))
-        for i, layer in enumerate(self.layers):
-            attention, (read, kept) = layer.self_attn, self.read(layer, x)
-            both = attention.keys_values(torch.cat([context, read], 1), (cos, sin))
-            keys, values = cache.update(*both, i)
-            heads = fused(attention.query(read, rope), keys, values, mask)
-            x = self.finish(layer, x, attention.joined(heads), kept)
-        states = self.norm(x)[:, self.first :]
+        over_slots = AfterText(cache, (cos, sin), mask, self.fuse(features))
+        states = self.step(embedding, over_slots)[:, 0]
         return self.head(states), states
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:

@@ -29,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment
-from specdec.drafters.nn.attention import KeyValue, by_slot, fused, over_blocks
+from specdec.drafters.nn.attention import Attend, Attention, fused
 from specdec.drafters.nn.gather import entries, text_after, unread
+from specdec.drafters.nn.over_slots import OverSlots
+from specdec.drafters.nn.over_text import At, Keys, OverDrafts, OverPairs
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.recurrent.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within
@@ -91,35 +93,34 @@ class Falcon(Eagle):
             weight_TK[tiles] = valid_TK[tiles] * (len(usable) / len(tiles))
         return weight_TK
 
+    def step(self, read: Tensor, attend: Attend) -> Tensor:  # type: ignore[override]
+        """The states [B, X, k, D] of the blocks that are asked for, from what attention reads of
+        pairs [B, W, D] (`fc` of the pairs up to each). Both training and drafting take this step,
+        each with its own attention."""
+        return self.layer(read, read, attend).unflatten(1, (-1, BLOCK))
+
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        depths, attention = drafted_BAk.shape[-1] + 1, self.layer.self_attn
-        position_BP, sight = pairs_of(ctx)
+        depths, (position_BP, sight) = drafted_BAk.shape[-1] + 1, pairs_of(ctx)
         pair_BA = (anchors_BA - 1).clamp_min(0)
         every_BP = torch.arange(position_BP.shape[1], device=pair_BA.device).expand_as(position_BP)
-        end, seen, own = every_BP.shape[1] + depths, sight(pair_BA), tuple[KeyValue, ...]()
-
-        def states(read_BND: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-            query = attention.query(read_BND, rope)
-            heads = attention.joined(over_blocks(query, BLOCK, shared, seen, own))
-            return self.layer.finish(read_BND, heads).unflatten(1, (-1, BLOCK))
+        end, keys = every_BP.shape[1] + depths, Keys(sight(pair_BA), BLOCK)
 
         windows_BPk = up_to(every_BP, (every_BP - position_BP).clamp_min(0))
-        read_BPD = self.fc(self.pairs(ctx, windows_BPk))
-        shared = attention.keys_values(read_BPD, self.rope(position_BP, end))
         at_BAk = entries(windows_BPk, pair_BA)
-        at_BN, block = at_BAk.flatten(1), self.pairs(ctx, at_BAk)
-        rope = self.rope(position_BP.gather(1, at_BN), end)
-        found = [states(entries(read_BPD, at_BN), rope)]
+        at = At(at_BAk.flatten(1), self.rope(position_BP.gather(1, at_BAk.flatten(1)), end))
+        rope = self.rope(position_BP, end)
+        read_BPD = self.fc(self.pairs(ctx, windows_BPk))
+        blocks = [self.step(read_BPD, OverPairs(keys, rope, lambda _: sight(every_BP), at=at))]
+        pairs = self.pairs(ctx, at_BAk)
         for depth in range(BLOCK, depths, BLOCK):
             tokens = drafted_BAk[..., depth - BLOCK : depth]
-            block, read_BND = self.following(block, tokens, found[-1])
+            pairs, read_BND = self.following(pairs, tokens, blocks[-1])
             last_BA = position_BP.gather(1, pair_BA) + depth
             rope = self.rope(up_to(last_BA, torch.zeros_like(last_BA)).flatten(1), end)
-            own += by_slot(attention.keys_values(read_BND, rope), BLOCK)
-            found.append(states(read_BND, rope))
-        return torch.cat(found, 2)[:, :, :depths]
+            blocks.append(self.step(read_BND, OverDrafts(keys, rope)))
+        return torch.cat(blocks, 2)[:, :, :depths]
 
     def pairs(self, ctx: Context, at_BXk: Tensor) -> Tensor:
         """The pairs [B, X, k, E] of a text at these places."""
@@ -176,15 +177,12 @@ class Falcon(Eagle):
     def forecast(
         self, cache: SlotCache, new: Tensor, at: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The states [B, N, D] and logits [B, N, S] of queries `at` [B, N, D], which see the slots
-        of `mask`, once the `new` pairs [B, W, D] are written. The first W entries of `cos` and
-        `sin` are for the new pairs, the last N for the queries; if the new pairs are the queries,
-        these are the same entries.
+        """The states and logits [B, X, k, …] of blocks of queries `at` [B, N, D], which see the
+        slots of `mask`, once the `new` pairs [B, W, D] are written. The first W entries of `cos`
+        and `sin` are for the new pairs, the last N for the queries; if the new pairs are the
+        queries, these are the same entries.
         """
-        attention, W, N = self.layer.self_attn, new.shape[1], at.shape[1]
-        keys, values = cache.update(*attention.keys_values(new, (cos[:, :W], sin[:, :W])), 0)
-        query = attention.query(at, (cos[:, -N:], sin[:, -N:]))
-        states = self.layer.finish(at, attention.joined(fused(query, keys, values, mask)))
+        states = self.step(at, OverWritten(cache, (cos, sin), mask, new))
         return states, self.unembed(states, 0)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
@@ -206,8 +204,7 @@ class Falcon(Eagle):
             """Blocks after `W` new pairs: states and logits [B, X, k, …]."""
             (cos, sin), N = self.rope(position, cache.shown + 1), sees.shape[1]
             parts = {"new": read[:, :W], "at": read[:, -N:], "cos": cos, "sin": sin, "mask": sees}
-            found = self.compiled(cache, **parts)
-            return [x.unflatten(1, (-1, BLOCK)) for x in found if x is not None]
+            return list(self.compiled(cache, **parts))
 
         seen_B1P = torch.arange(cache.shown, device=device) < count_B1[..., None]
         seen_BkP = seen_B1P.expand(-1, BLOCK, -1)
@@ -240,6 +237,23 @@ class Falcon(Eagle):
             return blocks[2][row_B1, block_BW, depth % BLOCK]
 
         return Growth(blocks[2][:, 0, 0], grow)
+
+
+class OverWritten(OverSlots):
+    """The attention of queries that are not the pairs whose keys are written, `new` [B, W, D]."""
+
+    def __init__(
+        self, cache: SlotCache, rope: tuple[Tensor, Tensor], mask: Tensor, new: Tensor
+    ) -> None:
+        super().__init__(cache, rope, mask)
+        self.new = new
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        (cos, sin), W, N = self.rope, self.new.shape[1], read.shape[1]
+        written = attention.keys_values(self.new, (cos[:, :W], sin[:, :W]))
+        keys, values = self.cache.update(*written, i)
+        query = attention.query(read, (cos[:, -N:], sin[:, -N:]))
+        return attention.joined(fused(query, keys, values, self.mask))
 
 
 def up_to(last_BX: Tensor, first_BX: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ Traps, with their sources:
 Letters: B batch, T time, P pairs (T - 1), A anchors, W new tokens, K depths, D width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -35,9 +36,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Known, Needs
 from specdec.drafters.growth import with_depth
-from specdec.drafters.nn.attention import Sight, fused
+from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import alone, entries, pieces, unread
 from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last, fits
+from specdec.drafters.nn.over_slots import OverSlots
+from specdec.drafters.nn.over_text import Keys, OverPairs, Sight
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import Solved
 from specdec.errors import require
@@ -171,6 +174,20 @@ class MTP(Solved):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.enter(embedding, feature)
 
+    def step(self, embedding: Tensor, state: Tensor, attend: Attend, first: int = 0) -> Tensor:
+        """With one module, the step of all recurrent drafts. With several, the states [B, W, K, D]
+        of the K modules from `first` on: each reads an embedding and, at the token before, the
+        state of the module below, which for the first of them is `state`."""
+        if not self.several:
+            return super().step(embedding, state, attend)
+        assert isinstance(attend, Below)
+        states: list[Tensor] = []
+        for k, module in enumerate(self.stack[first:], first):
+            if states:
+                state = attend.below(k, states[-1])
+            states.append(module(*module.enter(embedding, state), attend, k))
+        return torch.stack(states, 2)
+
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if not self.several:
             return super().hidden(ctx, anchors_BA, drafted_BAk)
@@ -181,8 +198,8 @@ class MTP(Solved):
             return torch.stack([entries(states_BPKD[:, :, k], at[k]) for k in range(self.depth)], 2)
         depths = torch.arange(drafted_BAk.shape[-1] + 1, device=anchors_BA.device)
         each = alone(ctx, anchors_BA, drafted_BAk)
-        found = [self.over_text(one)[0, a - 1 + depths, depths] for a, one in each]
-        return torch.stack(found).view(*anchors_BA.shape, len(depths), -1)
+        states = [self.over_text(one)[0, a - 1 + depths, depths] for a, one in each]
+        return torch.stack(states).view(*anchors_BA.shape, len(depths), -1)
 
     def over_text(self, ctx: Context) -> Tensor:
         """Every module's state [B, P, K, D] for each token of a text but the first."""
@@ -191,20 +208,19 @@ class MTP(Solved):
         position_BP = (place_BP - 1).clamp_min(0)
         every_BP = torch.arange(T - 1, device=device).expand(B, T - 1)
         every = Sight.of(every_BP, position_BP, document_BP)
-        embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
-        state, found = self.fuse(self.features_of(ctx)[:, : T - 1]), []
-        for k, module in enumerate(self.stack):
+
+        def sight(k: int) -> Sight:
             early = place_BP <= k  # module k - 1 has no state for the token before these
-            sight = every._replace(document_BP=document_BP.masked_fill(early, -2))
-            pairs = module.enter(embedding, state)
-            shared = module.self_attn.keys_values(pairs[0], rope)
-            found.append(module.at(pairs, rope, shared, sight))
-            state = pad(found[-1], (0, 0, 1, 0))[:, :-1]
-        return torch.stack(found, 2)
+            return every._replace(document_BP=document_BP.masked_fill(early, -2))
+
+        embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
+        state = self.fuse(self.features_of(ctx)[:, : T - 1])
+        return self.step(embedding, state, ModulesOverPairs(Keys(every), rope, sight))
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
-        """With several modules, a layer of keys for each and then a layer of its states."""
-        return SlotCache(2 * len(self.layers)) if self.several else super().new_cache(capacity)
+        """With several modules, a layer of keys for each and then one of the states of each but the
+        last."""
+        return SlotCache(2 * len(self.layers) - 1) if self.several else super().new_cache(capacity)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """All modules read every committed token, and a drafted token at depth d is read by the
@@ -214,47 +230,69 @@ class MTP(Solved):
         new = unread(cache, [n - 1 for n in ctx.counts()])
         features = pieces(self.features_of(ctx), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
-        state_BWD = self._through(cache, tokens, None, 0, features)
+        over_slots = self._over_slots(cache, tokens, None)
+        state_BWD = self.step(self.embed(tokens), self.fuse(features), over_slots)[:, :, 0]
         cache.keep(new)
         last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            return self.unembed(self._through(cache, tokens_BW, parents_BW, depth), depth)
+            over_slots = self._over_slots(cache, tokens_BW, parents_BW)
+            state = over_slots.below(depth)
+            states_BWKD = self.step(self.embed(tokens_BW), state, over_slots, depth)
+            return self.unembed(states_BWKD[:, :, 0], depth)
 
         return Growth(self.unembed(entries(state_BWD, last_B1)[:, 0], 0), with_depth(grow))
 
-    def _through(
+    def _over_slots(
+        self, cache: SlotCache, tokens_BW: Tensor, parents_BW: Tensor | None
+    ) -> "ModulesOverSlots":
+        (B, W), device, start = tokens_BW.shape, tokens_BW.device, cache.scratch
+        length_B1 = torch.tensor(cache.lengths, device=device)[:, None]
+        place = cache.place(tokens_BW, parents_BW)
+        if parents_BW is None:
+            parents_BW = torch.arange(start - 1, start + W - 1, device=device).expand(B, W)
+        above_BW = (length_B1 + parents_BW).clamp_min(0)  # the slot of the token before
+        rope = self.rope(place.position_BT, cache.shown + 1)
+        return ModulesOverSlots(cache, rope, place.seen(cache.shown), above_BW, len(self.layers))
+
+
+class Below(ABC):
+    """Attention of several modules, which also hands each of them what the module below made."""
+
+    @abstractmethod
+    def below(self, k: int, state: Tensor | None = None) -> Tensor:
+        """The state [B, W, D] of module k - 1 at the token before each one. `state` is the one
+        that it has just made of these tokens; None: it made none, as it cannot read them."""
+
+
+class ModulesOverPairs(OverPairs, Below):
+    def below(self, k: int, state: Tensor | None = None) -> Tensor:
+        assert state is not None
+        return pad(state, (0, 0, 1, 0))[:, :-1]
+
+
+class ModulesOverSlots(OverSlots, Below):
+    """Over a cache of `modules` layers of keys, followed by the states of all but the last."""
+
+    def __init__(
         self,
         cache: SlotCache,
-        tokens_BW: Tensor,
-        parents_BW: Tensor | None,
-        first: int,
-        features: Tensor | None = None,
-    ) -> Tensor:
-        """Read new tokens with modules `first` and up; the states [B, W, D] of module `first`."""
-        B, W = tokens_BW.shape
-        length_B1 = torch.tensor(cache.lengths, device=tokens_BW.device)[:, None]
-        start = cache.scratch
-        place = cache.place(tokens_BW, parents_BW)
-        slot_P = torch.arange(cache.shown, device=tokens_BW.device)
-        seen_BWP = place.seen(cache.shown)
-        if parents_BW is None:
-            parents_BW = torch.arange(start - 1, start + W - 1, device=slot_P.device).expand(B, W)
-        above_BW = (length_B1 + parents_BW).clamp_min(0)  # the slot of the token before
-        embedding, rope = self.embed(tokens_BW), self.rope(place.position_BT, cache.shown + 1)
-        state = torch.empty(0) if features is None else self.fuse(features)
-        result: Tensor | None = None
-        for k in range(first, len(self.layers)):
-            module, attention = self.stack[k], self.stack[k].self_attn
-            if k > 0:
-                state = entries(cache.slot_layers[len(self.layers) + k - 1].keys[:, 0], above_BW)
-            read, stream = module.enter(embedding, state)
-            keys, values = cache.update(*attention.keys_values(read, rope), k)
-            sight = seen_BWP & (slot_P >= k)
-            sight |= ~sight.any(-1, keepdim=True)  # else NaN for a token too early for module k
-            query = attention.query(read, rope)
-            out = module.finish(stream, attention.joined(fused(query, keys, values, sight)))
-            cache.update(out[:, None], out[:, None, :, :0], len(self.layers) + k)
-            result = out if result is None else result
-        assert result is not None
-        return result
+        rope: tuple[Tensor, Tensor],
+        mask_BWP: Tensor,
+        above_BW: Tensor,
+        modules: int,
+    ) -> None:
+        super().__init__(cache, rope, mask_BWP)
+        self.above_BW, self.modules = above_BW, modules
+
+    def seen(self, i: int) -> Tensor:
+        """Module i has no key of the first i tokens."""
+        assert self.mask is not None
+        sight = self.mask & (torch.arange(self.mask.shape[2], device=self.mask.device) >= i)
+        return sight | ~sight.any(-1, keepdim=True)  # else NaN for a token too early for it
+
+    def below(self, k: int, state: Tensor | None = None) -> Tensor:
+        layer = self.modules + k - 1
+        if state is not None:
+            self.cache.update(state[:, None], state[:, None, :, :0], layer)
+        return entries(self.cache.slot_layers[layer].keys[:, 0], self.above_BW)

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from specdec.context import Context, Moment
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
-from specdec.drafters.nn.attention import KeyValue, Sight, fused
+from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import entries, pieces, text_after, unread
 from specdec.drafters.nn.layer import Layer, config_of, llama_of
+from specdec.drafters.nn.over_slots import OverSlots
+from specdec.drafters.nn.over_text import At, Keys, OverDrafts, OverPairs, Sight
 from specdec.drafters.nn.rope import Rope
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -133,6 +135,16 @@ class Recurrent(Drafter):
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
         return torch.stack(self.unrolled(ctx, anchors_BA, drafted_BAk), 2)
 
+    def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
+        """The output [B, N, D] after pairs of an embedding and a state [B, W, D]. A state is a
+        feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
+        drafting take this step, each with its own attention."""
+        read, residual = self.enter(embedding, state)
+        stream = self.layer(read, residual, attend)
+        for i, layer in enumerate(self.upper, 1):
+            stream = layer(*layer.entered(stream), attend, i)
+        return stream
+
     def unrolled(
         self,
         ctx: Context,
@@ -146,39 +158,21 @@ class Recurrent(Drafter):
         B, P = ids_BP.shape
         pair_BA = (anchors_BA - 1).clamp_min(0)
         position_BP, sight = pairs_of(ctx)
-        layers: list[Layer] = [self.layer, *self.upper]
-        feature_BPD = self.fuse(self.features_of(ctx)[:, :P])
-        pairs = self.enter(self.embed(ids_BP), feature_BPD)
-        rope = self.rope(position_BP, P + k)
-        shared = [self.layer.self_attn.keys_values(pairs[0], rope)]
-        for below, above in zip(layers, self.upper, strict=False):  # all but the last layer
-            every_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
-            pairs = above.entered(below.at(pairs, rope, shared[-1], sight(every_BP)))
-            shared.append(above.self_attn.keys_values(pairs[0], rope))
         position_BA = position_BP.gather(1, pair_BA)
-        pairs = entries(pairs[0], pair_BA), entries(pairs[1], pair_BA)
-        rope = self.rope(position_BA, P + k)
-        seen = sight(pair_BA)
-        steps = [layers[-1].at(pairs, rope, shared[-1], seen)]
-        own: list[tuple[KeyValue, ...]] = [() for _ in layers]
+        every_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
+        keys, at = Keys(sight(pair_BA)), At(pair_BA, self.rope(position_BA, P + k))
+        rope, count = self.rope(position_BP, P + k), len(self.upper)
+        over_pairs = OverPairs(keys, rope, lambda i: sight(every_BP), count, at)
+        state = self.fuse(self.features_of(ctx)[:, :P])
+        steps = [self.step(self.embed(ids_BP), state, over_pairs)]
         for depth in range(1, k + 1):
-            stream = steps[-1]
-            if widths is not None:  # keep only the anchors that this depth counts
-                stream, position_BA, pair_BA = (
-                    x[:, : widths[depth]] for x in (stream, position_BA, pair_BA)
-                )
-                left = slice(None), slice(None), slice(widths[depth])
-                own = [tuple((key[left], value[left]) for key, value in of) for of in own]
-                seen = sight(pair_BA)
-            rope = self.rope(position_BA + depth, P + k)
-            token_BA = drafted_BAk[:, : stream.shape[1], depth - 1]
-            pairs = self.enter(self.embed(token_BA), self.onward(stream))
-            for i, layer in enumerate(layers):
-                if i > 0:
-                    pairs = self.upper[i - 1].entered(stream)
-                own[i] = *own[i], layer.self_attn.keys_values(pairs[0], rope)
-                stream = layer.at(pairs, rope, shared[i], seen, own[i])
-            steps.append(stream)
+            stream, width = steps[-1], anchors_BA.shape[1] if widths is None else widths[depth]
+            if width < stream.shape[1]:  # keep only the anchors that this depth counts
+                stream, position_BA = stream[:, :width], position_BA[:, :width]
+                keys.cut(width)
+            over_drafts = OverDrafts(keys, self.rope(position_BA + depth, P + k))
+            embedding = self.embed(drafted_BAk[:, :width, depth - 1])
+            steps.append(self.step(embedding, self.onward(stream), over_drafts))
         return steps
 
     def noisy(self, ctx: Context, moment: Moment) -> Context:
@@ -215,21 +209,11 @@ class Recurrent(Drafter):
         """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S], or with
         `last` [B, L] only those of these pairs of each row. The pairs have the target's `features`
         [B, W, F] or the layers' `own` earlier output [B, W, D]."""
-        given = features if own is None else own
-        assert given is not None
-        feature = self.fuse(given) if own is None else self.onward(given)
-        read, residual = self.enter(embedding, feature)
-        layers: list[Layer] = [self.layer, *self.upper]
-        for i, layer in enumerate(layers):
-            attention = layer.self_attn
-            keys, values = cache.update(*attention.keys_values(read, (cos, sin)), i)
-            if last is not None and i == len(self.upper):
-                read, residual, cos, sin = (entries(x, last) for x in (read, residual, cos, sin))
-                mask = None if mask is None else entries(mask, last)
-            heads = fused(attention.query(read, (cos, sin)), keys, values, mask)
-            hidden = layer.finish(residual, attention.joined(heads))
-            if i < len(self.upper):
-                read, residual = self.upper[i].entered(hidden)
+        earlier = features if own is None else own
+        assert earlier is not None
+        state = self.fuse(earlier) if own is None else self.onward(earlier)
+        over_slots = OverSlots(cache, (cos, sin), mask, 1 + len(self.upper), last)
+        hidden = self.step(embedding, state, over_slots)
         return hidden, self.unembed(hidden, 0)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:

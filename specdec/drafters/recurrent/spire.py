@@ -24,7 +24,7 @@ D width, E head width, S draft vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specdec.context import Context, Needs
 from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
 from specdec.drafters.models.views import decoder_layers
-from specdec.drafters.nn.attention import KeyValue, Sight, attended, fused
+from specdec.drafters.nn.attention import Attend, Attention, KeyValue, fused
 from specdec.drafters.nn.gather import entries, tokens_from
 from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.over_text import Keys, OverDrafts, Rotation, Sight
 from specdec.drafters.nn.rope import Rope
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
@@ -166,37 +167,23 @@ class Spire(Drafter):
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embedding(ids).to(self.lm_head.weight.dtype)
 
-    def of_text(self, features_BTF: Tensor, rope: tuple[Tensor, Tensor]) -> list[KeyValue]:
-        """Every layer's keys and values of the target's streams."""
+    def of_text(self, features_BTF: Tensor, i: int) -> Tensor:
+        """What layer i reads of the target's streams, of which it makes the text's keys."""
         streams = features_BTF.to(self.lm_head.weight.dtype).chunk(len(self.layers), -1)
-        return [
-            layer.self_attn.keys_values(layer.input_layernorm(stream), rope)
-            for layer, stream in zip(self.layers, streams, strict=True)
-        ]
+        return self.layers[i].input_layernorm(streams[i])
 
-    def step(
-        self,
-        ids_BA: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attend: Callable[[int, Tensor, KeyValue], Tensor],
-    ) -> tuple[Tensor, list[KeyValue]]:
-        """The output [B, A, D] for one token at each place, and the keys and values by which later
-        tokens see it. `attend(i, query, own)` gives the heads of layer i for a query that also sees
-        its own key and value."""
-        streams, kept = [self.embed(ids_BA)], []
+    def step(self, embedding: Tensor, attend: "AttendFed") -> Tensor:
+        """The output [B, A, D] for one token at each place, from its embedding. Both training and
+        drafting take this step, each with its own attention."""
+        streams = [embedding]
         for i, layer in enumerate(self.layers):
-            attention, (read, residual) = layer.self_attn, layer.entered(streams[-1])
-            kept.append(attention.keys_values(read, rope))
-            heads = attend(i, attention.query(read, rope), kept[-1])
-            streams.append(layer.finish(residual, attention.joined(heads)))
+            streams.append(layer(*layer.entered(streams[-1]), attend, i))
         if self.memory is not None:
             weights = self.memory.softmax(-1).to(streams[0].dtype)
             memories = torch.einsum("nl,lbad->nbad", weights, torch.stack(streams))
-            kept = [
-                layer.self_attn.keys_values(layer.input_layernorm(memory), rope)
-                for layer, memory in zip(self.layers, memories, strict=True)
-            ]
-        return streams[-1], kept
+            for i, (layer, memory) in enumerate(zip(self.layers, memories, strict=True)):
+                attend.keep(i, layer.self_attn, layer.input_layernorm(memory))
+        return streams[-1]
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         token_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
@@ -205,20 +192,18 @@ class Spire(Drafter):
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last token whose stream is read
         sight = Sight.of(pair_BA, position_BT, document_BT)
-        sight = sight._replace(window=self.config.window, sink=self.config.sink)
+        keys = Keys(sight._replace(window=self.config.window, sink=self.config.sink))
         end = T + K + 1
-        shared = self.of_text(features_BTF, self.rope(position_BT, end))
-        position_BA = position_BT.gather(1, pair_BA) + 1
-        before: list[tuple[KeyValue, ...]] = [() for _ in self.layers]
+        rope, position_BA = self.rope(position_BT, end), position_BT.gather(1, pair_BA) + 1
 
-        def attend(i: int, query: Tensor, own: KeyValue) -> Tensor:
-            return attended(query, shared[i], sight, (*before[i], own))
+        def text(i: int) -> tuple[Tensor, Rotation]:
+            return self.of_text(features_BTF, i), rope
 
         outputs = []
         for k in range(K):
-            out, kept = self.step(token_BAK[..., k], self.rope(position_BA + k, end), attend)
-            outputs.append(out)
-            before = [(*of, pair) for of, pair in zip(before, kept, strict=True)]
+            of_token = self.rope(position_BA + k, end)
+            over_drafts = OverDrafts(keys, of_token, None if k else text)
+            outputs.append(self.step(self.embed(token_BAK[..., k]), over_drafts))
         return torch.stack(outputs, 2)
 
     def new_cache(self, capacity: int | None = None) -> WindowCache:
@@ -233,14 +218,17 @@ class Spire(Drafter):
         position_BW, seen_BP = cache.advance(counts, device)
         features = entries(self.features_of(ctx), position_BW)
         end = max(counts) + 1
-        new = self.of_text(features, self.rope(position_BW, end))
-        before = [cache.update(*pair, i) for i, pair in enumerate(new)]  # and then nodes
+        of_text = self.rope(position_BW, end)
+        before: list[KeyValue] = []  # of each layer: the window's, and then the nodes'
         start_B1 = torch.tensor(counts, device=device)[:, None]
         above_BNN = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
 
+        def text(i: int) -> tuple[Tensor, Rotation]:
+            return self.of_text(features, i), of_text
+
         def read(ids_BW: Tensor, follows_BW: Tensor | None) -> Tensor:
             """The logits [B, W, S] after nodes that follow these; None for the anchor."""
-            nonlocal above_BNN, before
+            nonlocal above_BNN
             (B, W), N = ids_BW.shape, above_BNN.shape[1]
             line_BWN = above_BNN.new_zeros(B, W, 0)
             if follows_BW is not None:
@@ -249,20 +237,52 @@ class Spire(Drafter):
             above_BNN = torch.cat([pad(above_BNN, (0, W)), torch.cat([line_BWN, own_BWW], 2)], 1)
             mask_BWM = torch.cat([seen_BP[:, None].expand(-1, W, -1), above_BNN[:, N:]], 2)
             rope = self.rope(start_B1 + line_BWN.sum(-1), end + N + W)
-
-            def attend(i: int, query: Tensor, own: KeyValue) -> Tensor:
-                keys, values = joined(before[i], own)
-                return fused(query, keys, values, mask_BWM)
-
-            out_BWD, kept = self.step(ids_BW, rope, attend)
-            before = [joined(*pairs) for pairs in zip(before, kept, strict=True)]
-            return self.unembed(out_BWD, 0)
+            over_window = OverWindow(cache, before, rope, mask_BWM, None if before else text)
+            return self.unembed(self.step(self.embed(ids_BW), over_window), 0)
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             last = torch.full_like(tokens_BW, above_BNN.shape[1] - 1)
             return read(tokens_BW, last if parents_BW is None else parents_BW + 1)
 
         return Growth(read(ctx.ids_BT.gather(1, start_B1), None)[:, 0], grow)
+
+
+class AttendFed(Attend, Protocol):
+    """Attention in which later tokens see other keys and values of a token than it saw itself."""
+
+    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
+        """Let later passes see keys and values of these inputs in place of the pass's own."""
+
+
+class OverWindow:
+    """`AttendFed` over a cache of the text's window, and the keys and values of the nodes of a
+    round, which follow those of the window in `before`, layer by layer. The round's first pass
+    writes to the cache what each layer makes of the new `text`."""
+
+    def __init__(
+        self,
+        cache: WindowCache,
+        before: list[KeyValue],
+        rope: Rotation,
+        mask_BWM: Tensor,
+        text: Callable[[int], tuple[Tensor, Rotation]] | None,
+    ) -> None:
+        self.cache, self.before, self.rope, self.mask = cache, before, rope, mask_BWM
+        self.text = text
+
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        if self.text is not None:
+            self.before.append(self.cache.update(*attention.keys_values(*self.text(i)), i))
+        own, query = attention.keys_values(read, self.rope), attention.query(read, self.rope)
+        self.before[i] = joined(self.before[i], own)
+        return attention.joined(fused(query, *self.before[i], self.mask))
+
+    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
+        keys, values = (x[:, :, : -read.shape[1]] for x in self.before[i])
+        self.before[i] = joined((keys, values), attention.keys_values(read, self.rope))
 
 
 def joined(before: KeyValue, after: KeyValue) -> KeyValue:

@@ -1,0 +1,287 @@
+"""Attention of training: over a text's pairs, at anchors, and over what is drafted there.
+
+An anchor sees the shared keys of its document up to its own pair and, for each token that was
+drafted there, one more key, which no other anchor sees: one pass reads all anchors of a text.
+
+Letters: B batch, P shared keys, A anchors, W places that a pass reads, N slots of all anchors'
+blocks, D width, H heads, G query heads per KV head, E head width.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from specdec.drafters.nn.attention import Attention, KeyValue, fused
+from specdec.drafters.nn.gather import entries
+from specdec.runtime.probes import Answer, compare
+
+WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
+BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
+
+compiled = cache(torch.compile)  # each function once
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin [B, W, R], as `Rope` gives them
+
+
+class Sight(NamedTuple):
+    """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`. With
+    a `window`, only the last so many of these, and the first `sink` of them."""
+
+    pair_BA: Tensor  # the anchor's own key, which it always sees
+    first_BA: Tensor  # the first key of the anchor's document
+    document_BA: Tensor
+    document_BP: Tensor  # the key's document, -2 for none
+    window: int | None = None
+    sink: int = 0
+
+    @classmethod
+    def of(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
+        """The sight of anchors with these pairs, by each key's place in its document."""
+        first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
+        return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
+
+    def near(self, key: Tensor, pair: Tensor, first: Tensor) -> Tensor:
+        """Whether an anchor with these `pair` and `first` keys sees a key, if of its document."""
+        if self.window is None:
+            return key <= pair
+        return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
+
+    def mask(self, anchors: slice, keys: slice) -> Tensor:
+        """The mask [B, a, p] of these anchors and keys."""
+        pair_BA1, first_BA1 = (x[:, anchors, None] for x in (self.pair_BA, self.first_BA))
+        key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
+        alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
+        # a row without any key would be NaN
+        return self.near(key_P, pair_BA1, first_BA1) & alike_BAP | (key_P == pair_BA1)
+
+    def tiles(self, anchors: slice) -> slice:
+        """The tiles of `BLOCK` keys that hold all that these anchors see."""
+        first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
+        return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
+
+    def first(self, anchors: int) -> Self:
+        """The sight of the first so many anchors of each row."""
+        of_anchors = {name: getattr(self, name)[:, :anchors] for name in self._fields[:3]}
+        return self._replace(**of_anchors)
+
+
+class Keys:
+    """The keys and values that the anchors of a text see, layer by layer: `shared` ones and, for
+    each token drafted at an anchor, its `own`. At each anchor a pass reads `size` tokens, a block,
+    whose slots all see each other or, if `causal`, only the slots before them."""
+
+    def __init__(self, sight: Sight, size: int = 1, causal: bool = False) -> None:
+        self.sight, self.size, self.causal = sight, size, causal
+        self.shared: list[KeyValue] = []
+        self.own: list[tuple[KeyValue, ...]] = []
+
+    def share(self, keys_values: KeyValue) -> None:
+        """Add the shared keys and values of the next layer."""
+        self.shared.append(keys_values)
+        self.own.append(())
+
+    def cut(self, anchors: int) -> None:
+        """Keep only the first so many anchors of each row."""
+        few = slice(None), slice(None), slice(anchors)
+        self.own = [tuple((key[few], value[few]) for key, value in layer) for layer in self.own]
+        self.sight = self.sight.first(anchors)
+
+    def read(self, i: int, query: Tensor) -> Tensor:
+        """The heads of layer i [B, Hkv, G, N, E] for queries of all slots."""
+        shared, own, size = self.shared[i], self.own[i], self.size
+        if not self.causal:
+            return over_blocks(query, size, shared, self.sight, own)
+        queries, before = query.unflatten(3, (-1, size)).unbind(4), len(own) - size
+        slots = [
+            attended(queries[j], shared, self.sight, own[: before + j + 1]) for j in range(size)
+        ]
+        return torch.stack(slots, 4).flatten(3, 4)
+
+
+class At(NamedTuple):
+    """The places [B, N] of blocks among the pairs of a text, and their rotation."""
+
+    place_BN: Tensor
+    rope: Rotation
+
+
+class OverPairs:
+    """The attention (`Attend`) of a pass over all pairs of a text. They become the shared keys of
+    each layer. `sight(i)` is what every pair sees in layer i. The last of the layers is asked for
+    its output only at the blocks `at`, unless that is None."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        rope: Rotation,
+        sight: Callable[[int], Sight],
+        last: int = 0,
+        at: At | None = None,
+    ) -> None:
+        self.keys, self.rope, self.sight, self.last, self.at = keys, rope, sight, last, at
+
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        return x if self.at is None or i < self.last else entries(x, self.at.place_BN)
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        self.keys.share(attention.keys_values(read, self.rope))
+        if self.at is None or i < self.last:
+            query = attention.query(read, self.rope)
+            heads = attended(query, self.keys.shared[i], self.sight(i), ())
+        else:
+            heads = self.keys.read(i, attention.query(self.asked(i, read), self.at.rope))
+        return attention.joined(heads)
+
+
+class OverDrafts:
+    """The attention (`Attend`) of a pass over one block at each anchor. If no pass has read the
+    text, `text(i)` is what layer i makes its shared keys of, and their rotation."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        rope: Rotation,
+        text: Callable[[int], tuple[Tensor, Rotation]] | None = None,
+    ) -> None:
+        self.keys, self.rope, self.text = keys, rope, text
+
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        keys = self.keys
+        if self.text is not None:
+            keys.share(attention.keys_values(*self.text(i)))
+        own, query = attention.keys_values(read, self.rope), attention.query(read, self.rope)
+        keys.own[i] = *keys.own[i], *by_slot(own, keys.size)
+        return attention.joined(keys.read(i, query))
+
+    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
+        """Let later passes see keys and values of these inputs in place of the pass's own."""
+        own = by_slot(attention.keys_values(read, self.rope), self.keys.size)
+        self.keys.own[i] = *self.keys.own[i][: -len(own)], *own
+
+
+def over_blocks(
+    query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
+) -> Tensor:
+    """Attention [B, Hkv, G, N, E] of the N = A · `size` slots of all anchors' blocks. A block's
+    slots see the same keys, so they count as further query heads of their anchor."""
+    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, G, size, A, E]
+    found = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
+    return found.transpose(3, 4).flatten(3, 4)
+
+
+def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
+    """A key and a value [B, Hkv, A, E] for each slot of blocks, from those of all slots
+    [B, Hkv, A · size, E]."""
+    keys, values = (x.unflatten(2, (-1, size)).unbind(3) for x in keys_values)
+    return tuple(zip(keys, values, strict=True))
+
+
+def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it. `own` holds a key
+    and a value [B, Hkv, A, E] for each drafted token, of which anchor i sees entry i. The scores of
+    a long text are never held at once and are computed again in the backward pass, so memory grows
+    with the text's length, not with its square."""
+    if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
+        return _whole(query, shared, sight, own)
+    return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
+
+
+def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """`attended` with all scores at once."""
+    (keys, values), (G, A, E) = shared, query.shape[2:]
+    P = keys.shape[2]
+    mask_BAP = sight.mask(slice(0, A), slice(0, P))
+    if not own:
+        return fused(query, keys, values, mask_BAP)
+    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
+    scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
+    diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    scores = torch.cat([scores, diagonal], -1).to(precise) * E**-0.5
+    weights = scores.softmax(-1).to(values.dtype)
+    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (G, A))
+    for j, (_, v) in enumerate(own):
+        out = out + weights[..., P + j, None] * v[:, :, None]
+    return out
+
+
+def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """`attended`, computed for `BLOCK` anchors at a time over the tiles that they see."""
+    B, A, P = len(query), query.shape[3], shared[0].shape[2]
+    tiles = [x.split(BLOCK, 2) for x in shared]
+
+    def block(anchors: slice) -> Tensor:
+        near = sight.tiles(anchors)
+        keys, values = (
+            torch.cat([*tiles[j][near], *(pair[j][:, :, anchors] for pair in own)], 2)
+            for j in (0, 1)
+        )
+        mask = sight.mask(anchors, slice(near.start * BLOCK, min(near.stop * BLOCK, P)))
+        alone = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+        mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
+        return fused(query[..., anchors, :], keys, values, mask)
+
+    blocks = [slice(start, min(start + BLOCK, A)) for start in range(0, A, BLOCK)]
+    again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+    return torch.cat([checkpoint(block, anchors, **again) for anchors in blocks], 3)
+
+
+def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """`attended` by flex attention: one kernel, which skips tiles that no anchor sees. The anchors'
+    own keys follow the shared ones, depth by depth."""
+    B, A, P = len(query), query.shape[3], shared[0].shape[2]
+    keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
+    pair_BA, first_BA, document_BA, document_BP = sight[:4]
+
+    def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
+        pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
+        alike = document_BA[b, anchor] == document_BP[b, place]
+        seen = sight.near(place, pair, first_BA[b, anchor]) & alike | (place == pair)
+        return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
+
+    built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function
+    tiles = built(create_block_mask)(sees, B, None, A, keys.shape[2], device=query.device)
+    out = built(flex_attention)(
+        query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True
+    )
+    return out.unflatten(1, query.shape[1:3])
+
+
+def flexible(query: Tensor, depths: int) -> Answer:
+    """Whether to use flex attention for heads like these on their device: on a CPU it has no
+    backward pass; elsewhere it must run, agree with `_blocks` and be faster."""
+    if query.is_cpu:
+        return Answer(False, "flex attention has no backward pass on a CPU")
+    return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
+
+
+@cache
+def _probed(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int, depths: int
+) -> Answer:
+    """`flexible` by trial, on one text of 1,024 anchors."""
+    generator, A = torch.Generator().manual_seed(0), 1024
+    drawn = [
+        torch.randn(1, *shape, A, width, generator=generator).to(device, dtype).requires_grad_()
+        for shape in (heads, *[heads[:1]] * (2 * depths + 2))
+    ]
+    query, pairs = drawn[0], tuple(zip(drawn[1::2], drawn[2::2], strict=True))
+    position_BA = torch.arange(A, device=device)[None]
+    sight = Sight.of(position_BA, position_BA, torch.zeros_like(position_BA))
+
+    def gradient(read: Callable[..., Tensor]) -> Tensor:
+        out = read(query, pairs[0], sight, pairs[1:])
+        found = torch.autograd.grad(out.square().sum(), drawn)
+        return torch.cat([x.flatten() for x in found]).cpu()
+
+    limit = 1e-3 if dtype is torch.float32 else 3e-2
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return compare(lambda: gradient(_flex), lambda: gradient(_blocks), limit)
