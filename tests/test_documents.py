@@ -1,15 +1,17 @@
-"""Every command and Python snippet of README.md: none names an option that is not there.
+"""Every command and Python snippet of README and of the site: none names what is not there.
 
-Run alone: python -m pytest tests/test_readme.py (about 1 minute)
+Run alone: python -m pytest tests/test_documents.py (about 2 minutes)
 
 The fenced blocks are found by their structure. Scripts run for real, in this process, on a tiny
-draft that stands in for runs/quickstart; `train.py` composes what it is given; Python snippets run
-against the tiny target. What cannot run here is named below with the reason, and what is neither
-fails: so whoever writes a new kind of block says here what it is.
+draft that stands in for all of runs/; `train.py` composes what it is given, and `scripts/bench`
+reads its arguments; Python snippets run against the tiny target. The notebook is history: its
+commands are those of their day. What cannot run here is named below with the reason, and what is
+neither fails: so whoever writes a new kind of block says here what it is.
 """
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -23,19 +25,22 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from specdec.drafters import DRAFTERS
+from specdec.decoding.length import LENGTHS
+from specdec.decoding.rules import RULES
+from specdec.drafters import DRAFTERS, FAMILIES
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
 
-README = (REPOSITORY / "README.md").read_text()
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES += (REPOSITORY / "docs").glob("*.md")
+TEXTS = {str(path.relative_to(REPOSITORY)): path.read_text() for path in sorted(PAGES)}
 SCRIPTS = ("generate", "evaluate", "export")
 FEW = ["--max-new-tokens", "6"]
 SHORTER = {"generate": FEW, "evaluate": [*FEW, "--limit", "2"], "export": []}
 ELSEWHERE = {  # the beginning of a command that does not run here, and why
     "scripts/quickstart": "takes 15 minutes: run before each release",
     "scripts/test": "would run itself",
-    "scripts/bench": "measures for minutes; tests/scripts try its options",
     "source ": "the shell's own",
     "cd ": "the shell's own",
     "git clone": "needs a network",
@@ -43,13 +48,18 @@ ELSEWHERE = {  # the beginning of a command that does not run here, and why
     "vllm serve": "a serving engine: tests/test_end_to_end.py, with -m serving",
     "python -m sglang": "a serving engine that is not installed here",
     "wandb sync": "needs a network",
+    "python examples/": "tests/test_examples.py",
 }
-OUTPUTS = ("train.py   ", "trained ", "this machine", "QUICKSTART_OUTPUT", "target ")
+OUTPUTS = ("train.py   ",)  # how blocks begin that show something else than commands
 VALUES = {"…": "x", "NAME": "eagle3", "FILE": "x.jsonl"}  # what placeholders stand for
+# settings that no test can compose: placeholders, and a family of another package
+KINDS = ("drafter=NAME", "objective=NAME", "experiment=NAME", "drafter=last_token")
+VARIABLES = r"^(?:[A-Z_]+=\S+ )+"  # of the environment, before a command
 
 
 @dataclass
 class Block:
+    document: str
     language: str
     text: str
     line: int
@@ -64,39 +74,59 @@ class Block:
 
 def blocks() -> Iterator[Block]:
     fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
-    for found in fence.finditer(README):
-        text = re.sub(f"^{found[1]}", "", found[3], flags=re.M)
-        yield Block(found[2], text, README.count("\n", 0, found.start()) + 1)
+    for name, page in TEXTS.items():
+        for block in fence.finditer(page):
+            text = re.sub(f"^{block[1]}", "", block[3], flags=re.M)
+            yield Block(name, block[2], text, page.count("\n", 0, block.start()) + 1)
 
 
 BLOCKS = list(blocks())
 PYTHON = [b for b in BLOCKS if b.language == "python"]
 SHELL = [b for b in BLOCKS if b.language in ("", "sh", "bash", "console")]
 SHELL = [b for b in SHELL if not b.text.startswith(OUTPUTS)]
-COMMANDS = [(c, b.line) for b in SHELL for c in b.commands]
+WRITTEN = [(command, f"{b.document}:{b.line}") for b in SHELL for command in b.commands]
+COMMANDS = [(re.sub(VARIABLES, "", command), where) for command, where in WRITTEN]
 
 
 def of(pattern: str) -> list[str]:
-    return [c for c, _ in COMMANDS if re.match(pattern, c)]
+    return list(dict.fromkeys(c for c, _ in COMMANDS if re.match(pattern, c)))
 
 
 TRAINING = of(r"(accelerate launch .*|python )train\.py")
 RUN = of(rf"scripts/({'|'.join(SCRIPTS)})\b")
+MEASURING = of(r"scripts/bench\b")
 
 
 def test_every_block_is_of_a_kind_that_is_tried() -> None:
-    assert len(BLOCKS) > 2 and README.count("```") == 2 * len(BLOCKS)
-    unknown = {b.language for b in BLOCKS} - {"", "sh", "bash", "console", "python", "json"}
+    assert len(BLOCKS) > 20
+    assert sum(page.count("```") for page in TEXTS.values()) == 2 * len(BLOCKS)
+    unknown = {b.language for b in BLOCKS} - {"", "sh", "bash", "console", "python", "json", "toml"}
     assert not unknown
-    tried = {*TRAINING, *RUN}
-    for command, line in COMMANDS:
+    tried = {*TRAINING, *RUN, *MEASURING}
+    for command, where in COMMANDS:
         known = command in tried or command.startswith(tuple(ELSEWHERE))
-        assert known, f"README.md, the block in line {line}: nothing tries {command!r}"
+        assert known, f"{where}: nothing tries {command!r}"
 
 
-def test_scripts_that_are_named_exist() -> None:
-    for name in set(re.findall(r"(?<![\w/])scripts/[\w-]+", README)):
-        assert os.access(REPOSITORY / name, os.X_OK) or (REPOSITORY / name).is_dir(), name
+@pytest.mark.parametrize("name", TEXTS)
+def test_scripts_that_are_named_exist(name: str) -> None:
+    for script in set(re.findall(r"(?<![\w/])scripts/[\w-]+", TEXTS[name])):
+        assert os.access(REPOSITORY / script, os.X_OK) or (REPOSITORY / script).is_dir(), script
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "json"], ids=str)
+def test_json_can_be_read(block: Block) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+def test_every_recipe_and_family_has_its_words() -> None:
+    for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"):
+        assert f"`{path.stem}`" in TEXTS["docs/recipes.md"] or path.stem == "quickstart", path.stem
+    for family in FAMILIES:
+        assert f"`{family.Config.name}`" in TEXTS["docs/choosing.md"], family
+    for name in (*RULES, *LENGTHS):
+        assert f"`{name}" in TEXTS["docs/decoding.md"] or name in ("fixed", "auto"), name
 
 
 def override(text: str) -> str:
@@ -119,12 +149,27 @@ def test_training_commands_compose(command: str) -> None:
         assert launch_command_parser().parse_args([*given, "train.py"]).training_script
 
 
+@pytest.mark.parametrize("command", MEASURING)
+def test_benchmarks_know_their_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their overrides compose, those of a drafter within a list too."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    bench = runpy.run_path(str(REPOSITORY / "scripts" / "bench"), run_name="bench")
+    words = shlex.split(command)[1:]
+    arguments = vars(bench["parser"]().parse_args(words))
+    compose(arguments.get("overrides") or [])
+    for family in arguments.get("families") or []:
+        compose([f"drafter={family.split()[0]}", *family.split()[1:]])
+
+
 def inline_overrides() -> list[str]:
-    """Settings in running text, such as `data.answers=data`, but not those of an option."""
-    prose = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S)
+    """Settings in running text, such as `data.answers=data`, but not those of an option. The page
+    of all settings is made from them."""
+    written = "\n".join(page for name, page in TEXTS.items() if "configuration" not in name)
+    prose = re.sub(r"^ *```.*?^ *```", "", written, flags=re.M | re.S)
     spans = [s for s in re.findall(r"`([^`\n]+)`", prose) if not s.startswith("-")]
     setting = re.compile(r"[a-z_]+(\.[a-z_]+)*=\S+")
-    return sorted({w for span in spans for w in span.split() if setting.fullmatch(w)})
+    words = {w for span in spans for w in span.split() if setting.fullmatch(w)}
+    return sorted(words.difference(KINDS))
 
 
 @pytest.mark.parametrize("word", inline_overrides())
@@ -138,7 +183,7 @@ def test_settings_in_the_text_compose(word: str) -> None:
         with contextlib.suppress(UserError, HydraException):
             compose([*NEEDED.get(word, []), *overrides])
             return
-    raise AssertionError(f"README.md has {word!r}, which no configuration takes")
+    raise AssertionError(f"{word!r} is a setting that no configuration takes")
 
 
 NEEDED = {
@@ -156,7 +201,7 @@ NEEDED = {
 def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which runs/quickstart is there, made by a tiny job without what follows its
     training."""
-    folder = tmp_path_factory.mktemp("readme")
+    folder = tmp_path_factory.mktemp("documents")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
         tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
@@ -165,7 +210,7 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_script(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a script as its command line says, shorter, in this process; its output."""
-    words = shlex.split(command)
+    words = shlex.split(re.sub(r"runs/[\w-]+/best", "runs/quickstart/best", command))
     name = words[0].removeprefix("scripts/")
     more = [*SHORTER[name]]
     if name == "export":
@@ -196,13 +241,13 @@ def test_scripts_that_compile_know_their_options(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiling takes minutes: the options are read, and a draft that is not there ends it."""
-    elsewhere = command.replace("runs/quickstart/best", "runs/nowhere/best")
-    with pytest.raises(AssertionError, match=r"error: .*runs/nowhere/best"):
+    elsewhere = command.replace("runs/quickstart/best", "runs/nowhere")
+    with pytest.raises(AssertionError, match=r"error: .*runs/nowhere"):
         run_script(elsewhere, place, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"line {b.line}")
+@pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"{b.document}:{b.line}")
 def test_python_snippets_run(
     block: Block, place: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,4 +256,4 @@ def test_python_snippets_run(
     default = f"TargetConfig(path={str(tiny.target)!r}, dtype='float32')"
     text = block.text.replace("TargetConfig()", default)
     with redirect_stdout(io.StringIO()):
-        exec(compile(text, f"README.md, line {block.line}", "exec"), {"__name__": "readme"})
+        exec(compile(text, f"{block.document}, {block.line}", "exec"), {"__name__": "documents"})
