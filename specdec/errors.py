@@ -34,10 +34,11 @@ class Elsewhere(UserError):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """ "; did you mean 'NAME'?", or the known names if none is near."""
+    """ "; did you mean 'NAME'?", or the known names if none is near. Case makes no difference."""
     known = sorted(options)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    folded = {option.casefold(): option for option in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f"; did you mean {folded[close[0]]!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def require(condition: bool, message: str) -> None:

@@ -42,6 +42,15 @@ LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers ta
 # what Hydra and OmegaConf raise for a user's mistake; the last three are not meant for users
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)
 
+# Hydra's own words for a mistake in choosing a group's settings, and ours
+HYDRA_SAYS = {
+    r"Could not override '(.+?)'\.": "{0} is not a group of settings{near}",
+    r"Could not delete '(.+?)'\.": "~{0} takes out nothing: it was not chosen",
+    r"Multiple values for (.+?)\.": "{0} is chosen already: write {0}=NAME, without the +",
+    r"Ambiguous value for argument '(.+?)'\n": "{0} gives several values: give one; or add -m, to "
+    "sweep over them; or put brackets around them, if the setting is a list",
+}
+
 
 @dataclass
 class Config:
@@ -300,20 +309,37 @@ def of_hydra(error: Exception) -> UserError:
             f"quotes; or, for a text that contains them, put quotes around it within those of the "
             f"shell, as in \"{key}='{inside}'\""
         )
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        if group == "drafter" and name in installed():
-            try:
-                family(name)
-            except UserError as broken:
-                return broken
-        return UserError(f"{group}={name} is unknown{nearest(name, error.options)}")
+    if isinstance(error, MissingConfigException):
+        return _unknown_file(error.missing_cfg_file or "", error.options)
+    for pattern, message in HYDRA_SAYS.items():
+        if match := re.match(pattern, str(error)):
+            near = nearest(match[1].partition("@")[0], _groups()) if "{near}" in message else ""
+            return UserError(message.format(match[1], near=near))
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     noise = ("reference_type=", "object_type=", "full_key: ")
     said = "; ".join(line for line in lines if line and not line.startswith(noise)) or repr(error)
     keys = [line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")]
     where = f"{keys[0]}: " if keys and keys[0] not in said else ""
     return UserError(f"configuration: {where}{_shortened(said, 600)}")
+
+
+def _unknown_file(path: str, known: Sequence[str] | None) -> UserError:
+    """The error for a file of settings that is missing: GROUP/NAME, or NAME alone if it is the
+    primary one of --config-name. `known` are the names in the group."""
+    group, _, name = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+    if "/" not in path:
+        names = [file.stem for file in CONF.glob("*.yaml")]
+        return UserError(f"--config-name {path} is unknown{nearest(path, names)}")
+    if group == "drafter" and name in installed():
+        try:
+            family(name)
+        except UserError as broken:
+            return broken
+    return UserError(f"{group}={name} is unknown{nearest(name, known or ())}")
+
+
+def _groups() -> list[str]:
+    return [folder.name for folder in CONF.iterdir() if folder.is_dir()]
 
 
 def _require_moderate(value: Any, key: str) -> None:

@@ -294,6 +294,7 @@ def test_a_card_of_another_version(
         # while Hydra composes
         (["loss=kl"], ["objective=NAME", "objective=kl"]),
         (["drafter=eagle4"], ["eagle4", "did you mean .eagle"]),
+        (["--config-name=configs"], ["--config-name configs is unknown; did you mean 'config'"]),
         # in the job: after composition, then below train.run
         (["+objective.foo=1"], ["objective.foo", "known"]),
         (["data.path=/no/such/file.jsonl"], ["/no/such/file.jsonl", "no such file"]),
