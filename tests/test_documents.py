@@ -120,6 +120,13 @@ def test_json_can_be_read(block: Block) -> None:
         json.loads(line)
 
 
+def test_the_readme_is_two_screens_and_leads_to_every_page() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 90
+    assert "no GPU has run\nthis project yet" in TEXTS["README.md"]
+    for name in TEXTS:
+        assert f"]({name})" in TEXTS["README.md"] or name in ("README.md", "docs/index.md"), name
+
+
 def test_every_recipe_and_family_has_its_words() -> None:
     for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"):
         assert f"`{path.stem}`" in TEXTS["docs/recipes.md"] or path.stem == "quickstart", path.stem

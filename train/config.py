@@ -239,7 +239,7 @@ def resolve(cfg: DictConfig) -> Config:
         f"no drafter is chosen: add drafter=NAME, one of {', '.join(DRAFTERS)}",
     )
     for name, path in (("target", config.target.path), ("data", config.data.path)):
-        require(bool(path), f"{name}.path is missing: add {name}.path=… (see README.md)")
+        require(bool(path), f"{name}.path is missing: add {name}.path=… (see docs/data.md)")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
     config.objective.require_complete(config.decode.paths)
     drafter = config.drafter

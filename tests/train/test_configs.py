@@ -101,7 +101,7 @@ def test_an_objective_is_for_the_tree_that_will_be_drafted() -> None:
 
 
 def test_terms_that_change_over_a_run() -> None:
-    """As the README writes them."""
+    """As the documents write them."""
     config = compose(["objective.terms={kl: [1, 0, 0.5], nla: [0, 1, 0.5]}"])
     assert config.objective.terms == {"kl": [1, 0, 0.5], "nla": [0, 1, 0.5]}
 

@@ -399,7 +399,7 @@ def test_scripts_tell_a_mistake_in_one_line(tiny: Tiny, trained: Path, tmp_path:
 
 @pytest.mark.slow
 def test_scripts_work_on_what_a_run_leaves(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
-    """As the README has them: no word about the dtype that the run had."""
+    """As the documents have them: no word about the dtype that the run had."""
     few = ["--limit", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "report")]
     for arguments in (
         ["scripts/evaluate", str(trained / "best"), *few],
