@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ from hydra.errors import HydraException
 
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
-from specdec.drafters import DRAFTERS, FAMILIES
+from specdec.decoding.speculative import speculative_generate
+from specdec.drafters import DRAFTERS, FAMILIES, Drafter
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
@@ -112,6 +114,23 @@ def test_every_block_is_of_a_kind_that_is_tried() -> None:
 def test_scripts_that_are_named_exist(name: str) -> None:
     for script in set(re.findall(r"(?<![\w/])scripts/[\w-]+", TEXTS[name])):
         assert os.access(REPOSITORY / script, os.X_OK) or (REPOSITORY / script).is_dir(), script
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name != "README.md"])
+def test_paths_that_are_named_exist(name: str) -> None:
+    """In README, paths may be those of a user's own."""
+    folders = "specdec|train|tests|scripts|examples|conf|docs"
+    for path in set(re.findall(rf"`((?:{folders})/[a-z_][\w./-]*)`", TEXTS[name])):
+        assert (REPOSITORY / path).exists(), path
+
+
+def test_names_of_the_interface_are_those_of_the_code() -> None:
+    adding, python = TEXTS["docs/adding.md"], TEXTS["docs/api.md"]
+    family = adding.split("## A family")[1].split("## An objective")[0]
+    methods = re.findall(r"^- `(\w+)\(", family, re.M)
+    assert methods and not [name for name in methods if not hasattr(Drafter, name)]
+    arguments = re.findall(r"^\| `(\w+)` \|", python, re.M)
+    assert arguments and set(arguments) <= set(signature(speculative_generate).parameters)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "json"], ids=str)
