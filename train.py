@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import train
+from specdec.compat import quiet_libraries
 from specdec.errors import command
 from specdec.progress import console, tell
 from train.config import composed, folder_of_hydra, of_hydra, quoted, register, resolve
@@ -86,5 +87,5 @@ def start(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     register()
-    with last_work():
+    with last_work(), quiet_libraries():
         command(lambda: start(sys.argv[1:]), INTERRUPTED)

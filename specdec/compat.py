@@ -1,10 +1,16 @@
 """Private functions of torch, transformers and accelerate, all that this project calls, each with
-the public way, if there is one, and what it lacks. A release may take them away: this is the file
-to mend then, and tests/test_house.py finds any that is called elsewhere.
+the public way, if there is one, and what it lacks; and what it sets for a whole process. A release
+may take them away: this is the file to mend then, and tests/test_house.py finds any that is called
+elsewhere.
 """
 
 import copy
+import os
+import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +19,8 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import mark_static_address
 from torch._inductor import config as inductor_config
-from transformers import GenerationConfig
-from transformers.utils import chat_template_utils
+from transformers import GenerationConfig, modeling_gguf_pytorch_utils
+from transformers.utils import chat_template_utils, logging
 
 __all__ = ["dynamo_config", "inductor_config", "mark_static_address"]
 # torch.compile's own settings have no other place; `torch.compiler.config` has few of them. A
@@ -129,6 +135,30 @@ def template_environment() -> Any:
     """The jinja environment of transformers' chat templates: their filters, globals and extensions.
     `apply_chat_template` uses it and shows it to nobody."""
     return chat_template_utils._compile_jinja_template("").environment
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Leave out of the terminal, during the block, what libraries say that a user can do nothing
+    about: transformers' bars for loading and saving, which take seconds, its warnings, and what a
+    later version of any library will change. Bars of downloads stay, and so do warnings that the
+    environment asks for (TRANSFORMERS_VERBOSITY, PYTHONWARNINGS). The bar of GGUF files obeys no
+    public function."""
+    gguf: Any = modeling_gguf_pytorch_utils
+    verbosity, bar_of_gguf = logging.get_verbosity(), gguf.tqdm
+    hook = logging.set_tqdm_hook(lambda bar, args, given: bar(*args, **given | {"disable": True}))
+    gguf.tqdm = partial(bar_of_gguf, disable=True)
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            for kind in (FutureWarning, DeprecationWarning) if not sys.warnoptions else ():
+                warnings.simplefilter("ignore", kind)
+            yield
+    finally:
+        logging.set_tqdm_hook(hook)
+        gguf.tqdm = bar_of_gguf
+        logging.set_verbosity(verbosity)
 
 
 # accelerate
