@@ -52,6 +52,16 @@ def test_every_table_says_where_its_figures_are_from() -> None:
             assert run["machine"] and run["command"] and run["rows"], path.name
 
 
+def test_the_readme_has_the_figures_of_the_quickstart() -> None:
+    table = json.loads((REPOSITORY / "docs" / "results" / "01-quickstart.json").read_text())
+    names = [column["name"] for column in table["columns"]]
+    readme = (REPOSITORY / "README.md").read_text()
+    for row in table["runs"][0]["rows"][:3]:  # those at T = 0
+        for name in ("τ", "speedup"):
+            value, low, high = row[names.index(name)]
+            assert f"| {value:.2f} [{low:.2f}, {high:.2f}] |" in readme, row[0]
+
+
 def test_every_picture_is_made_and_shown() -> None:
     folder = REPOSITORY / "docs"
     drawn = {path.stem for path in (folder / "pictures").glob("*.svg")}
