@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -137,11 +137,11 @@ def training(path: Path, curve: Curve) -> None:
     shades, depths = plt.get_cmap("viridis"), len(curve.sampled[0])
     with _axes(path, (5.2, 4.1), 2, min(depths, 8)) as (left, right):
         left.plot(curve.steps, curve.loss, color=GREY, linewidth=0.8, alpha=0.6)
-        left.plot(curve.steps, _smooth(curve.loss), color=BLUE)
+        left.plot(curve.steps, smoothed(curve.loss), color=BLUE)
         left.set(title="Loss at depth 0", xlabel="step")
         for k in range(depths):
             colour = shades(0.1 + 0.8 * k / max(1, depths - 1))
-            smooth = _smooth([alpha[k] for alpha in curve.sampled])
+            smooth = smoothed([alpha[k] for alpha in curve.sampled])
             right.plot(curve.steps, smooth, color=colour, alpha=0.7, label=f"depth {k}")
             held_out = [alpha[k] for alpha in curve.held_out_sampled]
             right.plot(curve.held_out_steps, held_out, "o", color=colour, markersize=5)
@@ -167,5 +167,9 @@ def _axes(
         plt.close(figure)
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    return list(accumulate(values, lambda mean, value: 0.85 * mean + 0.15 * value))
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean over a window around each value, a thirtieth of them on either side, less near the
+    ends, where it stays symmetric. So the curve neither lags nor leans to its first value."""
+    widest, last = max(1, len(values) // 30), len(values) - 1
+    halves = [min(widest, i, last - i) for i in range(len(values))]
+    return [fmean(values[i - half : i + half + 1]) for i, half in enumerate(halves)]

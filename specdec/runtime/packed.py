@@ -131,21 +131,20 @@ def obstacle(dtype: torch.dtype) -> str | None:
 
 
 def described(module: nn.Module, dtype: torch.dtype) -> str:
-    """Which products of a packed `module` use the copies, as a clause for the user."""
+    """Whether the copies make a packed `module` faster, as a clause for the user. Of 1, 4 and 16
+    rows, as in a plain step, in a round and in a batch, those are named that are faster, unless all
+    are."""
     if reason := obstacle(dtype):
         return f"weights are not packed: {reason}"
     layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
     if not layers:
         return "no layer is large enough to be packed"
-    one, four, sixteen = (
-        sum(probe(*x.weight.shape, dtype, n).used for x in layers) for n in (1, 4, 16)
-    )
-    if not one + four + sixteen:
-        return "packed weights are not used: the public operator is as fast here"
-    return (
-        f"packed weights are faster here, and used, for 1 row in {one}, 4 rows in {four} and 16 "
-        f"rows in {sixteen} of {len(layers)} layers"
-    )
+    shapes = {layer.weight.shape for layer in layers}
+    rows = [n for n in (1, 4, 16) if any(probe(*x, dtype, n).used for x in shapes)]
+    if not rows:
+        return "packed weights are not used: they are no faster here"
+    some = "" if len(rows) == 3 else f" for {' or '.join(map(str, rows))} rows at once"
+    return f"packed weights make it faster here{some}"
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -81,7 +81,7 @@ def device_of(name: str) -> torch.device:
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
-    and the `reason` for it (for auto, the probe's), which products use packed weights, and a
+    and the `reason` for it (for auto, the probe's), whether packed weights are faster, and a
     warning if nothing ends an answer."""
     dtype = str(target.dtype).removeprefix("torch.")
     reasons = [native_dtype(str(target.device)).reason if cfg.dtype == "auto" else reason]

@@ -138,18 +138,18 @@ def test_the_opening_line_says_what_was_chosen_and_why(
     assert ("packed" in line.partition(" on cpu")[2]) is packs
 
 
-def test_it_tells_which_products_use_packed_weights(
+def test_it_tells_whether_packed_weights_are_faster(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 layers of 7 linear layers each, and the head; the answers are the test's own."""
+    """The answers of the probe are the test's own."""
     monkeypatch.setattr(packed, "LEAST", 1)
     monkeypatch.setattr(packed, "obstacle", lambda _: None)
     monkeypatch.setattr(packed, "probe", lambda out, width, dtype, rows: Answer(rows > 1, ""))
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    assert packed.described(target.model, torch.float32) == (
-        "packed weights are faster here, and used, for 1 row in 0, 4 rows in 29 and 16 rows in 29 "
-        "of 29 layers"
-    )
+    said = "packed weights make it faster here"
+    assert packed.described(target.model, torch.float32) == f"{said} for 4 or 16 rows at once"
+    monkeypatch.setattr(packed, "probe", lambda *_: Answer(True, ""))
+    assert packed.described(target.model, torch.float32) == said
     monkeypatch.setattr(packed, "probe", lambda *_: Answer(False, ""))
     assert "are not used" in packed.described(target.model, torch.float32)
     monkeypatch.setattr(packed, "obstacle", lambda _: "needs avx512bw")
