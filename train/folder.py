@@ -22,7 +22,7 @@ from specdec.targets.loading import resolved
 from train import checkpoint
 from train.config import Config
 from train.data.conversations import DataConfig
-from train.data.split import trained_openings
+from train.data.split import SHARE, trained_openings
 from train.data.template import Document
 from train.loop import LoopConfig
 from train.portion import Portion
@@ -204,6 +204,15 @@ def with_date(cfg: Config, folder: Path) -> Config:
             replace(cfg.data, date=date)
     (date, *_) = gather_object([date or _text(datetime.now())])  # the same in all processes
     return replace(cfg, data=replace(cfg.data, date=date))
+
+
+def with_share(cfg: Config, folder: Path) -> Config:
+    """The configuration with the share of the data that the run in this folder holds out, if it
+    began with one and none is given now."""
+    data = config_of(folder).get("data")
+    if cfg.data.held_out is not None or data is None:
+        return cfg
+    return replace(cfg, data=replace(cfg.data, held_out=data.get("held_out", SHARE)))
 
 
 def note_date(cfg: Config, folder: Path) -> None:

@@ -43,6 +43,7 @@ from train.folder import (
     require_same_texts,
     with_date,
     with_dtype,
+    with_share,
 )
 from train.job import Job
 from train.loop import Keep, train
@@ -75,7 +76,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     main = accelerator.is_main_process
     console.quiet = not main
 
-    cfg = with_date(cfg, folder)
+    cfg = with_share(with_date(cfg, folder), folder)
     cfg.objective.require_complete(cfg.decode.paths)
     from_main(accelerator, lambda: _require_runnable(cfg, folder))
     processes = accelerator.num_processes
@@ -160,6 +161,7 @@ def _record(job: Job, texts: Texts, fingerprint: str, portion: Portion) -> None:
     described = asdict(cfg) | {"of": of, "records": texts.records, "identity": job.identity}
     described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
     described["processes"] = portion.processes
+    described["data"] |= {"held_out": texts.share}
     write_json(job.folder / "config.json", described)
 
 

@@ -122,7 +122,8 @@ class Plan:
             f"this machine {writes}reads {1 / self.speeds.read:,.0f} and trains on "
             f"{1 / self.speeds.trained:,.0f} tokens/s\n"
             f"plan: {self.conversations:,} of {self.available:,} training conversations, about "
-            f"{_minutes(self.seconds)} ({parts}; {self.prompts} prompts are measured)"
+            f"{_minutes(self.seconds)} ({parts}; "
+            f"{self.prompts} {'prompt is' if self.prompts == 1 else 'prompts are'} measured)"
         )
 
 
@@ -153,6 +154,7 @@ def planned(
         context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
     speeds = timed(target, [t.ids.tolist() for t in train], batch, rehearsed, context)
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
+    calibrating = min(CALIBRATING, max(0, len(held_out) - cfg.decode.prompts))
     gamma = cfg.decode.gamma or cfg.drafter.depth
     rows = cfg.loop.rows * cfg.loop.accumulate * job.accelerator.num_processes
     step = rows * cfg.data.max_length  # tokens, at most
@@ -163,7 +165,7 @@ def planned(
         prompts=min(cfg.decode.prompts, len(held_out)),
         decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted * cfg.decode.repeats,
         # for the oracle, the calibration and the choice of a shape
-        learned=(LEARNING + CALIBRATING // AT_ONCE) * drafted
+        learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
         + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
         regresses=regresses and cfg.stage.draft is None,
@@ -174,6 +176,13 @@ def planned(
     plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
     plan = broadcast_object_list([plan])[0]  # every process uses the first one's plan
     console.print(str(plan))
+    if plan.seconds > left / PLANNED:
+        console.print(
+            f"that is more than the {_minutes(max(0.0, left / PLANNED))} left of budget.minutes="
+            f"{cfg.budget.minutes:g}: measuring takes {_minutes(plan.measuring)}, and no fewer "
+            f"than budget.floor={cfg.budget.floor} conversations are used; lower budget.floor, "
+            "decode.max_new_tokens or decode.prompts"
+        )
     if plan.conversations < POOR:
         console.print(
             f"that is fewer than {POOR} conversations: the figures will be poor; "

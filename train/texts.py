@@ -13,12 +13,12 @@ from specdec.errors import require
 from specdec.progress import console
 from train.data.answers import answered, logged
 from train.data.conversations import TEXTS
-from train.data.split import Split, split_documents, split_prompts
+from train.data.split import SHARE, Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.folder import note_date
 from train.job import Job
-from train.plan import planned
+from train.plan import FEWEST, planned
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Texts:
     prompts: list[Prompt]  # held out, for the decoder
     measured: int  # how many of these the final evaluation answers
     records: int  # number of records read from the data
+    share: float  # of all conversations, held out
     asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
 
 
@@ -45,6 +46,7 @@ def texts_of(job: Job) -> Texts:
 
     train, held_out = ranks.handed(read), ranks.handed(lambda: split.held_out)
     prompts, records = ranks.handed(lambda: split.prompts), ranks.first(lambda: split.tally.read)
+    share = ranks.first(lambda: split.share)
     answering, asked, keep = cfg.data.answers == "target", [], None
     size, measured = planned(job, train, held_out)
     train = train[:size]
@@ -69,7 +71,7 @@ def texts_of(job: Job) -> Texts:
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
-    return Texts(train, held_out, prompts, measured, records, asked)
+    return Texts(train, held_out, prompts, measured, records, share, asked)
 
 
 def _split(job: Job) -> Split[Any]:
@@ -83,6 +85,12 @@ def _split(job: Job) -> Split[Any]:
     answering = cfg.data.answers == "target"
     split: Split[Any] = (split_prompts if answering else split_documents)(cfg.data, parts.tokenizer)
     console.print(f"data from {cfg.data.path}\n{split.tally}")
+    if split.share > SHARE and cfg.data.held_out is None:
+        console.print(
+            f"held out, to measure on: {len(split.held_out)} of "
+            f"{len(split.held_out) + len(split.train)} conversations (data.held_out= sets "
+            "another share)"
+        )
     for name, side in (("training", split.train), ("held-out", split.held_out)):
         require(bool(side), f"no {name} conversation: give more data or change data.held_out")
     most, new = cfg.data.max_prompt, cfg.answers.max_new_tokens
@@ -90,6 +98,11 @@ def _split(job: Job) -> Split[Any]:
         bool(split.prompts),
         f"{cfg.data.path}: no held-out prompt to decode: raise data.max_prompt={most}",
     )
+    if (few := len(split.prompts)) < FEWEST:
+        console.print(
+            f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, too "
+            "few for any claim: give more data"
+        )
     for text in (*split.train, *split.held_out, *split.prompts):
         if text.ids.max(initial=0) >= parts.embedding.num_embeddings:  # else far slower
             parts.require_embedded(text.ids, f"{cfg.data.path}: record {text.id!r}")

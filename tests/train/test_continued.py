@@ -17,6 +17,7 @@ from specdec.errors import UserError
 from tests.lives import Kill, Life, Lives
 from tests.runs import as_before, require_equal, require_same_run
 from tests.tiny import Tiny, losses, records
+from train.folder import data_of_run
 from train.loop import LoopConfig
 from train.portion import Portion
 
@@ -194,6 +195,24 @@ def test_places_and_portions_of_memory_are_not_part_of_a_run(
     assert (tmp_path / "answers.root").exists() and (tmp_path / "features.root").exists()
     with pytest.raises(UserError, match=r"answers\.seed=0, not 1"):
         tiny.job(run, "medusa", *answered, "answers.seed=1")
+
+
+def test_a_run_keeps_the_share_that_it_holds_out(
+    tiny: Tiny, tmp_path: Path, training_alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was chosen for it, and one that was given, as all were in older versions."""
+    run, given = tmp_path / "run", tmp_path / "given"
+    tiny.job(run, "medusa", "data.held_out=null")
+    assert "held out, to measure on: 5 of 29 conversations" in capsys.readouterr().out
+    share = data_of_run(run).held_out
+    assert share is not None and share > 0.05
+    tiny.job(given, "medusa")
+    for folder, kept in ((run, share), (given, 0.2)):
+        tiny.job(folder, "medusa", "data.held_out=null")
+        assert data_of_run(folder).held_out == kept
+        tiny.job(folder, "medusa", f"data.held_out={kept}")
+        with pytest.raises(UserError, match=r"data\.held_out=.*, not 0\.1"):
+            tiny.job(folder, "medusa", "data.held_out=0.1")
 
 
 @pytest.mark.parametrize("answers", ["data", "target"])

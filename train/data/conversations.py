@@ -29,8 +29,9 @@ class DataConfig:
     .tsv file, by the names in its header or, if it has none, by numbers from 1. `prefix` is put
     before every source. "paragraphs" and "lines" read plain texts: the paragraphs or the lines of
     .txt files, or the key "text" of records. A text's prompt is its first `beginning` characters,
-    cut back to whole words. `rounds` is a file, or a folder of files, that scripts/generate or
-    scripts/evaluate wrote with --log-rounds. The draft is then trained on these rounds of a
+    cut back to whole words. `held_out` null is 5 %, or a larger share of small data: enough for 24
+    conversations, at most a fifth. `rounds` is a file, or a folder of files, that scripts/generate
+    or scripts/evaluate wrote with --log-rounds. The draft is then trained on these rounds of a
     decoder, and only the held-out side comes from `path`. `date` is the time that a chat template
     may write, as 2026-01-31 or 2026-01-31T09:30.
     """
@@ -47,7 +48,7 @@ class DataConfig:
     too_long: str = "drop"  # drop | truncate, at max_length
     limit: int | None = None  # how many usable conversations are read, from the first on; null: all
     records: int | None = None  # how many records are read, usable or not; null: all
-    held_out: float = 0.05  # fraction of the conversations
+    held_out: float | None = None  # fraction of the conversations; null: chosen
     seed: int = 0  # order of the training conversations
     answers: str = "data"  # data | target: whose answers are trained on
     rounds: str | None = None
@@ -63,7 +64,7 @@ class DataConfig:
         require_within("data", self, max_length=1, max_prompt=1, min_answer=1, limit=1, records=1)
         require_within("data", self, beginning=1, seed=(0, 2**32 - 1))
         require(
-            0 <= self.held_out < 1,
+            self.held_out is None or 0 <= self.held_out < 1,
             f"data.held_out={self.held_out}: give a fraction that is at least 0 and below 1",
         )
         _ = self.clock

@@ -18,6 +18,9 @@ from train.data.records import normal
 from train.data.sources import files_of, records
 from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require_spans
 
+SHARE = 0.05  # of the conversations of large data that are held out
+ENOUGH = 24  # conversations to hold out of small data: to measure on, and to choose a shape on
+MOST = 0.2  # of the conversations of small data that are held out
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
@@ -30,12 +33,14 @@ T = TypeVar("T")
 
 @dataclass
 class Split(Generic[T]):
-    """The items of both sides, and the held-out prompts for the decoder."""
+    """The items of both sides, the held-out prompts for the decoder, and the fraction of all
+    conversations that is held out."""
 
     train: list[T] = field(default_factory=list)
     held_out: list[T] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list, repr=False)
     tally: Tally = field(default_factory=Tally, repr=False)
+    share: float = SHARE
 
 
 def read(
@@ -110,18 +115,27 @@ def load(
 ) -> Split[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
     the held-out ones. The side of a conversation depends only on its opening prompt
-    (`is_held_out`), so it stays the same when data or a limit is added. Training conversations
+    (`is_held_out`), so it stays the same when data or a limit is added, unless the share that is
+    held out is left to be chosen (`chosen_share`) and the data was small. Training conversations
     that nearly duplicate a held-out one are dropped. Raises UserError if the data is missing or
     holds no usable conversation."""
-    split, train = Split[T](), list[T]()
-    openings: dict[bool, list[str]] = {True: [], False: []}
+    split, train, opened = Split[T](), list[T](), list[str]()
+    kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
     for conversation, made in read(cfg, split.tally, use):
-        held = is_held_out(conversation.opening, cfg.held_out)
+        large = len(opened) * SHARE >= ENOUGH  # then no more than SHARE is held out
+        most = cfg.held_out if cfg.held_out is not None else SHARE if large else 1.0
+        asks = ask is not None and is_held_out(conversation.opening, most)
+        kept.append((conversation if asks else None, made))
+        opened.append(conversation.opening)
+    split.share = chosen_share(opened) if cfg.held_out is None else cfg.held_out
+    openings: dict[bool, list[str]] = {True: [], False: []}
+    for opening, (asked, made) in zip(opened, kept, strict=True):
+        held = is_held_out(opening, split.share)
         (split.held_out if held else train).append(made)
-        openings[held].append(conversation.opening)
-        if held and ask is not None:
+        openings[held].append(opening)
+        if held and ask is not None and asked is not None:
             try:
-                split.prompts.append(ask(conversation))
+                split.prompts.append(ask(asked))
             except Unusable as reason:
                 what = f"held out, but not decoded: {reason}"
                 split.tally.count(split.tally.changed, what)
@@ -130,9 +144,9 @@ def load(
         raise UserError(f"{cfg.path}: no usable conversation: {split.tally.reasons()}")
     if near := near_duplicates(openings[False], openings[True]):
         split.tally.dropped["prompt nearly the same as a held-out one"] = len(near)
-    kept = [made for i, made in enumerate(train) if i not in near]
-    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(cfg.seed))
-    split.train = [kept[i] for i in order.tolist()]
+    train = [made for i, made in enumerate(train) if i not in near]
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(cfg.seed))
+    split.train = [train[i] for i in order.tolist()]
     return split
 
 
@@ -161,12 +175,16 @@ def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
 
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
     """The held-out prompts of a split, one by one as they are read. The training side is tokenised
-    only if `cfg.limit` has to count the usable conversations of both sides. Raises UserError if the
+    only if the usable conversations of both sides have to be counted. Raises UserError if the
     data is missing or has no conversation in it."""
+    if (share := cfg.held_out) is None:
+        split = split_prompts if cfg.answers == "target" else split_documents
+        yield from split(cfg, tokenizer).prompts
+        return
     chat = reader(cfg, tokenizer)
 
     def use(conversation: Conversation) -> bool:
-        held = is_held_out(conversation.opening, cfg.held_out)
+        held = is_held_out(conversation.opening, share)
         if held or cfg.limit is not None:
             if cfg.answers == "data":
                 chat.document(conversation, cfg)
@@ -189,7 +207,7 @@ def trained_openings(
     asked = {_key(opening): opening for opening in openings}
 
     def known(conversation: Conversation) -> bool:
-        held = is_held_out(conversation.opening, cfg.held_out)
+        held = cfg.held_out is not None and is_held_out(conversation.opening, cfg.held_out)
         return not held and _key(conversation.opening) in asked
 
     if not any(there for _, there in read(cfg, Tally(), known)):
@@ -212,8 +230,25 @@ def is_held_out(opening: str, fraction: float) -> bool:
     case, punctuation and spaces, so the answer does not depend on any other data. (A
     locality-sensitive hash would put nearly all prompts that share a long instruction on one side.)
     """
-    digest = hashlib.blake2b(_key(opening).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return _place(opening) < fraction * 2**64
+
+
+def chosen_share(openings: Sequence[str]) -> float:
+    """The fraction of conversations with these opening prompts to hold out if no other is given:
+    SHARE, or enough of small data for ENOUGH conversations, though at most MOST of them."""
+    count = max(1, min(ENOUGH, int(len(openings) * MOST)))
+    places = sorted(map(_place, openings))
+    above = [place for place in places[count:] if place > places[count - 1]]
+    if len(openings) * SHARE >= ENOUGH or not above:
+        return SHARE
+    least, most = places[count - 1] / 2**64, above[0] / 2**64
+    shortest = (round((least + most) / 2, digits) for digits in range(2, 20))
+    return max(SHARE, next(x for x in shortest if least < x <= most))
+
+
+def _place(opening: str) -> int:
+    """The place of an opening prompt among 2^64, by a hash of its words."""
+    return int.from_bytes(hashlib.blake2b(_key(opening).encode(), digest_size=8).digest())
 
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:

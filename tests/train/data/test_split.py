@@ -36,13 +36,13 @@ from train.folder import origin_of_prompts
 
 def test_held_out_does_not_depend_on_other_data_nor_order(tmp_path: Path) -> None:
     talks = random_talks(400)
-    few = split_of(path=write_lines(tmp_path / "a.jsonl", as_records(talks[:200])))
+    few = split_of(path=write_lines(tmp_path / "a.jsonl", as_records(talks[:200])), held_out=0.05)
     random.Random(1).shuffle(talks)
-    many = split_of(path=write_lines(tmp_path / "b.jsonl", as_records(talks)))
+    many = split_of(path=write_lines(tmp_path / "b.jsonl", as_records(talks)), held_out=0.05)
     first = {f"c{i}" for i in range(200)}
     assert {c.id for c in few.held_out} == {c.id for c in many.held_out} & first
     assert 2 < len(few.held_out) < 25  # 200 · .05 = 10 ± 5 σ
-    seeded = split_of(path=str(tmp_path / "b.jsonl"), seed=1)
+    seeded = split_of(path=str(tmp_path / "b.jsonl"), held_out=0.05, seed=1)
     assert seeded.held_out == many.held_out
     assert seeded.train != many.train
     assert sorted(c.id for c in seeded.train) == sorted(c.id for c in many.train)
@@ -138,7 +138,7 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
     records[3] = sharegpt(("human", "q"), ("gpt", "b" * 5000))
     records[20] = "broken"
     path = write_lines(tmp_path / "x.jsonl", records)
-    cfg = DataConfig(path=path, limit=10)
+    cfg = DataConfig(path=path, limit=10, held_out=0.05)
     split = split_documents(cfg, tokenizer)
     assert len(split.train) + len(split.held_out) == 10 == split.tally.kept
     assert split.tally.read == 11  # the one that is too long does not count
@@ -172,6 +172,24 @@ class Counting:
     def __call__(self, text: str, **options: Any) -> Any:
         self.texts.append(text)
         return self.tokenizer(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "held"), [(4, 1), (20, 4), (62, 12), (120, 24), (1, 0), (600, None)]
+)
+def test_more_of_small_data_is_held_out(tmp_path: Path, count: int, held: int | None) -> None:
+    """24 conversations, but at most a fifth; of large data 5 %, as always."""
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(count)))
+    split = split_of(path=path)
+    assert held is None or len(split.held_out) == held
+    again = split_of(path=path, held_out=split.share)
+    assert [c.id for c in again.held_out] == [c.id for c in split.held_out]
+    assert [c.id for c in again.train] == [c.id for c in split.train]
+    assert split.share == 0.05 or held
+    tokenizer = tokenizer_of(CHATML)
+    cfg = DataConfig(path=path)
+    asked = [p.ids.tolist() for p in split_documents(cfg, tokenizer).prompts]
+    assert [p.ids.tolist() for p in held_out_prompts(cfg, tokenizer)] == asked
 
 
 @pytest.mark.parametrize("limit", [None, 30])
