@@ -10,7 +10,7 @@ import torch
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Verdict
-from specdec.decoding.stream import Stops
+from specdec.decoding.stream import Stops, Stream
 from specdec.runtime.device import Stopwatch
 
 PHASES = ("draft", "verify", "judge", "commit")  # of a round
@@ -27,6 +27,7 @@ class Round:
     tested: int  # `accepted`, plus one if the draft continued after the accepted tokens
     path: tuple[int, ...] = ()  # the nodes that were kept
     tokens: tuple[int, ...] = ()  # what was drafted, if it was a chain
+    rejected: tuple[int, ...] = ()  # drafted after the accepted tokens; of a tree, a first branch
 
     @property
     def bonus(self) -> bool:
@@ -55,6 +56,35 @@ class Generation:
     def emitted(self) -> int:
         """Tokens that the rounds committed, before any cut: τ is emitted / rounds, pooled."""
         return sum(r.accepted + 1 for r in self.rounds)
+
+
+# a text, and what its tokens are: "accepted" drafts, "rejected" ones that are not in the answer, or
+# the target's own, which "corrected" a draft, followed it as a "bonus", or came without ("plain")
+Piece = tuple[str, str]
+
+
+def pieces(stream: Stream, ids: Sequence[int], last: Round | None) -> list[Piece]:
+    """What a round adds to an answer, as `OnTokens` gets it, in the order in which it is read: a
+    rejected draft comes right before its correction."""
+    if last is None:
+        parts = [("plain", stream.add(ids))]
+    else:
+        parts = [("accepted", stream.add(ids[: last.accepted]))]
+        if own := ids[last.accepted :]:  # the answer may have ended within the draft
+            parts.append(("rejected", stream.preview(last.rejected)))
+            parts.append(("bonus" if last.bonus else "corrected", stream.add(own)))
+    return [(kind, text) for kind, text in parts if text]
+
+
+def pieces_of(tokenizer: Any, answer: Generation) -> list[Piece]:
+    """All `pieces` of an answer."""
+    stream, found, ids = Stream(tokenizer), list[Piece](), answer.ids
+    for last in (None, *answer.rounds):
+        count = 1 if last is None else last.accepted + 1
+        found += pieces(stream, ids[:count], last)
+        ids = ids[count:]
+    rest = stream.rest()
+    return [*found, ("plain", rest)] if rest else found
 
 
 class Clock:
@@ -173,13 +203,19 @@ def outcome(
     rounds, new = [], []
     for b, (ids, above) in enumerate(drafted):
         path = tuple(i for i in paths[b] if i >= 0)
-        depths, end, went_on = [0], 1 + path[-1] if path else 0, False  # depths by place
-        for token, place in zip(ids, above, strict=True):
+        depths, after = [0], dict[int, int]()  # by place; the first that was drafted after a place
+        for i, (token, place) in enumerate(zip(ids, above, strict=True)):
             depths.append(1 + depths[place] if token >= 0 else 0)
-            went_on = went_on or (token >= 0 and place == end)
+            if token >= 0:
+                after.setdefault(place, 1 + i)
+        rejected, place = list[int](), 1 + path[-1] if path else 0
+        while place in after:
+            place = after[place]
+            rejected.append(ids[place - 1])
         nodes = sum(token >= 0 for token in ids)
-        tested = len(path) + went_on
+        tested = len(path) + bool(rejected)
         chain = () if proposal.parents_BN is not None else tuple(ids[:nodes])
-        rounds.append(Round(len(texts[b]) - 1, max(depths), len(path), nodes, tested, path, chain))
+        counts = max(depths), len(path), nodes, tested
+        rounds.append(Round(len(texts[b]) - 1, *counts, path, chain, tuple(rejected)))
         new.append([*(ids[i] for i in path), following[b]])
     return rounds, new

@@ -1,5 +1,6 @@
 """The text of a growing answer: streamed to the user, and searched for stop strings."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ class Stream:
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete and that was not returned before."""
         return "".join([self._added(token) for token in ids])
+
+    def preview(self, ids: Sequence[int]) -> str:
+        """The text that these tokens would add, which are not added."""
+        twin = copy.copy(self)
+        twin._pieces, twin._ids = [], list(self._ids)
+        return (twin.add(ids) + twin.rest()).removesuffix(BROKEN)
 
     def rest(self) -> str:
         """At the end of the answer, the text that was held back."""

@@ -22,7 +22,7 @@ import torch
 from rich.progress import Progress
 
 from specdec.context import Needs
-from specdec.decoding.answers import Generation, Round
+from specdec.decoding.answers import Generation, Round, pieces_of
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
 from specdec.decoding.logs import log_rounds
@@ -308,6 +308,7 @@ def _figures(
     shown = made.drafted[:SHOWN]
     said = [*words[: len(shown)], *(text(g.prompt) for g in shown[len(words) :])]
     before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
+    coloured = [pieces_of(target.tokenizer, g) for g in shown]
     return AtTemperature(
         temperature=sampler.temperature,
         rule="greedy" if greedy and rule.at_zero is None else rule.name,
@@ -336,8 +337,8 @@ def _figures(
         calibrated=reliability(beliefs, calibration) if beliefs and calibration else [],
         seconds_spent={phase: sum(s[phase] for s in made.spent) for phase in made.spent[0]},
         samples=[
-            Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)), [*turns])
-            for prompt, g, turns in zip(said, shown, before, strict=True)
+            Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)), [*turns], parts)
+            for prompt, g, turns, parts in zip(said, shown, before, coloured, strict=True)
         ],
         prompts=[
             prompt_counts(t, g, gamma, greedy) for t, g in zip(every, made.drafted, strict=True)

@@ -100,6 +100,7 @@ class Sample:
     answer: str
     tau: float
     earlier: list[tuple[str, str]] = field(default_factory=list)  # the turns before: role, text
+    pieces: list[tuple[str, str]] = field(default_factory=list)  # see `specdec.decoding.answers`
 
     def conversation(self) -> str:
         """What the user said last, with the turns before it if there are any."""

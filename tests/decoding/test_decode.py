@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specdec.decoding.answers import Generation, Round
+from specdec.decoding.answers import Generation, Round, pieces_of
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import LENGTHS
@@ -101,6 +101,29 @@ def test_streaming_gives_each_rows_answer_in_order(
     for row, g in enumerate(made):
         assert streamed[row] == g.ids
         assert rounds[row] == [None, *g.rounds]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
+def test_rejected_drafts_stand_before_what_corrects_them(
+    target: Target, drafter: Drafter, shape: Shape
+) -> None:
+    """Without them the pieces are the answer. What is rejected is the rest of a chain, or a branch
+    of a tree; at T = 0 its first token is not the one that the target writes there."""
+    words = CausalTarget(target.model, make_tokenizer(), "words")
+    kinds: set[str] = set()
+    for g in decode(words, PROMPTS, max_new_tokens=20, drafter=drafter, shape=shape, eos=(5,)):
+        at = 1
+        for r in g.rounds:
+            assert bool(r.rejected) is not r.bonus and len(r.rejected) <= r.drafted
+            if isinstance(shape, Chain):
+                assert r.rejected == r.tokens[r.accepted :]
+            at += r.accepted + 1
+            assert not r.rejected or r.rejected[0] != [*g.ids, *g.overrun][at - 1]
+        found = pieces_of(words.tokenizer, g)
+        said = "".join(text for kind, text in found if kind != "rejected")
+        assert said == words.tokenizer.decode(g.ids, skip_special_tokens=True)
+        kinds |= {kind for kind, _ in found}
+    assert "corrected" in kinds and "rejected" in kinds
 
 
 def test_stop_strings_end_with_the_token_that_completes_one(target: Target) -> None:

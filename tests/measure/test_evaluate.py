@@ -320,6 +320,9 @@ def test_samples_show_what_the_user_said(target: Target, tmp_path: Path) -> None
     (at,) = results.temperatures
     assert [(s.prompt, s.earlier) for s in at.samples] == [("Why?", turns), ("How?", [])]
     results.write(tmp_path)
+    for sample in at.samples:
+        shown = [text for kind, text in sample.pieces if kind != "rejected"]
+        assert "".join(shown) == sample.answer
     assert Results.read(tmp_path).temperatures[0].samples == at.samples
 
 
