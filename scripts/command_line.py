@@ -5,6 +5,7 @@ Most options of decoding set the field of `DecodeConfig` that has the same name.
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +94,23 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
     option("--seed", type=int, default=0)
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
+
+
+def add_beams(parser: argparse.ArgumentParser) -> None:
+    """Add --beams, which `require_beams_alone` checks."""
+    parser.add_argument("--beams", type=int, default=1, help="width of a beam search; 1: none")
+
+
+def require_beams_alone(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, read: Collection[str]
+) -> None:
+    """Raise UserError for fewer than one beam, and for options beside those `read` by a beam search
+    of several."""
+    require(args.beams >= 1, f"--beams {args.beams}: give 1 or more")
+    for name, value in vars(args).items():
+        ignored = args.beams > 1 and name not in read and value != parser.get_default(name)
+        option = "--with" if name == "copying" else f"--{name.replace('_', '-')}"
+        require(not ignored, f"{option} cannot be combined with --beams: leave one of them out")
 
 
 def paths_of(text: str) -> Any:

@@ -272,6 +272,8 @@ def test_a_hybrid_that_a_run_made_keeps_its_own_length(tmp_path: Path) -> None:
         (["scripts/bench", "recipe", "--seeds", "0", "a=b"], "--seeds 0"),
         (["scripts/generate", "x", "hello", "--beams", "2", "--top-p", "0.9"], "--top-p"),
         (["scripts/generate", "x", "hello", "--beams", "2", "--compile"], "--compile"),
+        (["scripts/evaluate", "x", "--beams", "2", "--with", "suffix"], "--with"),
+        (["scripts/evaluate", "x", "--beams", "2", "--calibrate", "4"], "--calibrate"),
         (["scripts/generate", "x"], "no prompt"),
         (["scripts/bench", "samples", "x", "--gamma", "3"], "--gamma"),
         (["scripts/bench", "lossless", "x", "--dtype", "float16"], "--dtype"),

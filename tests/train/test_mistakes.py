@@ -398,12 +398,14 @@ def test_scripts_work_on_what_a_run_leaves(tiny: Tiny, trained: Path, tmp_path: 
     few = ["--limit", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "report")]
     for arguments in (
         ["scripts/evaluate", str(trained / "best"), *few],
+        ["scripts/evaluate", str(trained / "best"), *few, "--beams", "2"],
         ["scripts/export", str(trained / "best"), "--to", str(tmp_path / "export")],
         ["scripts/generate", str(trained / "best"), "we go home", "--max-new-tokens", "6"],
     ):
         done = process(arguments)
         assert done.returncode == 0, (arguments[0], done.stderr[-2000:])
-    assert (tmp_path / "report" / "results.json").exists()
+    for file in ("results.json", "beams.json"):
+        assert (tmp_path / "report" / file).exists()
     done = process(["scripts/evaluate", str(trained / "best"), *few, "--prompts", str(tiny.data)])
     said = r"prompts? of your own, of which the draft was trained on (1|none)"
     assert done.returncode == 0 and re.search(said, done.stdout), done.stderr[-2000:]
