@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 import train
 from specdec.context import Context
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import Drafter, Sizes
-from specdec.drafters.nn.gather import text_after
+from specdec.drafters.base import Sizes
+from specdec.drafters.nn.gather import tokens_from
+from specdec.drafters.trainable import Trainable
 from specdec.errors import command
 from train.config import composed, register
 
@@ -28,7 +28,7 @@ class LastTokenConfig:
     rank: int = 16
 
 
-class LastToken(Drafter):
+class LastToken(Trainable):
     """A bigram of low rank, W e(x): each token drafts the one after it."""
 
     Config = LastTokenConfig
@@ -39,10 +39,7 @@ class LastToken(Drafter):
         self.head = nn.Linear(config.rank, sizes.target_vocab, bias=False)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        anchor_BA1 = ctx.ids_BT.gather(1, anchors_BA)[..., None]
-        return self.embedding(torch.cat([anchor_BA1, drafted_BAk], -1))
+        return self.embedding(tokens_from(ctx, anchors_BA, drafted_BAk, self.depth))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.head(hidden)

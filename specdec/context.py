@@ -46,6 +46,13 @@ class Context:
             document_BT = (position_BT == 0).cumsum(1) - 1
         return position_BT, document_BT
 
+    def features(self, needs: Needs) -> Tensor:
+        """The target's features that a drafter with these needs reads [B, T, F]: layers, or the
+        final state."""
+        features = self.layers_BTF if needs.layers else self.final_BTD
+        assert features is not None
+        return features
+
     def counts(self) -> list[int]:
         return self.lengths or [self.ids_BT.shape[1]] * len(self.ids_BT)
 
@@ -59,7 +66,7 @@ class Context:
 class Known:
     """Anchors of texts that the target has read: the tokens and features of the texts, and the
     target's final states, which say what it predicts next. After every anchor, the text has at
-    least as many more tokens as the drafter asks for (`Drafter.regressed`)."""
+    least as many more tokens as the drafter asks for (`Solves.regressed`)."""
 
     ctx: Context
     final_BTD: Tensor
@@ -97,7 +104,7 @@ class Moment:
 @dataclass
 class Scouts:
     """Tokens that the target reads in the same pass as a proposal and that are never kept: they
-    show the drafter what the target predicts after them (`Drafter.hear`). Scouts are numbered
+    show the drafter what the target predicts after them (`Hears.hear`). Scouts are numbered
     from 0, a parent before its children; the parent -1 is the anchor."""
 
     tokens_BX: Tensor

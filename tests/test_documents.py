@@ -29,7 +29,8 @@ from hydra.errors import HydraException
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
 from specdec.decoding.speculative import speculative_generate
-from specdec.drafters import DRAFTERS, FAMILIES, Drafter
+from specdec.drafters import DRAFTERS, FAMILIES
+from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
@@ -128,7 +129,7 @@ def test_names_of_the_interface_are_those_of_the_code() -> None:
     adding, python = TEXTS["docs/adding.md"], TEXTS["docs/api.md"]
     family = adding.split("## A family")[1].split("## An objective")[0]
     methods = re.findall(r"^- `(\w+)\(", family, re.M)
-    assert methods and not [name for name in methods if not hasattr(Drafter, name)]
+    assert methods and not [name for name in methods if not hasattr(Trainable, name)]
     arguments = re.findall(r"^\| `(\w+)` \|", python, re.M)
     assert arguments and set(arguments) <= set(signature(speculative_generate).parameters)
 

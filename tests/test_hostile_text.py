@@ -33,7 +33,8 @@ from specdec.terminal import KEPT, NOT_SHOWN, one_line, plain
 from tests.measure.test_results import results as measured
 from tests.test_house import modules, path_of
 from tests.tiny import REPOSITORY, Tiny
-from train.tracking import Tracker
+from train.config import Config
+from train.tracking import TrackConfig, Tracker
 
 HOSTILE = (
     "![](http://beacon.example/x.png)",
@@ -298,7 +299,7 @@ def test_a_plot_takes_dollars_for_dollars(tmp_path: Path) -> None:
 
 def test_a_table_of_samples_is_plain(tmp_path: Path) -> None:
     logged: list[Any] = []
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(Config(track=TrackConfig(mode="disabled")), tmp_path)
     tracker._run = SimpleNamespace(  # type: ignore[assignment]
         log=logged.append, summary={}, log_artifact=lambda _: None
     )

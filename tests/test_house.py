@@ -15,8 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from specdec.drafters import DRAFTERS
+from specdec.drafters import DRAFTERS, capabilities
+from specdec.drafters.base import Drafter
+from specdec.drafters.predictor import Predictor
+from specdec.drafters.trainable import Trainable
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits its name
@@ -236,3 +240,42 @@ def test_private_functions_of_libraries_are_called_in_one_file() -> None:
                     used[part] = f"{path_of(name)}:{node.lineno}"
     private = {name for name in used if name.startswith("_") and not name.endswith("__")}
     assert {used[name] for name in private - own} == set()
+
+
+BASES = ("Drafter", "Predictor", "Trainable")
+MEMBERS = 12  # public attributes and methods of what every drafter does
+
+
+def members(kind: type, beyond: type) -> set[str]:
+    """The public attributes and methods that a class has and `beyond`, one of its bases, lacks."""
+    declared = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
+    known = {name for base in beyond.__mro__ for name in vars(base).get("__annotations__", {})}
+    names = {*dir(kind), *declared} - {*dir(beyond), *known}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_the_interface_of_drafters_is_small() -> None:
+    """What only some can do, in capabilities, is small as well."""
+    assert len(members(Drafter, nn.Module)) <= MEMBERS, sorted(members(Drafter, nn.Module))
+    for kind in (Predictor, Trainable):
+        assert len(members(kind, Drafter if kind is Predictor else Predictor)) <= MEMBERS
+    own = [x for x in vars(capabilities).values() if isinstance(x, type)]
+    own = [kind for kind in own if kind.__module__ == capabilities.__name__]
+    assert len(own) > 8
+    for kind in own:
+        assert kind.__doc__
+        assert len(members(kind, object)) <= 4, kind
+
+
+def test_no_method_is_compared_with_its_base() -> None:
+    """A capability is asked for by `isinstance`, never by whether a method is overridden."""
+    compared = {
+        f"{path_of(name)}:{node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and any(isinstance(o, ast.Is | ast.IsNot) for o in node.ops)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Attribute) and ast.unparse(side.value) in BASES
+    }
+    assert compared == set()

@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 import train
 from specdec.context import Context, Needs
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.capabilities import Fits
 from specdec.drafters.models.lm import LMConfig
 from specdec.forcing import teacher
 from specdec.forcing.teacher import Batch
@@ -244,7 +245,8 @@ def batch_of(
 
 def learn(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:
     """Fit a drafter to texts of which the assistant says every token."""
-    drafter.fit(texts, [[True] * len(ids) for ids in texts])
+    if isinstance(drafter, Fits):
+        drafter.fit(texts, [[True] * len(ids) for ids in texts])
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

@@ -18,7 +18,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, add_installed, family, installed
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Copies, Fits, RunsTarget, adapts
 from specdec.drafters.hybrid import Hybrid
+from specdec.drafters.trainable import learning_rate, trains
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
 from specdec.formats.export import LAYOUTS, layout_names
@@ -84,12 +86,12 @@ class Config:
     @property
     def trains(self) -> bool:
         """Whether the configured drafter has weights to train."""
-        return self.family.trains(self.drafter)
+        return trains(self.family, self.drafter)
 
     @property
     def needs_layers(self) -> bool:
         """Whether the configured drafter runs the target's own layers, even in training."""
-        return self.family.reads_body or self.family.adapts_target(self.drafter)
+        return issubclass(self.family, RunsTarget) or adapts(self.family, self.drafter)
 
     @property
     def trains_at_visits(self) -> bool:
@@ -103,7 +105,7 @@ class Config:
         the plain ones are then read only for the vocabulary and start of a fresh draft, for tokens
         added to a vocabulary, and to fit a drafter or the hybrid of `also` to texts."""
         continued = self.stage.draft is not None and self.stage.new_tokens == 0
-        fitted = self.also is not None or self.family.fit is not Drafter.fit
+        fitted = self.also is not None or issubclass(self.family, Fits)
         on_policy = self.rounds.data == "on_policy"
         return self.data.rounds is None and not (on_policy and continued and not fitted)
 
@@ -251,22 +253,22 @@ def resolve(cfg: DictConfig) -> Config:
     )
     require_within("drafter", drafter, depth=(1, DEEPEST))
     if config.optim.lr is None:
-        config.optim.lr = config.family.learning_rate(drafter)
+        config.optim.lr = learning_rate(drafter)
     if config.also is not None:
         Hybrid.copying_family(config.also)
         require(
-            not config.family.copies,
+            not issubclass(config.family, Copies),
             f"also={config.also} cannot be combined with drafter={drafter.name}, which copies too: "
             "give also=null, or another drafter",
         )
     require(
-        not (config.decode.fastest and config.family.copies),
+        not (config.decode.fastest and issubclass(config.family, Copies)),
         f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies tokens: "
         "give decode.fastest=false",
     )
     decoded = config.rounds.answers_again or config.data.rounds or config.also
     require(
-        not (config.family.adapts_target(drafter) and decoded),
+        not (adapts(config.family, drafter) and decoded),
         f"drafter={drafter.name} adapts the target with these settings, but also=, rounds.data= "
         "and data.rounds= need the target as it is: leave them out",
     )

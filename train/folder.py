@@ -17,6 +17,7 @@ from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
 from specdec.errors import UserError, located, require
 from specdec.files import folder_for, read_json, record, write_whole
+from specdec.formats.draft import upgraded
 from specdec.runtime.probes import native_dtype
 from specdec.targets.loading import resolved
 from train import checkpoint
@@ -239,7 +240,7 @@ def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
         written = written | {"data": data | {"date": _text(when)}}
     drafter = written.get("drafter")
     if isinstance(drafter, dict) and "name" in drafter:
-        written = written | {"drafter": family(drafter["name"]).upgraded(drafter)}
+        written = written | {"drafter": upgraded(family(drafter["name"]), drafter)}
     if "objective" in written or not isinstance(loss := written.get("loss"), dict):
         return written
     name = loss.get("name", "nla")

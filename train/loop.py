@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Moment
+from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.files import recover
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
@@ -107,6 +108,7 @@ def train(
     accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
     world, rank = accelerator.num_processes, accelerator.process_index
     drafter = forcing.drafter
+    assert isinstance(drafter, Trainable)
     built = optim.build(forcing, job.cfg.optim, drafter.sizes, drafter.learning_rates)
     model, *optimizers = accelerator.prepare(forcing, *built)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -13,6 +13,8 @@ from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.drafters import with_copying
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Solves
+from specdec.drafters.predictor import Predictor
 from specdec.errors import memory_for, require
 from specdec.files import folder_for, make_folder, read_json, write_json
 from specdec.forcing.teacher import TeacherForcing
@@ -169,7 +171,7 @@ def _require_possible(job: Job, drafter: Drafter, texts: Texts) -> None:
     """Raise UserError for texts that are too long, and for decoding that would fail later."""
     parts, documents = job.target.parts, [*texts.train, *texts.held_out]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)
-    for name, room in (("target", parts.positions), ("drafter", drafter.positions)):
+    for name, room in (("target", parts.positions), ("drafter", drafter.limits.positions)):
         require(
             room is None or longest <= room,
             f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
@@ -210,7 +212,7 @@ def _trained(job: Job, drafter: Drafter, texts: Texts) -> Training | None:
     )
     before = job.target.parts.checksum()
     fresh = cfg.stage.draft is None and not checkpoint.steps(job.folder / "checkpoints")
-    if fresh and drafter.regresses:
+    if fresh and isinstance(drafter, Solves) and drafter.regresses:
         texts_read = data
         if not data.rows:  # on-policy training makes its rows later
             (texts_read,) = _sources(job, drafter, [texts.train])
@@ -317,7 +319,7 @@ def _measured(
     cfg, folder, also = job.cfg, job.folder, None
     prompts = [p.ids.tolist() for p in texts.prompts]
     others = prompts[texts.measured :][:CALIBRATING]
-    if others and not drafter.copies:
+    if others and isinstance(drafter, Predictor):
         console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
         drafter.calibrations = calibrate(target, drafter, others, cfg.decode, ranks)
         ranks.first(lambda: drafts.keep_calibrations(folder / "best", drafter))

@@ -18,6 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from specdec.decoding.decode import decode
+from specdec.drafters.capabilities import Solves
+from specdec.drafters.trainable import Trainable
 from specdec.errors import require, require_within
 from specdec.files import read_record, write_json
 from specdec.forcing.teacher import TeacherForcing
@@ -219,6 +221,7 @@ def rehearsal(
     batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
+    assert isinstance(drafter, Trainable)
     optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
 
     def step() -> int:
@@ -232,7 +235,7 @@ def rehearsal(
             optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
 
-    return step, drafter.regresses
+    return step, isinstance(drafter, Solves) and drafter.regresses
 
 
 def fitted(

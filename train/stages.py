@@ -13,6 +13,9 @@ from transformers.utils.generic import flatten_dict
 
 from specdec.drafters import DRAFTERS, family, frequent_tokens
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Fits
+from specdec.drafters.predictor import Predictor
+from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require, require_within
 from specdec.formats import draft as drafts
 from specdec.progress import console
@@ -53,7 +56,7 @@ def starting(
     elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)
     drafter = kind.build(config, target, vocab_S, head).float()
-    if kind.fit is not Drafter.fit:  # only then: lists take many times the memory of arrays
+    if isinstance(drafter, Fits):  # only then: lists take many times the memory of arrays
         drafter.fit([d.ids.tolist() for d in documents], [d.mask.tolist() for d in documents])
     return drafter
 
@@ -65,10 +68,11 @@ def _continued(
     its vocabulary. Raises UserError if the draft does not fit."""
     kind = family(config.name)
     require(
-        kind.trains(config),
+        trains(kind, config),
         f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
     earlier = drafts.read(folder, target)
+    assert isinstance(earlier, Predictor)
     require(
         earlier.config.name == config.name,
         f"drafter.from={folder} is a draft of the family {earlier.config.name}: give "
@@ -94,7 +98,7 @@ def _continued(
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
-    if hasattr(config, "start"):  # the start decides `Drafter.learning_rates`
+    if hasattr(config, "start"):  # the start decides `Trainable.learning_rates`
         config = replace(config, start=earlier.config.start)
     both = (earlier.sizes, kind.plan(config, target))
     was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)

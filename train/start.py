@@ -1,4 +1,4 @@
-"""The start in closed form (`Drafter.regress`), solved for on a part of the training texts."""
+"""The start in closed form (`Solves`), solved for on a part of the training texts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,6 +9,7 @@ from accelerate.utils import broadcast
 
 from specdec.context import Known
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Solves
 from specdec.forcing.anchors import anchors_of
 from specdec.progress import console
 from train.features.source import Online, Source
@@ -29,6 +30,7 @@ def stride(tokens: int) -> int:
 def regress(job: "Job", drafter: Drafter, data: Source) -> None:
     """Solve for the drafter's first weights, on evenly spaced rows (see `REGRESSED`). The weights
     stay as they are if no answer is long enough."""
+    assert isinstance(drafter, Solves)
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
     at_once = max(1, AT_ONCE // job.cfg.data.max_length)
     task = job.progress.add_task("least squares", total=len(rows))

@@ -10,6 +10,8 @@ import torch
 from command_line import target_of
 
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.capabilities import Copies, Fits
+from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.progress import console
@@ -85,8 +87,8 @@ def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
         if not untrained:
             found[name] = checkpoint.load(draft, target)
             continue
-        counts = untrained.fit is not Drafter.fit and not untrained.copies
-        if untrained.trains(untrained.Config()) or counts:
+        counts = issubclass(untrained, Fits) and not issubclass(untrained, Copies)
+        if trains(untrained, untrained.Config()) or counts:
             raise UserError(
                 f"{draft} learns from texts: run `python train.py drafter={draft} name=NAME` and "
                 "give runs/NAME/best"

@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig
 from specdec.context import Needs
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS
+from specdec.drafters.capabilities import ForLongPrompts, in_transformers
 from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.setup import Setup
@@ -82,7 +83,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     if theirs.model.config._attn_implementation == "grouped":  # our own attention
         theirs.model.set_attn_implementation("sdpa")
     assistants = drafters_of(drafts, theirs)
-    (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")
+    (kind,) = (kind for kind in DRAFTERS.values() if in_transformers(kind) == "prompt lookup")
     lookup = kind.build(kind.Config(), target)
     rival = partial(transformers, theirs.model, target, new)
     plain = "transformers, plain"
@@ -98,7 +99,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
                 prompt_lookup_num_tokens=gamma,
                 max_matching_ngram_size=lookup.config.max_ngram,
             )
-        elif drafter.in_transformers == "assistant":
+        elif in_transformers(type(drafter)) == "assistant":
             assistant, assisted = assistants[name].model, f"transformers, assisted by {name}"
             alike[assisted] = rival(
                 str(gamma),
@@ -194,12 +195,12 @@ def trees(draft: Path, timing: Timing) -> None:
     fastest = fastest_shape(setup, learning[:1], found)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
-        if not drafter.parallel:
+        if not drafter.limits.parallel:
             widest = max(path[-1] for path in fastest.paths) + 1
             shapes["dynamic, same size"] = Dynamic(fastest.depth, fastest.nodes, widest)
     for nodes in (6, 12, 24):
         shapes[f"static, {nodes} nodes"] = best_static(found, nodes)
-        if drafter.parallel:
+        if drafter.limits.parallel:
             shapes[f"best-first, {nodes} nodes"] = BestFirst(depth, nodes)
         else:
             shapes[f"dynamic, {nodes} nodes"] = Dynamic(depth, nodes, max(4, nodes // 4))
@@ -223,7 +224,7 @@ def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     way = partial(ours, target, new, prefill=False, eos=())
     ways = {"plain": way()}
     for family, kind in DRAFTERS.items():
-        for name, config in kind.long_prompts.items():
+        for name, config in kind.long_prompts.items() if issubclass(kind, ForLongPrompts) else ():
             drafter = kind.build(config, target)
             ways[f"{family}, {name}"] = way(str(drafter.depth), ["plain"], drafter=drafter)
     console.print(

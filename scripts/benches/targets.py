@@ -31,7 +31,10 @@ from matplotlib.figure import Figure
 
 import train
 from specdec.decoding.decode import decode
-from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters import DRAFTERS
+from specdec.drafters.base import starts_of
+from specdec.drafters.capabilities import Copies, Fits
+from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines
 from specdec.formats import draft as drafts
@@ -302,7 +305,7 @@ def decoded(target: Target, theirs: Any) -> None:
     counting = [
         kind
         for kind in DRAFTERS.values()
-        if not kind.trainable and not kind.copies and kind.fit is not Drafter.fit
+        if issubclass(kind, Fits) and not issubclass(kind, Trainable | Copies)
     ][-1]
     drafter = counting.build(counting.Config(depth=3), target)
     learnt = [*prompts[0], *expected[0]], [*prompts[1], *expected[1][::2], *prompts[0]]
@@ -360,7 +363,7 @@ def drawn(target: Target, cfg: Config) -> bool:
     """Build a family's drafter from every start. Raises an AssertionError if this changes anything
     of the target, or if a weight is not finite."""
     kind, before = DRAFTERS[cfg.drafter.name], state_of(target)
-    for start in kind.starts if hasattr(cfg.drafter, "start") else [None]:
+    for start in starts_of(cfg.drafter) if hasattr(cfg.drafter, "start") else [None]:
         config = cfg.drafter if start is None else replace(cfg.drafter, start=start)
         drafter = kind.build(config, target)
         bad = [name for name, x in drafter.named_parameters() if not x.isfinite().all()]

@@ -7,6 +7,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import RunsTarget
+from specdec.drafters.predictor import vocabulary
 from specdec.errors import require
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -18,7 +20,9 @@ AT_ONCE = 8  # tokens per draft call: few, because the q of each over the whole 
 def require_alone(drafter: Drafter) -> None:
     """Raise UserError unless a draft can write any number of tokens without the target."""
     require(
-        drafter.needs == Needs() and drafter.max_depth is None and not drafter.reads_body,
+        drafter.needs == Needs()
+        and drafter.limits.depth is None
+        and not isinstance(drafter, RunsTarget),
         f"rounds.data: {drafter.config.name} cannot write text without the target: give "
         "drafter=lm, or rounds.data=draft, mixed or on_policy",
     )
@@ -36,7 +40,7 @@ def write_alone(
     """The draft's own answers, sampled from q; each ends with an eos or after `max_new_tokens`."""
     device = next(drafter.parameters()).device
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    choose = Choose(sampler, "with", generators, drafter.vocab_S, drafter.target_vocab)
+    choose = Choose(sampler, "with", generators, vocabulary(drafter), drafter.sizes.target_vocab)
     answers: list[list[int]] = [[] for _ in prompts]
     cache, going = drafter.new_cache(), list(range(len(prompts)))
     while going:

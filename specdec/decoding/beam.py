@@ -27,6 +27,8 @@ from specdec.context import Context, Needs
 from specdec.decoding.decode import require_room
 from specdec.decoding.rows import Rows, each
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Grows
+from specdec.drafters.predictor import vocabulary
 from specdec.errors import require, require_between
 from specdec.targets.base import Target
 
@@ -204,12 +206,14 @@ class DraftBeams:
     def __init__(
         self, drafter: Drafter, root: BeamNode, prompt: Sequence[int], ctx: Context, eos_E: Tensor
     ) -> None:
-        self.drafter, self.eos_E, self.live = drafter, eos_E, [root]
+        assert isinstance(drafter, Grows)
+        self.begin, self.vocab_S = drafter.begin, vocabulary(drafter)
+        self.eos_E, self.live = eos_E, [root]
         self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
         if len(prompt) > 1:  # the shared prompt is read once, before rows are repeated
             self.rows.extend([[]], ctx, [len(prompt) - 1])
             if self.cache is not None:
-                drafter.begin(self.rows.context(), self.cache)
+                self.begin(self.rows.context(), self.cache)
 
     def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
         """Give every live beam the row of the beam that it continues by `steps` tokens, with the
@@ -235,7 +239,7 @@ class DraftBeams:
         scores, and add the nodes to `known`. Returns how deep the search got. At each depth, every
         row grows as many nodes as the row that needs most; surplus nodes have a score of -inf. Eos
         is not drafted: nothing would follow it."""
-        growth, vocab_S = self.drafter.begin(self.rows.context(), self.cache), self.drafter.vocab_S
+        growth, vocab_S = self.begin(self.rows.context(), self.cache), self.vocab_S
         logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
         ends_S, ids = torch.isin(ids_S, self.eos_E), ids_S.tolist()
@@ -296,7 +300,7 @@ def beam_search(
         f"early_stopping={early_stopping!r} is unknown: give true, false or never",
     )
     if drafter is not None:
-        deepest = drafter.max_depth or gamma
+        deepest = drafter.limits.depth or gamma
         require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")
         require_between("gamma", gamma, 1)
         require(gamma <= deepest, f"gamma={gamma}: this draft makes at most {deepest} steps")

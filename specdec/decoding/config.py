@@ -6,6 +6,7 @@ from typing import Any
 from specdec.decoding.decode import fitting_rule, require_draftable
 from specdec.decoding.length import LENGTHS, length
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Copies, TrainedDepth
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_temperature
@@ -107,6 +108,8 @@ def is_measured(cfg: DecodeConfig) -> bool:
 def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
     """What to tell the user if the drafter was not trained to draft as deep as `cfg` asks for;
     empty if it was."""
+    if not isinstance(drafter, TrainedDepth):
+        return ""
     return drafter.beyond_training(cfg.deepest(drafter.depth), cfg.tree is not None)
 
 
@@ -116,17 +119,17 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)
     require(
-        cfg.tree != "best_first" or drafter.parallel,
+        cfg.tree != "best_first" or drafter.limits.parallel,
         f"decode.tree=best_first needs parallel heads, but {name} drafts one token after another: "
         "give static or dynamic",
     )
     require(
-        not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
+        not isinstance(drafter, Copies) or cfg.tree != "static" or cfg.paths is not None,
         f"decode.tree=static: {name} copies tokens, so no tree can be chosen by the acceptance of "
         "each rank: give decode.tree=dynamic, or decode.paths",
     )
     require(
-        not drafter.copies or not cfg.fastest,
+        not isinstance(drafter, Copies) or not cfg.fastest,
         f"decode.fastest=true: {name} copies tokens, so no tree can be chosen by the acceptance of "
         "each rank: give decode.fastest=false",
     )

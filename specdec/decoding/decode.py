@@ -23,7 +23,9 @@ from specdec.decoding.rules import Rule, Verdict, greedy, named
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Copies, Hears
 from specdec.drafters.nn.gather import last_of
+from specdec.drafters.predictor import vocabulary
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
@@ -101,7 +103,7 @@ def decode(
         sampler,
         "fixed" if greedy_draft else judge.siblings,
         [torch.Generator(target.device).manual_seed(s) for s in seeds or range(asked)],
-        None if drafter is None else drafter.vocab_S,
+        vocabulary(drafter),
         target.vocab_size,
         target.shown(processors),
         rows.texts,
@@ -131,7 +133,7 @@ def decode(
         # The target reads the anchors and all drafted tokens in one pass.
         ids_BM, above_BM = proposal.block(rows.anchors())
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
-        if drafter is not None and proposal.scouts is not None:
+        if isinstance(drafter, Hears) and proposal.scouts is not None:
             M = 1 + proposal.tokens_BN.shape[1]
             drafter.hear(logits_BMV[:, M:], own)
             logits_BMV = logits_BMV[:, :M]
@@ -178,7 +180,7 @@ def shortened(
     target and draft allow; None if nothing is to be drafted."""
     positions = target.room(min(cache.lengths))
     taken = max(cache.lengths) + 1  # including the anchor's
-    room = min(positions, drafter.positions or positions) - taken
+    room = min(positions, drafter.limits.positions or positions) - taken
     if isinstance(shape, Chain):
         gamma = shape.depth if length is None else length.gamma(len(cache.lengths))
         stop = length.stop if length is not None and length.reads_q else shape.stop
@@ -245,8 +247,8 @@ def require_room(
         target.require_embedded(ids, "the prompt")
     placed = [target.placed(ids) for ids in prompts]
     rooms = {"target": target.room(min(placed))}
-    if drafter is not None and drafter.positions is not None:
-        rooms["draft"] = drafter.positions
+    if drafter is not None and drafter.limits.positions is not None:
+        rooms["draft"] = drafter.limits.positions
     for name, room in rooms.items():
         require(
             max(placed) + max_new_tokens <= room,
@@ -257,14 +259,14 @@ def require_room(
 
 def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
     """Raise UserError if the drafter cannot draft so deep, or lacks the q that the policy reads."""
-    name, most = drafter.config.name, drafter.max_depth
+    name, most = drafter.config.name, drafter.limits.depth
     require(
         most is None or depth <= most,
         f"decode.gamma={depth} (or a tree of that depth) is too deep: this {name} drafts at most "
         f"{most} tokens in a row",
     )
     require(
-        not length.reads_q or not drafter.copies,
+        not length.reads_q or not isinstance(drafter, Copies),
         f"{length.__name__} needs q, but {name} copies tokens: give another decode.length",
     )
 
@@ -273,7 +275,7 @@ def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
     """Slots of a fixed cache for a text of this many tokens and the drafts after it: a power of
     two, because passes are compiled again for every size."""
     drafted = max(shape.nodes, shape.grown) if shape else 0
-    room = tokens + 2 * (drafted + 1) + (drafter.scratch if drafter else 0)
+    room = tokens + 2 * (drafted + 1) + (drafter.limits.slots if drafter else 0)
     return max(256, 1 << (room - 1).bit_length())
 
 

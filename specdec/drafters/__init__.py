@@ -106,7 +106,7 @@ def _loaded(entry: EntryPoint) -> type[Drafter]:
     return loaded
 
 
-def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
+def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Hybrid:
     """The hybrid of the draft `head`, which drafts at most γ tokens, and the family `copying`."""
     return Hybrid.build(
         HybridConfig(copying=copying, gamma=gamma or head.depth), target, earlier=head

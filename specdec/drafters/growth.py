@@ -42,6 +42,26 @@ def growth_over(
     return Growth(first_B1S[:, 0], lambda ids, above: read(ids, above, None))
 
 
+def rereading(ctx: Context, logits: Callable[[Tensor, Tensor], Tensor]) -> Growth:
+    """The growth of a drafter without a cache, which reads every node's path again from the start.
+    `logits(anchor_BW, drafted_BWk)` gives those [B, W, S] after k tokens drafted at an anchor."""
+    anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+    paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
+
+    def after(W: int) -> Tensor:
+        last = [known[-W:] for known in paths]
+        drafted_BWk = torch.tensor(last, dtype=torch.long, device=anchor_B1.device)
+        return logits(anchor_B1.expand(-1, W), drafted_BWk)
+
+    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        above = [[-1]] * len(paths) if parents_BW is None else (parents_BW + 1).tolist()
+        for known, places, tokens in zip(paths, above, tokens_BW.tolist(), strict=True):
+            known += [[*known[at], token] for at, token in zip(places, tokens, strict=True)]
+        return after(tokens_BW.shape[1])
+
+    return Growth(after(1)[:, 0], grow)
+
+
 def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
     """The growth of a drafter that reads no drafted tokens, given its logits [B, S] by depth."""
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.base import Sizes
 from specdec.drafters.growth import with_depth
 from specdec.drafters.nn.gather import entries, tokens_from
+from specdec.drafters.trainable import Trainable
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import Parts
 
@@ -34,7 +35,7 @@ class HeadsSizes(Sizes):
     width: int
 
 
-class Heads(Drafter):
+class Heads(Trainable):
     """A family defines `step`, and `output` if heads have layers of their own. There is one LM head
     for each depth, or one for all; `width` is that of its input."""
 
@@ -43,14 +44,14 @@ class Heads(Drafter):
 
     def __init__(self, config: Any, sizes: HeadsSizes, width: int, one_head: bool, bias: bool):
         super().__init__(config, sizes)
-        self.max_depth = config.depth
+        self.limits.depth = config.depth
         size = sizes.draft_vocab or sizes.target_vocab
         count = 1 if one_head else config.depth
         self.lm_heads: Any = nn.ModuleList(nn.Linear(width, size, bias=bias) for _ in range(count))
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
-        return cls.sized(config, target, width=target.width)
+        return cls.Sizes.of(config, target, width=target.width)
 
     def copy_head(self, target: Parts) -> None:
         """Start all LM heads as the target's."""
@@ -59,7 +60,7 @@ class Heads(Drafter):
 
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""
-        last_BAD = entries(self.features_of(ctx), (anchors_BA - 1).clamp_min(0))
+        last_BAD = entries(ctx.features(self.needs), (anchors_BA - 1).clamp_min(0))
         return last_BAD.to(self.lm_heads[0].weight.dtype)
 
     @abstractmethod
@@ -80,7 +81,7 @@ class Heads(Drafter):
         drafted_BAk: Tensor | None,
         output: Callable[[Tensor, int], Tensor] | None = None,
     ) -> Tensor:
-        """`Drafter.hidden`; training may give an `output` of its own."""
+        """`Predictor.hidden`; training may give an `output` of its own."""
         tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         state, found = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):

@@ -25,18 +25,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
-from specdec.drafters.copying.memory import Copying, Memories, Memory, copied_trees
-from specdec.drafters.nn.gather import text_after
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.capabilities import (
+    OWN,
+    Calibrated,
+    Combines,
+    Fits,
+    RunsTarget,
+    Sound,
+    TrainedDepth,
+    Weighs,
+    adapts,
+)
+from specdec.drafters.copying.memory import Copying, Memories, Memory
+from specdec.drafters.copying.proposed import copied_chains, copied_trees, point_mass, whole
+from specdec.drafters.growth import rereading
+from specdec.drafters.predictor import Predictor
+from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require, require_between
 from specdec.files import record
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations
-from specdec.sampling.trees import Chain, Shape
+from specdec.sampling.trees import Chain, Growth, Shape
 from specdec.targets.parts import Parts
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 
-HEAD = -2  # stands for a token of the head where a copied id would be; -1: no token
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # the shortest match of each cell
 PRIOR = (0.3, 0.55, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97)  # share that is right after such a match
 SURE, UNSURE = 0.7, 0.45  # PRIOR holds if SURE of the occurrences agree; below, UNSURE · PRIOR
@@ -93,16 +106,15 @@ class Both:
             self.head.select(rows)
 
 
-class Hybrid(Drafter):
+class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, RunsTarget):
+    """It counts as one that runs the target, since its head may."""
+
     Config = HybridConfig
     Sizes = HybridSizes
-    trainable = False
-    copies = chooses = True
-    reads_body = True  # because its head may
     by_name: ClassVar[Callable[[str], type[Drafter]]]  # set by `specdec.drafters`
     sizes: HybridSizes
     copier: Copying
-    head: Drafter
+    head: Predictor
     tried_EK: Tensor
     right_EK: Tensor
 
@@ -110,13 +122,11 @@ class Hybrid(Drafter):
         super().__init__(config, sizes)
         self.copying_family(sizes.copier.family)
         self.copier, self.head = self._made(sizes.copier), self._made(sizes.head)
-        self.needs, self.positions = self.head.needs, self.head.positions
-        self.parallel, self.max_depth = self.head.parallel, self.head.max_depth
-        self.longest, self.gamma = (
-            min(n, self.max_depth or n) for n in (config.depth, config.gamma)
-        )
-        self.depth = self.longest  # what `hidden` covers: an evaluation may ask for less
-        self.scratch = self.head.scratch + self.longest  # a copied branch joins the nodes of a tree
+        self.needs, theirs = self.head.needs, self.head.limits
+        self.longest, self.gamma = (min(n, theirs.depth or n) for n in (config.depth, config.gamma))
+        self.depth = self.longest  # what teacher forcing covers: an evaluation may ask for less
+        # a copied branch joins the nodes of a tree
+        self.limits = replace(theirs, slots=theirs.slots + self.longest)
         counts_EK = torch.zeros(2 * len(LENGTHS), config.depth, dtype=torch.long)
         self.register_buffer("tried_EK", counts_EK)
         self.register_buffer("right_EK", counts_EK.clone())
@@ -125,7 +135,8 @@ class Hybrid(Drafter):
         self._rates: tuple[list[list[float]], list[float]] | None = None
 
     def beyond_training(self, depth: int, tree: bool) -> str:
-        return self.head.beyond_training(depth if tree else self.gamma, tree)
+        head, depth = self.head, depth if tree else self.gamma
+        return head.beyond_training(depth, tree) if isinstance(head, TrainedDepth) else ""
 
     @property
     def calibrations(self) -> Calibrations:
@@ -145,7 +156,7 @@ class Hybrid(Drafter):
     def copying_family(cls, name: str) -> type[Copying]:
         """The family of this name. Raises UserError unless it copies from the text alone."""
         kind = cls.family(name)
-        if not issubclass(kind, Copying) or kind.reads_body:
+        if not issubclass(kind, Copying) or issubclass(kind, RunsTarget):
             raise UserError(f"{name} does not copy from the text alone: give a family that does")
         return kind
 
@@ -153,7 +164,7 @@ class Hybrid(Drafter):
         kind, name = self.family(member.family), member.family
         config: Any = record(kind.Config, member.config, f"the config of its {name}")
         sizes = record(kind.Sizes, member.sizes, f"the sizes of its {name}")
-        theirs, ours = sizes.target_vocab, self.target_vocab
+        theirs, ours = sizes.target_vocab, self.sizes.target_vocab
         require(theirs == ours, f"its {name} has a vocabulary of {theirs} tokens, not {ours}")
         return kind(config, sizes)
 
@@ -175,17 +186,21 @@ class Hybrid(Drafter):
         if (head := earlier) is None:
             kind = cls.family(config.head)
             require(
-                not kind.trains(kind.Config()),
+                not trains(kind, kind.Config()),
                 f"drafter.head={config.head} must be trained first: give the folder of a draft, "
                 "such as runs/NAME/best",
             )
             head = kind.build(kind.Config(), target)
         require(
-            not head.adapts_target(head.config),
+            not adapts(type(head), head.config),
             f"drafter.head: {head.config.name} was trained together with adapters on the target, "
             "which a hybrid does not have: give another draft",
         )
-        require(not head.copies, f"drafter.head: {head.config.name} copies too: give another draft")
+        require(
+            isinstance(head, Predictor),
+            f"drafter.head: {head.config.name} copies too: give another draft",
+        )
+        assert isinstance(head, Predictor)
         alpha = config.alpha or list(head.noted_alpha) or [0.4]
         members = described(copier), described(head)
         sizes = HybridSizes(target_vocab=target.vocab_size, copier=members[0], head=members[1])
@@ -203,15 +218,17 @@ class Hybrid(Drafter):
         """Let the members learn the texts. How often copied tokens are right is counted on the last
         texts, before the copying member has learned those."""
         first = int(UNSEEN * len(texts))
-        self.copier.fit(texts[:first], masks[:first])
+        if isinstance(self.copier, Fits):
+            self.copier.fit(texts[:first], masks[:first])
         self.tried_EK.zero_()
         self.right_EK.zero_()
         for e, k, right in islice(self._trials(texts[first:], masks[first:]), COUNTED):
             self.tried_EK[e, k] += 1
             self.right_EK[e, k] += right
         self._rates = None
-        self.copier.fit(texts, masks)
-        self.head.fit(texts, masks)
+        for member in (self.copier, self.head):
+            if isinstance(member, Fits):
+                member.fit(texts, masks)
         self.sizes.copier, self.sizes.head = described(self.copier), described(self.head)
 
     def _trials(
@@ -233,9 +250,9 @@ class Hybrid(Drafter):
                     start += 1
 
     def require_sound(self) -> None:
-        super().require_sound()
-        self.copier.require_sound()
-        self.head.require_sound()
+        for member in (self.copier, self.head):
+            if isinstance(member, Sound):
+                member.require_sound()
         sound = (self.right_EK >= 0) & (self.right_EK <= self.tried_EK)
         require(bool(sound.all()), "tensors 'tried_EK' and 'right_EK' hold impossible counts")
 
@@ -272,7 +289,7 @@ class Hybrid(Drafter):
             self._rates = of_cells, walltime_by_gamma(alpha, self.c, self.gamma, v)
         return self._rates
 
-    def copied(self, memory: Memory, beside: bool = False) -> list[int]:
+    def chain_of(self, memory: Memory, beside: bool = False) -> list[int]:
         """The tokens to copy at the end of a text: none if the head should commit more, unless the
         two go `beside` each other in a tree."""
         found = memory.chain(self.longest)
@@ -286,31 +303,22 @@ class Hybrid(Drafter):
         _, rates = self.rates()
         return rates.index(max(rates))
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """[B, A, K, 1 + D]: the copied id, `HEAD` or -1, and then the head's states."""
-        K = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, K - 1)
-        ids_BAK1 = self.copier.walked(
-            ctx, anchors_BA, K, lambda memory: self.copied(memory) or [HEAD] * self.drafted()
+    def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
+        return self.copier.walked(
+            ctx, anchors_BA, depth, lambda memory: self.chain_of(memory) or [OWN] * self.drafted()
         )
-        depth = min(K, self.gamma)
-        own = self.head.hidden(ctx, anchors_BA, drafted_BAk[..., : depth - 1])
-        self._dtype = own.dtype
-        own = pad(own.float(), (0, 0, 0, K - depth))  # float32 holds ids up to 2^24 exactly
-        return torch.cat([ids_BAK1, own], -1)
 
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """Logits over the target's vocabulary: the head's where it drafts; elsewhere 0 for the
-        copied token and -inf for all others."""
-        logits, own = one_hot(hidden[..., :1], self.target_vocab), hidden[..., 0] == HEAD
-        if own.any():
-            found_NS = self.head.unembed(hidden[own][:, 1:].to(self._dtype), k).float()
-            wide_NV = found_NS.new_full((len(found_NS), self.target_vocab), -torch.inf)
-            vocab_S = self.head.vocab_S
-            wide_NV[:, slice(None) if vocab_S is None else vocab_S] = found_NS
-            logits[own] = wide_NV
-        return logits
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
+            k = drafted_BWk.shape[2]
+            ids_BW = self.copied(ctx, anchor_BW, k + 1)[..., k]
+            found_BWV, own_BW = point_mass(ids_BW, self.sizes.target_vocab), ids_BW == OWN
+            if own_BW.any():
+                hidden_BWD = self.head.hidden(ctx, anchor_BW, drafted_BWk)[:, :, k]
+                found_BWV[own_BW] = whole(self.head, self.head.unembed(hidden_BWD[own_BW], k))
+            return found_BWV
+
+        return rereading(ctx, logits)
 
     def new_cache(self, capacity: int | None = None) -> Both:
         return Both(self.head.new_cache(capacity))
@@ -320,7 +328,7 @@ class Hybrid(Drafter):
         cache, chain = cache or Both(None), isinstance(shape, Chain)
         beside = not chain and (shape.fixed or choose.siblings == "fixed")
         memories = cache.memories.read(ctx.rows(), self.copier.memory)
-        copies = [self.copied(memory, beside)[: shape.depth] for memory in memories]
+        copies = [self.chain_of(memory, beside)[: shape.depth] for memory in memories]
         if isinstance(shape, Chain):
             shape = Chain(min(shape.depth, self.drafted()), shape.stop)
         if shape.depth == 0 or (all(copies) and not beside):
@@ -368,7 +376,7 @@ def replaced(found: Proposal, copies: list[list[int]]) -> Proposal:
             if parents_BN is not None:
                 parents_BN[b] = torch.arange(-1, N - 1, device=parents_BN.device)
             if q_BNV is not None:
-                q_BNV[b] = one_hot(tokens_BN[b, :, None].float(), q_BNV.shape[-1]).exp()
+                q_BNV[b] = point_mass(tokens_BN[b], q_BNV.shape[-1]).exp()
     return Proposal(tokens_BN, q_BNV, parents_BN)
 
 

@@ -92,7 +92,7 @@ def anchors_of(
     Depth k at an anchor is valid if its token and all before it count and belong to the anchor's
     document. With `drafted_BTK`, which has what a decoder's rounds drafted at their anchors and -1
     elsewhere, it is valid if a token was drafted there. `weigh` maps the valid depths at the
-    positions of a row to their weights [T, K] (see `Drafter.anchors`); None: 1 where valid. `per`
+    positions of a row to their weights [T, K] (see `Trainable.anchors`); None: 1 where valid. `per`
     "sequence" divides every weight by the number of valid positions in its document.
     """
     T = mask_BT.shape[1]

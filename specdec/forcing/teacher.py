@@ -17,10 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from specdec.context import Context, Moment, Needs
 from specdec.drafters.base import Drafter
-from specdec.drafters.nn.gather import entries
+from specdec.drafters.capabilities import OWN, Adapts, Combines, Copies, Estimates, adapts
+from specdec.drafters.copying.proposed import point_mass, whole
+from specdec.drafters.nn.gather import entries, text_after
+from specdec.drafters.predictor import Predictor, vocabulary
+from specdec.drafters.trainable import Trainable
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
 from specdec.forcing.visited import Visited
@@ -117,12 +122,14 @@ class TeacherForcing(nn.Module):
             "the reference draft and the draft read different features of the target: give a "
             "reference of the same family and layers",
         )
-        self.depth = drafter.depth if visited else drafter.train_depth
+        self.depth = drafter.depth
+        if isinstance(drafter, Trainable) and not visited:
+            self.depth = drafter.train_depth
         require(
             reference is None or reference.depth >= self.depth,
             "the reference draft has fewer depths than the draft: give one as deep",
         )
-        ours_S, theirs_S = drafter.vocab_S, (reference or drafter).vocab_S
+        ours_S, theirs_S = vocabulary(drafter), vocabulary(reference or drafter)
         same = ours_S is theirs_S  # true if neither vocabulary is pruned
         if ours_S is not None and theirs_S is not None:
             same = torch.equal(ours_S, theirs_S)
@@ -135,11 +142,11 @@ class TeacherForcing(nn.Module):
         self.drafter = drafter
         self.sampler = sampler
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
-        self._head = target.unembedding(drafter.vocab_S)
-        adapts = drafter.adapts_target(drafter.config)
-        self._whole = target if adapts else None  # unless needed, its layers may be released
+        self._head = target.unembedding(ours_S)
+        adapted = adapts(type(drafter), drafter.config)
+        self._whole = target if adapted else None  # unless needed, its layers may be released
         self._index_V: Tensor | None = None
-        if (vocab_S := drafter.vocab_S) is not None:
+        if (vocab_S := ours_S) is not None:
             self._index_V = torch.full((target.vocab_size,), -1, device=vocab_S.device)
             self._index_V[vocab_S] = torch.arange(len(vocab_S), device=vocab_S.device)
 
@@ -154,13 +161,14 @@ class TeacherForcing(nn.Module):
         """The anchors of one training row, chosen by the drafter, and the total that a loss over
         them is divided by. The same seed gives the same anchors. `drafted_TK` has the tokens that a
         decoder drafted at the anchors it visited, -1 elsewhere."""
-        generator = torch.Generator().manual_seed(seed)
+        generator, drafter = torch.Generator().manual_seed(seed), self.drafter
+        assert isinstance(drafter, Trainable)
         mask, document, position = (
             torch.as_tensor(x)[None] for x in (mask_T, document_T, position_T)
         )
         return anchors_of(
             *(mask, document, position, self.depth),
-            lambda valid_TK: self.drafter.anchors(valid_TK, generator),
+            lambda valid_TK: drafter.anchors(valid_TK, generator),
             self.objective.per,
             None if drafted_TK is None else torch.from_numpy(drafted_TK)[None],
         )
@@ -202,7 +210,7 @@ class TeacherForcing(nn.Module):
             other_NKS = None
             if reference is not None and compared_NKD is not None:
                 with torch.no_grad():
-                    other_NKS = reference.unembed_all(compared_NKD[rows])
+                    other_NKS = logits_of(reference, compared_NKD[rows])
 
             def few(at: slice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
                 of = piece(at, *tensors)
@@ -232,6 +240,8 @@ class TeacherForcing(nn.Module):
         """The batch as the target reads it with the adapters that are trained along with the draft,
         and the weight of the draft's loss; the same batch if there are none. The draft's gradient
         reaches the adapters through the features that it reads; p is a constant, as ever."""
+        if not isinstance(self.drafter, Adapts):
+            return batch, 1.0
         found = self.drafter.adapted(batch.ctx, progress)
         if found is None:
             return batch, 1.0
@@ -259,11 +269,14 @@ class TeacherForcing(nn.Module):
 
     def _table(self, batch: Batch, more: Columns | None) -> Table:
         anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
-        hidden_NKD = self._hidden(self.drafter, batch, anchors)
+        copied_NK, hidden_NKD = self._copied(batch, anchors)
+        if copied_NK is None:
+            hidden_NKD = self._hidden(self.drafter, batch, anchors)
         found = []
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
-            piece, tensors = self._pieces(batch, anchors, hidden_NKD[rows], rows)
+            copied = None if copied_NK is None else copied_NK[rows]
+            piece, tensors = self._pieces(batch, anchors, hidden_NKD[rows], rows, copied)
             for at in slices(tensors[0], at_once(tensors[0])):
                 of = piece(at, *(x[at] for x in tensors))
                 found.append((*acceptance(of), *(more(of) if more else ())))
@@ -275,6 +288,7 @@ class TeacherForcing(nn.Module):
     ) -> Tensor:
         """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
         a `moment`; or, at visited anchors, given the tokens that were drafted there."""
+        assert isinstance(drafter, Predictor)
         at_BA, column_N = anchors.grid(len(batch.mask_BT))
         if batch.visited is not None:
             drafted_BTK = batch.visited.drafted_BTK(batch.mask_BT)[..., :-1].clamp_min(0)
@@ -283,13 +297,35 @@ class TeacherForcing(nn.Module):
             counted_BAK = anchors.valid_NK.new_zeros(*at_BA.shape, anchors.valid_NK.shape[1])
             counted_BAK[anchors.row_N, column_N] = anchors.valid_NK
             moment = replace(moment, counted_BAK=counted_BAK)
+            assert isinstance(drafter, Trainable)
             hidden_BAKD = drafter.training_hidden(batch.ctx, at_BA, moment)
         else:
             hidden_BAKD = drafter.hidden(batch.ctx, at_BA, None)
         return hidden_BAKD[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
+    def _copied(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:
+        """The ids [N, K] that the drafter copies, None if it does not copy, and the hidden states
+        [N, K, D] of its head, if it has one, given the text's own tokens."""
+        drafter, (N, K) = self.drafter, anchors.weight_NK.shape
+        hidden_NKD = batch.final_BTD.new_zeros(N, K, 0)
+        if not isinstance(drafter, Copies):
+            return None, hidden_NKD
+        at_BA, column_N = anchors.grid(len(batch.mask_BT))
+        if isinstance(drafter, Combines):
+            head, depth = drafter.head, min(K, drafter.gamma)
+            assert isinstance(head, Predictor)
+            own_BAk = text_after(batch.ctx.ids_BT, at_BA, depth - 1)
+            hidden_BAKD = head.hidden(batch.ctx, at_BA, own_BAk)
+            hidden_NKD = pad(hidden_BAKD[anchors.row_N, column_N], (0, 0, 0, K - depth))
+        return drafter.copied(batch.ctx, at_BA, K)[anchors.row_N, column_N], hidden_NKD
+
     def _pieces(
-        self, batch: Batch, anchors: Anchors, hidden_NKD: Tensor, rows: slice
+        self,
+        batch: Batch,
+        anchors: Anchors,
+        hidden_NKD: Tensor,
+        rows: slice,
+        copied_NK: Tensor | None = None,
     ) -> tuple[Callable[..., Piece], list[Tensor]]:
         """A function, and the tensors that it needs, the draft's logits first, through which
         gradients can flow. From a slice of a chunk's anchors and their rows of these tensors, it
@@ -343,14 +379,33 @@ class TeacherForcing(nn.Module):
                 accepted=None if accepted_NK is None else accepted_NK[at],
             )
 
-        apart = self.objective.trains_confidence_apart
-        own_NK = self.drafter.confidence(hidden_NKD.detach() if apart else hidden_NKD)
-        read = self.drafter.unembed_all(hidden_NKD), hidden_NKD, own_NK
+        own_NK = None
+        if isinstance(self.drafter, Estimates):
+            apart = self.objective.trains_confidence_apart
+            own_NK = self.drafter.confidence(hidden_NKD.detach() if apart else hidden_NKD)
+        read = logits_of(self.drafter, hidden_NKD, copied_NK), hidden_NKD, own_NK
         return piece, [x for x in read if x is not None]
 
     def _draft_ids(self, target_ids: Tensor) -> Tensor:
         """Indices in the draft vocabulary, -1 where it lacks the token."""
         return target_ids if self._index_V is None else self._index_V[target_ids]
+
+
+def logits_of(drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = None) -> Tensor:
+    """Draft logits [N, K, S] of all depths; those of copied tokens, over the target's vocabulary,
+    are 0 at the token and -inf elsewhere."""
+    depths = range(hidden_NKD.shape[1])
+    if copied_NK is None:
+        assert isinstance(drafter, Predictor)
+        return torch.stack([drafter.unembed(hidden_NKD[:, k], k) for k in depths], 1)
+    logits_NKV = point_mass(copied_NK, drafter.sizes.target_vocab)
+    for k in depths:
+        if (own_N := copied_NK[:, k] == OWN).any():
+            assert isinstance(drafter, Combines)
+            head = drafter.head
+            assert isinstance(head, Predictor)
+            logits_NKV[own_N, k] = whole(head, head.unembed(hidden_NKD[own_N, k], k))
+    return logits_NKV
 
 
 def divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from torch import Tensor
 from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, starts_of
+from specdec.drafters.capabilities import Adapts, Calibrated, Combines, Copies, Sound, finished
+from specdec.drafters.predictor import Predictor
 from specdec.errors import UserError, located, require
 from specdec.files import read_record, record, replaced, require_file, write_json
 from specdec.integrity import KEY, Damaged, of_tensors
@@ -75,7 +77,7 @@ def save(
     sharded processes, replace the drafter's own state dict; `notes` go into the card as given.
     Raises UserError for a weight that is not finite."""
     folder = Path(folder)
-    state = drafter.finished(drafter.state_dict() if weights is None else weights)
+    state = finished(drafter, drafter.state_dict() if weights is None else weights)
     with torch.device("meta"):  # what is on disk has the names that `load` will look for
         kept = untied(type(drafter)(drafter.config, drafter.sizes).state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
@@ -91,12 +93,13 @@ def save(
     with replaced(folder, (WEIGHTS, CARD, CALIBRATION)) as partial:
         save_file(tensors, partial / WEIGHTS)
         write_json(partial / CARD, asdict(card))
-        if drafter.calibrations.prompts:
+        if isinstance(drafter, Calibrated) and drafter.calibrations.prompts:
             keep_calibrations(partial, drafter)
 
 
 def keep_calibrations(folder: Path | str, drafter: Drafter) -> None:
     """Write the calibrations of a draft beside its weights, in a folder that `save` wrote."""
+    assert isinstance(drafter, Calibrated)
     of_weights = read_card(folder).weights
     write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
@@ -121,8 +124,11 @@ def load_pair(
     with the adapters that were trained along with the draft."""
     folder = Path(folder)
     found = read(folder, target)
-    drafter, target = found.to(target.device).settled(target)
-    drafter.calibrations = found.calibrations
+    drafter: Drafter = found.to(target.device)
+    if isinstance(drafter, Adapts):
+        drafter, target = drafter.settled(target)
+    if isinstance(drafter, Calibrated) and isinstance(found, Calibrated):
+        drafter.calibrations = found.calibrations
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
     if drafter.state_dict():
@@ -166,12 +172,15 @@ def read(folder: Path | str, target: Parts) -> Drafter:
     _require_described(card, tensors, folder / WEIGHTS)
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
-    drafter.noted_alpha = _alpha(card.notes)
-    if (path := folder / CALIBRATION).exists():
+    if isinstance(drafter, Calibrated):
+        drafter.noted_alpha = _alpha(card.notes)
+    path = folder / CALIBRATION
+    if isinstance(drafter, Calibrated) and path.exists():
         remedy = f"delete it, and {REMEDY}"
         drafter.calibrations = read_record(Calibrations, path, remedy, card.weights)
     with located(folder / WEIGHTS):
-        drafter.require_sound()
+        if isinstance(drafter, Sound):
+            drafter.require_sound()
     return drafter
 
 
@@ -217,7 +226,7 @@ def read_card(folder: Path | str) -> Card:
         known = f"format is {card.format}, but this version reads {FORMAT}: train the draft again"
         require(card.format == FORMAT, known)
         kind = family(card.family)
-        config: Any = record(kind.Config, kind.upgraded(card.config), "config")
+        config: Any = record(kind.Config, upgraded(kind, card.config), "config")
         sizes = record(kind.Sizes, card.shape, "shape")
         theirs = config.name
         require(theirs == card.family, f"config.name is {theirs!r}, not {card.family!r}")
@@ -233,6 +242,15 @@ def read_card(folder: Path | str) -> Card:
             f"shape: draft_vocab is {sizes.draft_vocab}: expected 1 to {ours}",
         )
     return replace(card, config=config, shape=sizes)
+
+
+def upgraded(kind: type[Drafter], config: Any) -> Any:
+    """A config from a file of any version, brought up to date. If `start` is missing, that version
+    had only one start, which is now the second of `starts`. Anything that is not a dict is returned
+    unchanged."""
+    if isinstance(config, dict) and hasattr(kind.Config, "start"):
+        return {"start": starts_of(kind.Config)[1]} | config
+    return config
 
 
 def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -333,13 +351,22 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
     features = torch.zeros(1, 6, target.width * max(1, len(read))).to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])
     try:
-        hidden = drafter.hidden(ctx, torch.full_like(ids_BT[:, :1], 5), None)
-        finite = not drafter.unembed(hidden[:, :, 0], 0).isnan().any()
+        finite = _finite(drafter, ctx, torch.full_like(ids_BT[:, :1], 5))
     except Exception as error:  # a shape or a setting that torch refuses
         raise UserError(
             f"{folder}: this draft cannot draft for {target.name} ({_line(error)}): train it again"
         ) from error
     require(finite, f"{folder}: this draft's logits are not numbers: train it again")
+
+
+def _finite(drafter: Drafter, ctx: Context, anchors_BA: Tensor) -> bool:
+    """Whether the logits of depth 0 are numbers."""
+    if isinstance(drafter, Copies):
+        drafter.copied(ctx, anchors_BA, drafter.depth)
+        return not isinstance(drafter, Combines) or _finite(drafter.head, ctx, anchors_BA)
+    assert isinstance(drafter, Predictor)
+    hidden = drafter.hidden(ctx, anchors_BA, None)
+    return not drafter.unembed(hidden[:, :, 0], 0).isnan().any()
 
 
 def _alpha(notes: dict[str, Any]) -> list[float]:

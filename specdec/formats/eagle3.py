@@ -66,7 +66,7 @@ def write(drafter: Drafter, tensors: Tensors) -> Tensors:
     nor `t2d` for a draft with the whole vocabulary."""
     if (vocab_S := tensors.pop("vocab_S", None)) is None:
         return tensors
-    inside_V = torch.zeros(drafter.target_vocab, dtype=torch.bool, device=vocab_S.device)
+    inside_V = torch.zeros(drafter.sizes.target_vocab, dtype=torch.bool, device=vocab_S.device)
     inside_V[vocab_S] = True
     offset_S = vocab_S - torch.arange(len(vocab_S), device=vocab_S.device)
     return tensors | {"d2t": offset_S, "t2d": inside_V}

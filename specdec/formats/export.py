@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter
+from specdec.drafters.predictor import Predictor
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
@@ -221,5 +222,6 @@ def logits(drafter: Drafter, target: Target) -> Tensor:
     ctx, _ = target.features(ids_BT, drafter.needs)
     ctx = Context(ids_BT, ctx.layers_BTF, ctx.final_BTD)
     anchors = torch.tensor([[4, 17, 30]], device=target.device)
+    assert isinstance(drafter, Predictor)
     hidden = drafter.hidden(ctx, anchors, None)
     return torch.cat([drafter.unembed(hidden[0, :, k], k) for k in range(hidden.shape[2])])

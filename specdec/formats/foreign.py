@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter
+from specdec.drafters.predictor import Predictor
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
 from specdec.formats.networks import BY_FAMILY, FINAL, Folder, Trial
 from specdec.targets.parts import Parts
@@ -69,11 +70,12 @@ def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
     )
     anchors_BA = torch.tensor([trial.anchors], device=trial.ids_T.device)
     drafted_BAk = torch.stack([trial.following(a) for a in trial.anchors])[None]
+    assert isinstance(drafter, Predictor)
     hidden_AKD = drafter.hidden(ctx, anchors_BA, drafted_BAk)[0]
     found = torch.cat([drafter.unembed(hidden_AKD[:, k], k) for k in range(trial.depths)]).float()
     if drafter.vocab_S is None:
         return found
-    whole = found.new_full((len(found), drafter.target_vocab), -torch.inf)
+    whole = found.new_full((len(found), drafter.sizes.target_vocab), -torch.inf)
     whole[:, drafter.vocab_S] = found
     return whole
 

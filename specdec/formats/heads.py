@@ -20,7 +20,7 @@ def write(drafter: Heads, tensors: Tensors) -> Tensors:
     if (vocab_S := tensors.pop("vocab_S", None)) is not None:
         for name in [n for n in tensors if n.startswith(HEAD)]:
             pruned_SD = tensors[name]
-            tensors[name] = pruned_SD.new_zeros(drafter.target_vocab, pruned_SD.shape[1])
+            tensors[name] = pruned_SD.new_zeros(drafter.sizes.target_vocab, pruned_SD.shape[1])
             tensors[name][vocab_S] = pruned_SD
     return tensors
 
@@ -32,7 +32,7 @@ def read(drafter: Heads, tensors: Tensors) -> Tensors:
     if drafter.vocab_S is None or f"{HEAD}0.weight" not in tensors:
         return tensors
     vocab_S = drafter.vocab_S.cpu()
-    outside_V = torch.ones(drafter.target_vocab, dtype=torch.bool)
+    outside_V = torch.ones(drafter.sizes.target_vocab, dtype=torch.bool)
     outside_V[vocab_S] = False
     found = {n: x for n, x in tensors.items() if n.startswith(HEAD)}
     for name, whole_VD in found.items():

@@ -45,7 +45,7 @@ class Trial:
     @classmethod
     def of(cls, drafter: Drafter, target: Parts) -> "Trial":
         depths, generator = min(drafter.depth, DEPTHS), torch.Generator().manual_seed(0)
-        room = min(target.room(1), drafter.positions or LENGTH + DEPTHS)
+        room = min(target.room(1), drafter.limits.positions or LENGTH + DEPTHS)
         length = min(LENGTH, room - depths)
         ids_T = torch.randint(target.vocab_size, (length + depths,), generator=generator)
         anchors = tuple(max(1, int(share * (length - 1))) for share in ANCHORS)

@@ -17,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.errors import require
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.forced import Text, along, decoded
@@ -71,7 +72,10 @@ def calibrate(
     Where `cfg` lacks 0, or any temperature above it, the calibrations for that stay as they were.
     The prompts are shared out over `ranks`. Raises UserError for a drafter that copies."""
     name = drafter.config.name
-    require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
+    require(
+        not isinstance(drafter, Copies), f"{name} copies tokens: it has no confidence to calibrate"
+    )
+    assert isinstance(drafter, Calibrated)
     found: dict[str, list[Believed]] = {}
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     for temperature in cfg.temperatures:

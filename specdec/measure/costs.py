@@ -19,6 +19,7 @@ from specdec.context import Context, Needs
 from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
+from specdec.drafters.predictor import vocabulary
 from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.device import finish
@@ -108,8 +109,8 @@ def _prepared(
     """Rows that have read the prompt and end with an anchor, the target's cache of them, and a call
     that drafts there. With `slots`, caches have that fixed size and passes are compiled."""
     target, drafter = setup.target, setup.drafter
-    if drafter.positions is not None:
-        prompt = prompt[-max(1, drafter.positions - 1 - shape.depth) :]
+    if drafter.limits.positions is not None:
+        prompt = prompt[-max(1, drafter.limits.positions - 1 - shape.depth) :]
     half = max(1, len(prompt) // 2)
     prompts = [list(prompt[b % half :]) for b in range(batch)]  # of unequal lengths
     cache = target.new_cache(slots)
@@ -117,7 +118,7 @@ def _prepared(
     rows, first_BV = prefill(target, prompts, drafter.needs, cache)
     first = first_BV.argmax(-1).tolist()
     rows.extend([[token] for token in first], Context(rows.ids()), [0] * batch, None)
-    choose = Choose(Sampler(0.0), "fixed", [], drafter.vocab_S, target.vocab_size)
+    choose = Choose(Sampler(0.0), "fixed", [], vocabulary(drafter), target.vocab_size)
     ctx = rows.context(cache)
     return rows, cache, lambda: drafter.draft(ctx, shape, choose, draft_cache)
 

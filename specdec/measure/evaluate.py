@@ -28,6 +28,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, divergence
 from specdec.measure.confidence import believed, reliability
@@ -48,6 +49,7 @@ from specdec.measure.setup import Setup
 from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
+from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.targets.base import Target
@@ -147,7 +149,7 @@ def evaluate(
             machine=machine_of(target),
             temperatures=temperatures,
             learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
-            calibrated_on=each.calibrations.prompts,
+            calibrated_on=each.calibrations.prompts if isinstance(each, Calibrated) else 0,
             operations=c_hat,
             target_operations=step,
             weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
@@ -285,8 +287,9 @@ def _figures(
     every, visited = map(list, zip(*both, strict=True))
 
     variant = setup.variant(shape)
-    beliefs = [] if drafter.copies else [believed(t, variant, gamma) for t in visited]
-    calibration = drafter.calibrations.of(variant)
+    beliefs = [] if isinstance(drafter, Copies) else [believed(t, variant, gamma) for t in visited]
+    own = drafter.calibrations if isinstance(drafter, Calibrated) else Calibrations()
+    calibration = own.of(variant)
 
     def share(
         one: Callable[[Round], float], of: Callable[[Round], float] = lambda r: 1
@@ -353,7 +356,7 @@ def _oracle(
     some prompts if the family can draft that many, otherwise from the measured rounds."""
     if not isinstance(shape, Chain):
         return None
-    if (long := min(LONG, setup.drafter.max_depth or LONG)) > shape.depth:
+    if (long := min(LONG, setup.drafter.limits.depth or LONG)) > shape.depth:
         rounds = setup.rounds(learning[:LEARNING], long)
     if not any(r.drafted for r in rounds):
         return None

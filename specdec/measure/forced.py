@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.decoding.answers import Generation
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Copies
 from specdec.forcing.teacher import TeacherForcing, batch_of, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.objectives.piece import Piece
@@ -43,7 +44,7 @@ class Along(NamedTuple):
 def drafting(drafter: Drafter, gamma: int) -> Drafter:
     """The drafter, set to draft γ tokens if it copies: its first tokens then depend on how many it
     is to copy. For other families, γ tokens are the beginning of any longer draft."""
-    if not drafter.copies or drafter.depth == gamma:
+    if not isinstance(drafter, Copies) or drafter.depth == gamma:
         return drafter
     same = copy(drafter)
     same.depth = gamma
@@ -75,7 +76,7 @@ def along(
     """Teacher forcing over an answer `ids`, as far as target and draft have positions."""
     drafter, placed = forcing.drafter, target.placed(prompt)
     room = target.room(placed)
-    room = room if drafter.positions is None else min(room, drafter.positions)
+    room = room if drafter.limits.positions is None else min(room, drafter.limits.positions)
     read = list(ids[: max(0, room - placed)])
     count = len(Acceptance._fields) + len(Along._fields) - 2 + len(LENIENCES)
     columns = [torch.zeros(len(ids), drafter.depth, dtype=torch.float64) for _ in range(count)]

@@ -16,6 +16,7 @@ from specdec.decoding.disco import Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, length
 from specdec.decoding.policy import Length
 from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Weighs
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths
@@ -26,7 +27,7 @@ SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose rounds are timed, by d
 MORE = (3, 7, 15, 31, 63)  # on other devices
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
-WEIGHED = 48  # tokens of each answer that `Drafter.weigh` learns from
+WEIGHED = 48  # tokens of each answer that `Weighs` learns from
 
 
 @dataclass
@@ -57,8 +58,8 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
     require_fitting(cfg, drafter)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
-    if drafter.chooses:
-        weigh(setup, learning, gamma)
+    if isinstance(drafter, Weighs):
+        weigh(setup, drafter, learning, gamma)
     if cfg.tree == "dynamic":
         return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
     if cfg.tree == "best_first":
@@ -96,7 +97,7 @@ def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
     return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
 
 
-def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
+def weigh(setup: Setup, drafter: Weighs, prompts: Sequence[Sequence[int]], gamma: int) -> None:
     """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
@@ -108,7 +109,7 @@ def weigh(setup: Setup, prompts: Sequence[Sequence[int]], gamma: int) -> None:
     made = setup.ranks.first(lambda: setup.answers(prompts, None, max_new_tokens=new, seeds=seeds))
     texts = [[*g.prompt, *g.ids] for g in made]
     masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in made]
-    setup.drafter.weigh(cost, texts, masks, setup.variant(Chain(gamma)))
+    drafter.weigh(cost, texts, masks, setup.variant(Chain(gamma)))
 
 
 def acceptance_by_rank(

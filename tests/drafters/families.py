@@ -1,9 +1,11 @@
 """What tests of all drafter families share: a tiny target, and a draft of each family."""
 
 import torch
+from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter
+from specdec.drafters.capabilities import Combines, Copies
 from specdec.drafters.copying.copy import CopyConfig
 from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
 from specdec.drafters.copying.lookahead import LookaheadConfig
@@ -14,6 +16,7 @@ from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.sparse import SparseConfig
+from specdec.drafters.nn.gather import text_after
 from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.parallel.dflash2 import DFlash2Config
 from specdec.drafters.parallel.dspark import DSparkConfig
@@ -21,6 +24,7 @@ from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.parallel.peagle import PEagleConfig
+from specdec.drafters.predictor import Predictor
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.drafters.recurrent.falcon import FalconConfig
@@ -28,6 +32,7 @@ from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.recurrent.spire import SpireConfig
+from specdec.forcing.teacher import logits_of
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
 from tests.tiny import (
@@ -111,7 +116,30 @@ def text(seed: int, length: int = T, vocab: int = V) -> torch.Tensor:
     return torch.cat([half, half], 1)
 
 
-def logits(drafter: Drafter, hidden: torch.Tensor) -> torch.Tensor:
+def logits_at(
+    drafter: Drafter, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None
+) -> Tensor:
+    """The logits [B, A, K, S] at anchors, after the text's own tokens or those drafted there, with
+    -inf (nothing drafted) as a number that compares equal. Copied tokens depend on no draft."""
+    if isinstance(drafter, Predictor):
+        return logits(drafter, drafter.hidden(ctx, anchors_BA, drafted_BAk))
+    assert isinstance(drafter, Copies)
+    k = drafter.depth - 1 if drafted_BAk is None else drafted_BAk.shape[-1]
+    ids_BAK = drafter.copied(ctx, anchors_BA, k + 1)
+    if drafted_BAk is None:
+        drafted_BAk = text_after(ctx.ids_BT, anchors_BA, k)
+    hidden_BAKD = torch.zeros(*ids_BAK.shape, 0)
+    if isinstance(drafter, Combines):
+        head, depth = drafter.head, min(k + 1, drafter.gamma)
+        assert isinstance(head, Predictor)
+        states = head.hidden(ctx, anchors_BA, drafted_BAk[..., : depth - 1])
+        hidden_BAKD = torch.nn.functional.pad(states, (0, 0, 0, k + 1 - depth))
+    both = (x.flatten(0, 1) for x in (hidden_BAKD, ids_BAK))
+    found = logits_of(drafter, *both).unflatten(0, anchors_BA.shape)
+    return found.nan_to_num(neginf=-1e9)
+
+
+def logits(drafter: Predictor, hidden: torch.Tensor) -> torch.Tensor:
     """[B, A, K, S], with -inf (nothing drafted) as a number that compares equal."""
     by_depth = [drafter.unembed(hidden[:, :, k], k) for k in range(hidden.shape[2])]
     return torch.stack(by_depth, 2).nan_to_num(neginf=-1e9)

@@ -17,7 +17,7 @@ from specdec.drafters.parallel.dflash2 import DFlash2, DFlash2Config
 from specdec.drafters.parallel.dspark import DSpark, DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing
+from specdec.forcing.teacher import TeacherForcing, logits_of
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -156,7 +156,7 @@ def test_blocks_are_the_references(target: Target, drafter: Block) -> None:
     )
     anchors = [5, T + 9, 1, T + 1, T - 5]
     hidden = drafter.hidden(ctx, torch.tensor([anchors]), None)[0]
-    logits = drafter.unembed_all(hidden)
+    logits = logits_of(drafter, hidden)
     for found, a in zip(logits, anchors, strict=True):
         wanted = expected(drafter, target, (one if a < T else two)[0], a % T)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
@@ -251,7 +251,7 @@ def test_convolutions_and_selector_start_without_effect(target: Target) -> None:
         drafter.attach(target)
         drafter.load_state_dict(same, strict=False)
         same = drafter.state_dict()
-        logits.append(drafter.unembed_all(drafter.hidden(ctx, torch.tensor([[3, 9]]), None)))
+        logits.append(logits_of(drafter, drafter.hidden(ctx, torch.tensor([[3, 9]]), None)))
     torch.testing.assert_close(*logits)
 
 

@@ -18,6 +18,8 @@ from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.predictor import vocabulary
+from specdec.drafters.trainable import trains
 from specdec.forcing.teacher import TeacherForcing
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -32,7 +34,7 @@ from tests.drafters.families import (
     T,
     V,
     context,
-    logits,
+    logits_at,
     make_drafter,
     make_target,
     text,
@@ -61,14 +63,14 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
 def test_depth_k_does_not_read_later_drafted_tokens(target: Target, drafter: Drafter) -> None:
     ctx, anchors = context(target, drafter, text(0)), torch.tensor([[6, 9]])
     drafted = torch.randint(0, V, (1, 2, 2), generator=torch.Generator().manual_seed(3))
-    base = logits(drafter, drafter.hidden(ctx, anchors, drafted))
+    base = logits_at(drafter, ctx, anchors, drafted)
     for k in range(2):
         changed = drafted.clone()
         changed[..., k] = (changed[..., k] + 7) % V
-        other = logits(drafter, drafter.hidden(ctx, anchors, changed))
+        other = logits_at(drafter, ctx, anchors, changed)
         torch.testing.assert_close(other[:, :, : k + 1], base[:, :, : k + 1])
-    one = drafter.hidden(ctx, anchors, drafted[..., :0])
-    torch.testing.assert_close(logits(drafter, one), base[:, :, :1], atol=1e-4, rtol=1e-4)
+    one = logits_at(drafter, ctx, anchors, drafted[..., :0])
+    torch.testing.assert_close(one, base[:, :, :1], atol=1e-4, rtol=1e-4)
 
 
 def test_nothing_at_or_after_the_anchor_is_read_but_its_token(
@@ -77,7 +79,7 @@ def test_nothing_at_or_after_the_anchor_is_read_but_its_token(
     ids, a = text(1), 8
     drafted = torch.tensor([[[5, 9]]])
     ctx = context(target, drafter, ids)
-    base = logits(drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted))
+    base = logits_at(drafter, ctx, torch.tensor([[a]]), drafted)
     spoiled = Context(
         ids.clone(),
         None if ctx.layers_BTF is None else ctx.layers_BTF.clone(),
@@ -87,11 +89,11 @@ def test_nothing_at_or_after_the_anchor_is_read_but_its_token(
     for features in (spoiled.layers_BTF, spoiled.final_BTD):
         if features is not None:
             features[:, a:] = 50 * torch.randn_like(features[:, a:])
-    after = logits(drafter, drafter.hidden(spoiled, torch.tensor([[a]]), drafted))
+    after = logits_at(drafter, spoiled, torch.tensor([[a]]), drafted)
     torch.testing.assert_close(after, base)
     moved = Context(ids.clone(), ctx.layers_BTF, ctx.final_BTD)
     moved.ids_BT[:, a] = (ids[0, a] + 11) % V
-    there = logits(drafter, drafter.hidden(moved, torch.tensor([[a]]), drafted))
+    there = logits_at(drafter, moved, torch.tensor([[a]]), drafted)
     if drafter.config.name not in ("medusa", "mtp_heads", "unigram"):  # which read no token at all
         assert not torch.allclose(there, base)
 
@@ -102,28 +104,24 @@ def test_many_anchors_in_one_pass_equal_one_truncated_context_each(
     ids = torch.cat([text(2), text(3)])
     anchors = torch.tensor([[4, 7, 10], [5, 6, 9]])
     drafted = torch.randint(0, V, (2, 3, 2), generator=torch.Generator().manual_seed(5))
-    many = logits(drafter, drafter.hidden(context(target, drafter, ids), anchors, drafted))
+    many = logits_at(drafter, context(target, drafter, ids), anchors, drafted)
     for b, i in itertools.product(range(2), range(3)):
         a = int(anchors[b, i])
         ctx = context(target, drafter, ids[b : b + 1, : a + 1])
         for name in ("layers_BTF", "final_BTD"):  # as a decoder has them: up to a - 1
             if (features := getattr(ctx, name)) is not None:
                 setattr(ctx, name, features[:, :a])
-        one = logits(
-            drafter, drafter.hidden(ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1])
-        )
+        one = logits_at(drafter, ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1])
         # the longer pass rounds differently, and layers of random weights amplify that
         torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-3, rtol=1e-3)
 
 
 def test_teacher_forcing_is_drafting_the_texts_own_tokens(target: Target, drafter: Drafter) -> None:
     ctx, anchors = context(target, drafter, text(4)), torch.tensor([[3, 6, 9]])
-    forced = drafter.hidden(ctx, anchors, None)
+    forced = logits_at(drafter, ctx, anchors, None)
     own = torch.stack([ctx.ids_BT[0, a + 1 : a + drafter.depth] for a in (3, 6, 9)])[None]
-    given = drafter.hidden(ctx, anchors, own)
-    torch.testing.assert_close(
-        logits(drafter, forced), logits(drafter, given), atol=1e-4, rtol=1e-4
-    )
+    given = logits_at(drafter, ctx, anchors, own)
+    torch.testing.assert_close(forced, given, atol=1e-4, rtol=1e-4)
 
 
 def test_a_cast_leaves_rotary_frequencies_exact(drafter: Drafter) -> None:
@@ -143,9 +141,9 @@ def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter
     ctx, final = target.features(packed, drafter.needs, position_BT=position, document_BT=document)
     alone, alone_final = target.features(two, drafter.needs)
     torch.testing.assert_close(final[:, T:], alone_final, atol=1e-4, rtol=1e-4)
-    here = drafter.hidden(ctx, torch.tensor([[T + 1, T + 3, T + 6]]), None)
-    there = drafter.hidden(alone, torch.tensor([[1, 3, 6]]), None)
-    torch.testing.assert_close(logits(drafter, here), logits(drafter, there), atol=1e-4, rtol=1e-4)
+    here = logits_at(drafter, ctx, torch.tensor([[T + 1, T + 3, T + 6]]), None)
+    there = logits_at(drafter, alone, torch.tensor([[1, 3, 6]]), None)
+    torch.testing.assert_close(here, there, atol=1e-4, rtol=1e-4)
 
 
 def drafted(
@@ -154,7 +152,7 @@ def drafted(
     generators = [
         torch.Generator(ctx.ids_BT.device).manual_seed(seed + b) for b in range(len(ctx.ids_BT))
     ]
-    choose = Choose(sampler, "without", generators, drafter.vocab_S, V)
+    choose = Choose(sampler, "without", generators, vocabulary(drafter), V)
     return drafter.draft(ctx, shape, choose, cache)
 
 
@@ -280,7 +278,7 @@ def taught(name: str, target: Target, texts: list[list[int]]) -> Drafter:
     drafter = make_drafter(name, target, noise=0.05)
     learn(drafter, texts)
     weights = [p for p in drafter.parameters() if p.requires_grad]
-    if drafter.trains(drafter.config):
+    if trains(type(drafter), drafter.config):
         forcing = TeacherForcing(drafter, target, Sampler(1.0))
         masks = [[True] * len(ids) for ids in texts]
         batch = batch_of(target, drafter.needs, Sampler(1.0), texts, masks)

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from specdec.context import Context, Moment
 from specdec.drafters import Drafter
 from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.drafters.predictor import Predictor
 from specdec.drafters.recurrent.hydra import Hydra, HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.errors import UserError
@@ -156,7 +157,7 @@ def test_trees_are_the_references(target: Target, drafter: Drafter) -> None:
             (torch.tensor([[4, 7], [9, 2]]), torch.tensor([[-1, -1], [-1, -1]])),
             (torch.tensor([[5, 8, 3], [1, 6, 2]]), torch.tensor([[1, 0, 1], [0, 0, 1]])),
         ]
-        fast, plain = drafter.begin(ctx, cache), Drafter.begin(drafter, ctx)
+        fast, plain = drafter.begin(ctx, cache), Predictor.begin(drafter, ctx)
         paths: list[list[list[int]]] = [[[]], [[]]]
         with torch.no_grad():
             found = [fast.logits_BS[:, None], *(fast.grow(*level) for level in levels)]

@@ -15,6 +15,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.drafters import DRAFTERS, Drafter, with_copying
 from specdec.drafters.hybrid import Hybrid, HybridConfig, cell, joined, replaced
+from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
@@ -50,7 +51,7 @@ def drafted(
     drafter: Drafter, target: Target, texts: list[list[int]], shape: Shape, temperature: float
 ) -> tuple[Proposal, list[torch.Generator]]:
     generators = [torch.Generator().manual_seed(7) for _ in texts]
-    choose = Choose(Sampler(temperature), "without", generators, drafter.vocab_S, V)
+    choose = Choose(Sampler(temperature), "without", generators, vocabulary(drafter), V)
     ids = torch.tensor(texts)
     return drafter.draft(context(target, drafter, ids), shape, choose), generators
 
@@ -77,7 +78,7 @@ def test_the_choice_by_hand(
     for token in HERE:
         memory.push(token)
     assert memory.chain(4) == [8, 9, 5, 6] and memory.evidence() == (3, 1.0)
-    assert drafter.copied(memory) == copied
+    assert drafter.chain_of(memory) == copied
     (tokens,) = drafted(drafter, target, [ELSEWHERE], Chain(4), 0.0)[0].tokens_BN.tolist()
     assert len(tokens) == gamma
     if settings["v"][1] == 1.2 and not copied:

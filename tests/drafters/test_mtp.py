@@ -19,6 +19,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.parallel.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.drafters.recurrent.mtp import MTP, MTPConfig
 from specdec.errors import UserError
+from specdec.forcing.teacher import logits_of
 from specdec.formats import export
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
@@ -275,6 +276,6 @@ def test_parallel_heads_start_as_the_target(target: Target) -> None:
     drafter = MTPHeads.build(MTPHeadsConfig(), target).double()
     drafter.attach(target)
     ctx, final = target.features(IDS, drafter.needs)
-    logits = drafter.unembed_all(drafter.hidden(ctx, torch.tensor([[8]]), None)[0])
+    logits = logits_of(drafter, drafter.hidden(ctx, torch.tensor([[8]]), None)[0])
     wanted = target.logits(final[0, 7]).expand(1, 3, -1)
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)

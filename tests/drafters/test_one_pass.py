@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from specdec.context import Moment
 from specdec.drafters import Drafter
 from specdec.drafters.nn.over_slots import OverSlots
+from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.recurrent.eagle import Eagle
+from specdec.drafters.trainable import Trainable
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -100,7 +102,9 @@ def watched(drafter: Drafter) -> Iterator[Calls]:
 def trained(drafter: Drafter, target: Target) -> Calls:
     ctx = context(target, drafter, text(0))
     with watched(drafter) as calls:
-        drafter.training_hidden(ctx, torch.tensor([[5, 8]]), Moment(seeds=[1]))
+        if isinstance(drafter, Trainable):
+            drafter.training_hidden(ctx, torch.tensor([[5, 8]]), Moment(seeds=[1]))
+        assert isinstance(drafter, Predictor)
         drafter.hidden(ctx, torch.tensor([[5, 8]]), torch.full((1, 2, 2), 7))
     return calls
 
@@ -112,7 +116,7 @@ def drafted(drafter: Drafter, target: Target) -> Calls:
     shapes: list[Shape] = [Chain(3), Dynamic(3, 10, 4)]
     with watched(drafter) as calls:
         for shape, ctx in zip(shapes, contexts, strict=True):
-            choose = Choose(Sampler(0.0), "without", [torch.Generator()], drafter.vocab_S, V)
+            choose = Choose(Sampler(0.0), "without", [torch.Generator()], vocabulary(drafter), V)
             drafter.draft(ctx, shape, choose, cache)
     return calls
 

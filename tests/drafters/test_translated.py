@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/drafters/test_translated.py
 """
 
 import json
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.models.translated import Translated, TranslatedConfig
+from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.forcing.teacher import Table, TeacherForcing
 from specdec.formats import draft as checkpoint
@@ -27,6 +29,7 @@ from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import TargetConfig, load_target
+from tests.drafters.families import logits_at
 from tests.laws import law
 from tests.runs import as_before
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
@@ -245,7 +248,7 @@ def test_first_token_follows_p(folders: dict[str, Path], pair: tuple[str, str]) 
             text = torch.tensor([prompt])
             final = target.features(text, Needs())[1][0, -1:]
             p = sampler.probs(target.logits(final))[0].double()
-            choose = Choose(sampler, "none", [torch.Generator()], drafter.vocab_S, V)
+            choose = Choose(sampler, "none", [torch.Generator()], vocabulary(drafter), V)
             proposal = drafter.draft(Context(text), Chain(1), choose, drafter.new_cache())
             assert proposal.q_BNV is not None
             q = proposal.q_BNV[0, 0].double()
@@ -281,7 +284,7 @@ def test_cached_draft_equals_the_uncached_one(
         def draw(ctx: Context, seeds: list[int], cache: Any, n: int = n) -> Any:
             rows_of = [torch.Generator().manual_seed(s) for s in seeds]
             choose = Choose(
-                Sampler(temperature), "none", rows_of, drafter.vocab_S, target.vocab_size
+                Sampler(temperature), "none", rows_of, vocabulary(drafter), target.vocab_size
             )
             return drafter.draft(ctx, Chain(3), choose, cache)
 
@@ -331,7 +334,7 @@ def test_forced_alpha_at_depth_one_is_the_decoders_own(folders: dict[str, Path])
     assert drafter.vocab_S is not None
     inside = set(drafter.vocab_S.tolist())
     prompt = prompts(target)[1]
-    choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], drafter.vocab_S, V)
+    choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], vocabulary(drafter), V)
     proposal = drafter.draft(Context(torch.tensor([prompt])), Chain(2), choose, drafter.new_cache())
     assert proposal.q_BNV is not None
     outside = next(i for i in range(V) if i not in inside)
@@ -359,27 +362,22 @@ def test_depths_and_documents(folders: dict[str, Path]) -> None:
         text = prompts(target)[2]
         ctx, anchors = Context(torch.tensor([text])), torch.tensor([[3, 6]])
 
-        def logits(hidden: torch.Tensor, drafter: Translated = drafter) -> torch.Tensor:
-            return torch.stack(
-                [drafter.unembed(hidden[:, :, k], k) for k in range(hidden.shape[2])], 2
-            ).nan_to_num(neginf=-1e9)
-
-        base = logits(drafter.hidden(ctx, anchors, None))
+        base = logits_at(drafter, ctx, anchors, None)
         own = torch.tensor([[text[4:6], text[7:9]]])
-        torch.testing.assert_close(logits(drafter.hidden(ctx, anchors, own)), base)
+        torch.testing.assert_close(logits_at(drafter, ctx, anchors, own), base)
         changed = own.clone()
         changed[..., 1] = 8
-        other = logits(drafter.hidden(ctx, anchors, changed))
+        other = logits_at(drafter, ctx, anchors, changed)
         torch.testing.assert_close(other[:, :, :2], base[:, :, :2])
-        short = logits(drafter.hidden(ctx, anchors, own[..., :0]))
+        short = logits_at(drafter, ctx, anchors, own[..., :0])
         torch.testing.assert_close(short, base[:, :, :1])
         last = torch.tensor([[len(text) - 2, len(text) - 1]])  # with fewer tokens after them
-        assert drafter.hidden(ctx, last, None).shape[:3] == (1, 2, 3)
+        assert logits_at(drafter, ctx, last, None).shape[:3] == (1, 2, 3)
         packed = torch.tensor([prompts(target)[0] + text])
         first = len(packed[0]) - len(text)
         position = torch.tensor([[*range(first), *range(len(text))]])
-        there = drafter.hidden(Context(packed, position_BT=position), anchors + first, None)
-        torch.testing.assert_close(logits(there), base, atol=1e-4, rtol=1e-4)
+        there = logits_at(drafter, Context(packed, position_BT=position), anchors + first, None)
+        torch.testing.assert_close(there, base, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -424,8 +422,9 @@ def test_saved_and_loaded(folders: dict[str, Path], tmp_path: Path, method: str)
     checkpoint.save(tmp_path / "draft", drafter, target)
     loaded = checkpoint.load(tmp_path / "draft", target)
     ctx, anchors = Context(torch.tensor([prompts(target)[2]])), torch.tensor([[3, 6]])
-    same = [d.unembed(d.hidden(ctx, anchors, None)[:, :, 0], 0) for d in (drafter, loaded)]
-    assert torch.equal(*same)
+    drafts = (drafter, loaded, copy(drafter), deepcopy(loaded))
+    first, *others = (logits_at(d, ctx, anchors, None) for d in drafts)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_mistakes_are_told_in_one_line(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import AnchorsConfig, Drafter
+from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Estimates
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, together
 from specdec.forcing.teacher import Batch, TeacherForcing
@@ -23,7 +26,7 @@ from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.tiny import batch_of
 
-TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
+TRAINABLE = [name for name, config in CONFIGS.items() if trains(DRAFTERS[config.name], config)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -191,6 +194,11 @@ def test_a_family_may_train_in_a_way_of_its_own(
     assert torch.equal(forcing(batch, measure=True).alpha.sampled, measured)
 
 
+class Estimating(Medusa, Estimates):
+    def confidence(self, hidden_NKD: Tensor) -> Tensor:
+        return hidden_NKD.mean(-1).sigmoid()
+
+
 @pytest.mark.parametrize(("few", "compares"), [(2, False), (1, False), (2, True)])
 def test_a_piece_holds_what_an_objective_may_read(
     target: Target, few: int, compares: bool, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +207,7 @@ def test_a_piece_holds_what_an_objective_may_read(
     chunks of 2 anchors, read together or one by one. With a reference a chunk is read whole,
     however much is read at once."""
     drafter = make_drafter("medusa", target)
-    monkeypatch.setattr(type(drafter), "confidence", lambda self, hidden: hidden.mean(-1).sigmoid())
+    drafter.__class__ = Estimating
     reference = make_drafter("medusa", target, noise=0.1) if compares else None
     cfg = ObjectiveConfig(chunk=2)
     read_at_once(monkeypatch, 1 if compares else few * drafter.depth * 40)

@@ -18,7 +18,7 @@ from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
-from tests.drafters.families import CONFIGS, V, context, logits, make_drafter, make_target, text
+from tests.drafters.families import CONFIGS, V, context, logits_at, make_drafter, make_target, text
 from tests.runs import as_before
 
 
@@ -38,7 +38,7 @@ def test_saved_and_loaded_weights_give_the_same_logits(
     checkpoint.save(tmp_path / "draft", drafter, target)
     loaded = checkpoint.load(tmp_path / "draft", target)
     ctx, anchors = context(target, drafter, text(10)), torch.tensor([[3, 8]])
-    ours, theirs = (logits(d, d.hidden(ctx, anchors, None)) for d in (drafter, loaded))
+    ours, theirs = (logits_at(d, ctx, anchors, None) for d in (drafter, loaded))
     if drafter.state_dict().keys() == loaded.state_dict().keys():
         assert torch.equal(ours, theirs)
     else:  # adapters were added to the weights

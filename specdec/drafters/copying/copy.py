@@ -11,6 +11,7 @@ here everything before the anchor is the input, and teacher forcing sees what de
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specdec.drafters.copying.memory import Copying, Memory
 
@@ -20,6 +21,7 @@ class CopyConfig:
     """`max_match` is the length of the longest suffix tried; if even that one is ambiguous, its
     latest occurrence is used. `patience` is how many mismatches in a row count as substitutions."""
 
+    bounds: ClassVar = {"max_match": 1}
     name: str = "copy"
     depth: int = 10
     max_match: int = 8
@@ -71,4 +73,3 @@ class Aligned(Memory):
 class Copy(Copying):
     Config = CopyConfig
     Memory = Aligned
-    bounds = {"max_match": 1}

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.base import Sizes
+from specdec.drafters.capabilities import Fits
 from specdec.drafters.nn.gather import tokens_from
+from specdec.drafters.predictor import Predictor
 from specdec.errors import require
 
 
@@ -40,30 +42,29 @@ class BigramConfig(UnigramConfig):
     prior: float = 1.0
 
 
-class Unigram(Drafter):
+class Unigram(Predictor, Fits):
     """`times_V` counts how often the assistant says each token; before `fit`, u is uniform."""
 
     Config: ClassVar[type] = UnigramConfig
-    trainable = False
     times_V: Tensor
 
     def __init__(self, config: Any, sizes: Any) -> None:
         super().__init__(config, sizes)
         require(config.add > 0, f"drafter.add={config.add}: give a number above 0")
-        self.register_buffer("times_V", torch.zeros(self.target_vocab, dtype=torch.long))
+        self.register_buffer("times_V", torch.zeros(self.sizes.target_vocab, dtype=torch.long))
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         said = [y for ids, mask in zip(texts, masks, strict=True) for y in compress(ids, mask)]
         ids_N = torch.tensor(said, dtype=torch.long, device=self.times_V.device)
-        self.times_V = torch.bincount(ids_N, minlength=self.target_vocab)
+        self.times_V = torch.bincount(ids_N, minlength=self.sizes.target_vocab)
 
     def require_sound(self) -> None:
         super().require_sound()
         require(bool((self.times_V >= 0).all()), "tensor 'times_V' has a count below 0")
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The token before each drafted one [B, A, K, 1]; float32 holds ids up to 2^24 exactly."""
-        return tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)[..., None].float()
+        """The state of a Markov chain [B, A, K, 1]: the token before each drafted one."""
+        return tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)[..., None]
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """log q [..., V] itself."""
@@ -94,7 +95,7 @@ class Bigram(Unigram):
     def __init__(self, config: BigramConfig, sizes: BigramSizes) -> None:
         super().__init__(config, sizes)
         require(config.prior > 0, f"drafter.prior={config.prior}: give a number above 0")
-        self.register_buffer("start_V1", torch.zeros(self.target_vocab + 1, dtype=torch.long))
+        self.register_buffer("start_V1", torch.zeros(self.sizes.target_vocab + 1, dtype=torch.long))
         self.register_buffer("next_N", torch.zeros(sizes.pairs, dtype=torch.long))
         self.register_buffer("pairs_N", torch.zeros(sizes.pairs, dtype=torch.long))
 
@@ -105,7 +106,7 @@ class Bigram(Unigram):
         if said:
             said_M2 = torch.tensor(said, device=self.next_N.device)
             pairs_N2, self.pairs_N = said_M2.unique(dim=0, return_counts=True)
-            after_V = torch.bincount(pairs_N2[:, 0], minlength=self.target_vocab)
+            after_V = torch.bincount(pairs_N2[:, 0], minlength=self.sizes.target_vocab)
             self.start_V1[1:] = after_V.cumsum(0)
             self.next_N = pairs_N2[:, 1].contiguous()
             self.sizes.pairs = len(pairs_N2)
@@ -118,11 +119,11 @@ class Bigram(Unigram):
             rising and int(start[-1]) <= len(after) and bool((self.pairs_N >= 0).all()),
             "tensors 'start_V1' and 'pairs_N' hold impossible counts",
         )
-        inside = bool(((after >= 0) & (after < self.target_vocab)).all())
-        require(inside, f"tensor 'next_N' has ids outside 0 to {self.target_vocab - 1}")
+        inside = bool(((after >= 0) & (after < self.sizes.target_vocab)).all())
+        require(inside, f"tensor 'next_N' has ids outside 0 to {self.sizes.target_vocab - 1}")
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        x_R = hidden.long().flatten()
+        x_R = hidden.flatten()
         start_R, count_R = self.start_V1[x_R], self.start_V1[x_R + 1] - self.start_V1[x_R]
         row_M = torch.repeat_interleave(torch.arange(len(x_R), device=x_R.device), count_R)
         first_R = count_R.cumsum(0) - count_R

@@ -16,13 +16,14 @@ Letters: B batch, X scouts, W columns, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
 from specdec.drafters.base import Sizes
+from specdec.drafters.capabilities import Hears, RunsTarget
 from specdec.drafters.copying.memory import Copying, Memories, Memory
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape
@@ -35,6 +36,7 @@ class LookaheadConfig:
     """`window`, `ngram` and `pool` are the paper's W, N and G. An n-gram drafts N - 1 tokens, so a
     larger `depth` is never reached."""
 
+    bounds: ClassVar = dict(window=1, ngram=2, pool=1)
     name: str = "lookahead"
     depth: int = 3
     window: int = 8
@@ -70,16 +72,14 @@ class Pool(Memory):
         return next(iter(self.paths(count)), [])
 
 
-class Lookahead(Copying):
+class Lookahead(Copying, Hears, RunsTarget):
     Config = LookaheadConfig
     Memory = Pool
-    bounds = dict(window=1, ngram=2, pool=1)
-    reads_body = True
     target: Target
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)
-        self.scratch = config.window * (config.ngram - 1)
+        self.limits.slots = config.window * (config.ngram - 1)
 
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)

@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter, copied_chains, one_hot
+from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import NOTHING, Copies
+from specdec.drafters.copying.proposed import (
+    TreeNode,
+    copied_chains,
+    copied_growth,
+    copied_trees,
+)
 from specdec.sampling.choose import Choose
-from specdec.sampling.trees import Chain, Shape
-
-TreeNode = tuple[int, int]  # token and parent: the number of an earlier node, or -1, the anchor
+from specdec.sampling.trees import Chain, Growth, Shape
 
 
 class Memory(ABC):
@@ -63,7 +68,7 @@ class Memory(ABC):
 
 
 class Memories:
-    """The memory of each row of a batch. (Beam search calls `hidden`, which makes its own.)"""
+    """The memory of each row of a batch. (Beam search calls `begin`, which makes its own.)"""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
@@ -80,10 +85,8 @@ class Memories:
         self.rows = [self.rows[b] for b in rows if self.rows]
 
 
-class Copying(Drafter):
+class Copying(Drafter, Copies):
     Memory: ClassVar[type[Memory]]  # the family's own
-    trainable: ClassVar[bool] = False
-    copies = True
 
     def memory(self) -> Any:
         """The memory of an empty text."""
@@ -92,16 +95,14 @@ class Copying(Drafter):
     def new_cache(self, capacity: int | None = None) -> Memories:
         return Memories()
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The copied ids themselves [B, A, K, 1], -1 where nothing is copied."""
-        depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+    def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
         return self.walked(ctx, anchors_BA, depth, lambda memory: memory.chain(depth))
 
     def walked(
-        self, ctx: Context, anchors_BA: Tensor, depth: int, found: Callable[[Any], list[int]]
+        self, ctx: Context, anchors_BA: Tensor, depth: int, chain_of: Callable[[Any], list[int]]
     ) -> Tensor:
-        """The numbers [B, A, K, 1] that `found` gives for the memory at each anchor, cut or padded
-        with -1 to K = `depth`."""
+        """The ids [B, A, K] that `chain_of` gives for the memory at each anchor, cut or padded with
+        `NOTHING` to K = `depth`."""
         copied = []
         rows = (x.tolist() for x in (ctx.ids_BT, ctx.documents()[0], anchors_BA))
         for ids, position, anchors in zip(*rows, strict=True):
@@ -111,14 +112,13 @@ class Copying(Drafter):
                     memory = self.memory()
                 memory.push(ids[t])
                 if t in wanted:
-                    chain = found(memory)[:depth]
-                    chains[t] = chain + [-1] * (depth - len(chain))
+                    chain = chain_of(memory)[:depth]
+                    chains[t] = chain + [NOTHING] * (depth - len(chain))
             copied.append([chains[a] for a in anchors])
-        return torch.tensor(copied, device=anchors_BA.device, dtype=torch.float32)[..., None]
+        return torch.tensor(copied, dtype=torch.long, device=anchors_BA.device)
 
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """0 at the copied token, -inf elsewhere; -inf throughout where nothing is drafted."""
-        return one_hot(hidden, self.target_vocab)
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        return copied_growth(ctx, self.copied, self.sizes.target_vocab)
 
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         memories = self.new_cache() if cache is None else cache
@@ -127,12 +127,3 @@ class Copying(Drafter):
             return copied_chains([m.chain(shape.depth) for m in rows], ctx)
         trees = [m.tree(shape.depth, shape.nodes) for m in rows]
         return copied_trees(trees, ctx.ids_BT.device)
-
-
-def copied_trees(trees: list[list[TreeNode]], device: torch.device) -> Proposal:
-    """A proposal of the tree found for each row, padded to the largest."""
-    most = max(map(len, trees))
-    padded = [[*tree, *[(-1, -1)] * (most - len(tree))] for tree in trees]
-    padded_BN2 = torch.tensor(padded, dtype=torch.long, device=device).view(len(trees), most, 2)
-    tokens_BN, parents_BN = padded_BN2.unbind(-1)
-    return Proposal(tokens_BN, None, parents_BN if most else None)

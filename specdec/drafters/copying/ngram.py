@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from specdec.drafters.base import Sizes
+from specdec.drafters.capabilities import InTransformers
 from specdec.drafters.copying.memory import Copying, Memory
 from specdec.errors import require
 
@@ -55,7 +56,7 @@ class Text(Memory):
         return length, sum(self.ids[e] == self.ids[end] for e in ends) / len(ends)
 
 
-class Ngram(Copying):
+class Ngram(Copying, InTransformers):
     Config = NgramConfig
     Memory = Text
     in_transformers = "prompt lookup"

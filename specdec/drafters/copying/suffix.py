@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying.memory import Copying, Memory, TreeNode
+from specdec.drafters.capabilities import Fits, Sound
+from specdec.drafters.copying.memory import Copying, Memory
+from specdec.drafters.copying.proposed import TreeNode
 from specdec.errors import require
 
 SEPARATOR = -1  # between texts of the corpus: not the id of any token
@@ -38,6 +40,7 @@ class SuffixConfig:
     length of the longest suffix matched, `recent` how many of a token's latest occurrences in the
     text are followed, and `max_tokens` how many of the corpus's last tokens are indexed."""
 
+    bounds: ClassVar = {"max_match": (1, SORTED - 1), "recent": 1, "max_tokens": 1}
     name: str = "suffix"
     depth: int = 16
     factor: float = 2.0
@@ -204,9 +207,8 @@ class SuffixSizes(Sizes):
     tokens: int = 1
 
 
-class Suffix(Copying):
+class Suffix(Copying, Fits, Sound):
     Config = SuffixConfig
-    bounds = {"max_match": (1, SORTED - 1), "recent": 1, "max_tokens": 1}
     Sizes = SuffixSizes
     sizes: SuffixSizes
     text_N: Tensor
@@ -238,10 +240,9 @@ class Suffix(Copying):
         self.sizes.tokens = len(text_N)
 
     def require_sound(self) -> None:
-        super().require_sound()
         ids_N, order_N = self.text_N, self.order_N
-        inside = bool(((ids_N >= SEPARATOR) & (ids_N < self.target_vocab)).all())
-        require(inside, f"tensor 'text_N' has ids outside 0 to {self.target_vocab - 1}")
+        inside = bool(((ids_N >= SEPARATOR) & (ids_N < self.sizes.target_vocab)).all())
+        require(inside, f"tensor 'text_N' has ids outside 0 to {self.sizes.target_vocab - 1}")
         inside = bool(((order_N >= 0) & (order_N < len(ids_N))).all())
         require(inside, "tensor 'order_N' points outside the texts")
 

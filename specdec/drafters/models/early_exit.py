@@ -24,12 +24,13 @@ from typing import Any
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter
 from specdec.drafters.growth import growth_over
 from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers
 from specdec.drafters.nn.gather import entries, states
+from specdec.drafters.predictor import Predictor
+from specdec.drafters.trainable import Trainable
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth
@@ -55,7 +56,7 @@ class EarlyExitSizes(ViewSizes):
     adapted: list[Adapted] = field(default_factory=list)
 
 
-class EarlyExit(View):
+class EarlyExit(View, Trainable):
     Config = EarlyExitConfig
     Sizes = EarlyExitSizes
 
@@ -73,7 +74,7 @@ class EarlyExit(View):
         E = (L + 1) // 2 if config.layers is None else config.layers
         require(1 <= E <= L, f"drafter.layers={E}: give 1 to {L}, the layers of this target")
         adapted = adapted_layers(target, E, config.lora)
-        return cls.sized(config, target, layers=E, adapted=adapted)
+        return cls.Sizes.of(config, target, layers=E, adapted=adapted)
 
     @property
     def train_depth(self) -> int:
@@ -101,7 +102,7 @@ class EarlyExit(View):
         if not self.config.lora.rank:
             return super().begin(ctx)
         if cache is None:
-            return Drafter.begin(self, ctx)
+            return Predictor.begin(self, ctx)
         return growth_over(cache, ctx, partial(self.over_cache, cache))
 
     def over_cache(

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
+from specdec.drafters.capabilities import InTransformers
 from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.models.vocabulary import fitted
@@ -37,14 +38,14 @@ class LMConfig(DraftLMConfig):
     layers: list[int] | None = None
 
 
-class LM(Pretrained):
+class LM(Pretrained, InTransformers):
     Config = LMConfig
     Auto = AutoModelForCausalLM
     in_transformers = "assistant"
 
     def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
-        self.positions = getattr(self.model.config, "max_position_embeddings", None)
+        self.limits.positions = getattr(self.model.config, "max_position_embeddings", None)
         self.takes = cache_argument(self.model.base_model)
         self.compiled = Compiled(self.run, SHORT)
 
@@ -69,7 +70,7 @@ class LM(Pretrained):
                 f"drafter.source={config.source!r}: no draft can be made from this "
                 f"{model['model_type']} ({first_line(error)}): give random, a hub name or a folder"
             ) from error
-        return cls.sized(config, target, model=model, draft_vocab=rows)
+        return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
 
     def start(self, target: Parts) -> None:
         if self.config.source != "target":

@@ -21,9 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.capabilities import Extends
 from specdec.drafters.growth import growth_over
 from specdec.drafters.models.vocabulary import resize
 from specdec.drafters.nn.gather import states
+from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import without_method
@@ -80,7 +82,7 @@ class LMSizes(Sizes):
     model: dict[str, Any]
 
 
-class Pretrained(Drafter):
+class Pretrained(Trainable, Extends):
     """A drafter whose `model` is one of transformers'. A family defines how it reads new tokens."""
 
     Sizes = LMSizes
@@ -116,13 +118,14 @@ class Pretrained(Drafter):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
-        """Like `Drafter.build`. Only a model with fewer rows than the target has a draft
+        """Like `Trainable.build`. Only a model with fewer rows than the target has a draft
         vocabulary, which is those rows. Raises UserError for a `vocab_S` with more."""
         drafter = super().build(config, target, None, earlier)
         require(
             vocab_S is None or drafter.vocab_S is None or len(vocab_S) <= len(drafter.vocab_S),
             "stage.new_tokens cannot add to the vocabulary of a draft LM: omit it",
         )
+        drafter.begin_training(inherited=earlier is not None)
         return drafter
 
     @property
@@ -132,7 +135,7 @@ class Pretrained(Drafter):
     def start(self, target: Parts) -> None:
         if self.config.source != "random":
             trained = load_source(self.Auto, self.config.source, str(target.device))
-            resize(trained, self.target_vocab)
+            resize(trained, self.sizes.target_vocab)
             self.model.load_state_dict(trained.state_dict())
 
     def begin_training(self, inherited: bool) -> None:

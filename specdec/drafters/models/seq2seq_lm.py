@@ -54,7 +54,7 @@ class Seq2SeqLM(Pretrained):
             f"drafter.source={config.source!r} has decoder_start_token_id={ours}, but the target "
             f"has {theirs}: give a model with the target's tokenizer",
         )
-        return cls.sized(config, target, model=model, draft_vocab=rows)
+        return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
 
     def attach(self, target: Parts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)

@@ -21,12 +21,13 @@ heads, w the window, C kept positions, E head width.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
+from specdec.drafters.capabilities import ForLongPrompts
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
 from specdec.drafters.nn.gather import first_tokens, tokens_from
 from specdec.errors import require, require_known, require_within
@@ -44,6 +45,7 @@ class SparseConfig:
     first tokens streaming keeps, as part of its budget; snapkv averages votes over `pool`
     neighbouring positions, an odd number."""
 
+    bounds: ClassVar = {"budget": 1, "window": 1, "refresh": 1, "pool": 1}
     name: str = "sparse"
     depth: int = 4
     method: str = "snapkv"
@@ -79,9 +81,8 @@ class SparseCache(SlotCache):
         self.seen, self.chosen = ([x[b] for b in rows if x] for x in (self.seen, self.chosen))
 
 
-class Sparse(View):
+class Sparse(View, ForLongPrompts):
     Config = SparseConfig
-    bounds = {"budget": 1, "window": 1, "refresh": 1, "pool": 1}
     long_prompts = {method: SparseConfig(method=method) for method in METHODS}
     voters: tuple[Any, ...]  # for snapkv, the view of the target whose attention votes
 
@@ -93,7 +94,7 @@ class Sparse(View):
 
     @classmethod
     def plan(cls, config: SparseConfig, target: Parts) -> ViewSizes:
-        return cls.sized(config, target, layers=decoder_layers(target, config.name))
+        return cls.Sizes.of(config, target, layers=decoder_layers(target, config.name))
 
     def attach(self, target: Parts) -> None:
         super().attach(target)

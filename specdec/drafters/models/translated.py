@@ -28,9 +28,12 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import Drafter, Sizes, copied_chains, one_hot
+from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.capabilities import NOTHING, Copies
+from specdec.drafters.copying.proposed import copied_chains, copied_growth
 from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.nn.gather import first_tokens, last_of, unread
+from specdec.drafters.predictor import Predictor
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -63,17 +66,38 @@ class TranslatedSizes(Sizes):
 
 
 class Translated(Drafter):
+    """Both ways; which of them a drafter takes is its config's `method`."""
+
     Config = TranslatedConfig
     Sizes = TranslatedSizes
-    trainable = False
+
+    def __new__(cls, config: TranslatedConfig | None = None, *_: Any) -> "Translated":
+        if config is None:  # a copy is of the same kind
+            return super().__new__(cls)
+        return super().__new__(ByText if config.method == "slem" else ByTokens)
 
     def __init__(self, config: TranslatedConfig, sizes: TranslatedSizes) -> None:
         super().__init__(config, sizes)
-        self.copies = config.method == "slem"
         self.register_buffer("draft_S", torch.zeros(sizes.draft_vocab or 0, dtype=torch.long))
         self.draft_S: Tensor
         self.lm: Target  # the draft, attached: frozen, and never saved
         self.bridge: Bridge
+
+    @classmethod
+    def build(
+        cls,
+        config: TranslatedConfig,
+        target: Parts,
+        vocab_S: Tensor | None = None,
+        earlier: Drafter | None = None,
+    ) -> "Translated":
+        """Its draft vocabulary is the intersection, whatever `vocab_S` holds."""
+        drafter = super().build(config, target)
+        if isinstance(drafter, ByTokens):
+            ids = drafter.bridge.common(target.vocab_size, drafter.lm.vocab_size)
+            drafter.vocab_S, drafter.draft_S = (torch.tensor(x, device=target.device) for x in ids)
+            drafter.attach(target)
+        return drafter
 
     @classmethod
     def plan(cls, config: TranslatedConfig, target: Parts) -> TranslatedSizes:
@@ -90,13 +114,7 @@ class Translated(Drafter):
                 "vocabulary: give drafter.method=slem",
             )
         own = {"draft_vocab": common, "draft_fingerprint": lm.fingerprint()}
-        return cls.sized(config, target, **own)
-
-    def start(self, target: Parts) -> None:
-        if self.vocab_S is not None:
-            ids = self.bridge.common(target.vocab_size, self.lm.vocab_size)
-            self.vocab_S, self.draft_S = (torch.tensor(x, device=target.device) for x in ids)
-            self._unembed = self.lm.unembedding(self.draft_S)
+        return cls.Sizes.of(config, target, **own)
 
     def attach(self, target: Parts) -> None:
         self.lm = _loaded(self.config, target)
@@ -106,53 +124,9 @@ class Translated(Drafter):
                 "made: give the model with those weights, or make the draft again"
             )
         self.bridge = Bridge(target.tokenizer, self.lm.tokenizer)
-        self._unembed = self.lm.unembedding(self.draft_S)
-
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """tli: hidden states [B, A, K, D + 1], whose last column is 0, or -inf where a token before
-        that depth cannot be drafted. slem: the drafted ids [B, A, K, 1], -1 where there is none."""
-        depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
-        found = []
-        for b, (ids, firsts) in enumerate(zip(ctx.ids_BT.tolist(), first_tokens(ctx, anchors_BA))):
-            cache = self.new_cache()
-            for i, (a, first) in enumerate(zip(anchors_BA[b].tolist(), firsts)):
-                text = ids[first : a + 1]
-                if self.vocab_S is None:
-                    tokens = self._written([text], cache)[0][:depth]
-                    tokens += [-1] * (depth - len(tokens))
-                    found.append(torch.tensor(tokens, dtype=torch.float32)[:, None])
-                else:
-                    after = ids[a + 1 : a + depth] if drafted_BAk is None else drafted_BAk[b, i]
-                    after_k = torch.as_tensor(after, dtype=torch.long)
-                    found.append(self._forced(text, after_k, depth, cache))
-        return torch.stack(found).view(*anchors_BA.shape, depth, -1).to(anchors_BA.device)
-
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """Draft logits over the intersection; slem: 0 at the drafted token, -inf elsewhere."""
-        if self.vocab_S is not None:
-            return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
-        return one_hot(hidden, self.target_vocab)
 
     def new_cache(self, capacity: int | None = None) -> "TranslatedCache":
         return TranslatedCache(self.lm.config.num_hidden_layers)
-
-    def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
-        """tli over the draft's cache, which first reads the part of the text that differs."""
-        if cache is None:
-            return super().begin(ctx)
-
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            own_BW, _ = self.own_ids(tokens_BW)
-            return self._unembed(self.continued(own_BW, cache, parents_BW))
-
-        return Growth(self._unembed(self.after_texts(ctx.rows(), cache)), grow)
-
-    @torch.no_grad()
-    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
-        if self.vocab_S is not None:
-            return super().draft(ctx, shape, choose, cache)
-        written = self._written(ctx.rows(), cache or self.new_cache())
-        return copied_chains([ids[: shape.depth] for ids in written], ctx)
 
     def after_texts(self, texts: Sequence[list[int]], cache: "TranslatedCache") -> Tensor:
         """The draft's hidden states [B, D] after texts in target tokens."""
@@ -175,6 +149,49 @@ class Translated(Drafter):
         """Hidden states [B, T, D] of uncommitted tokens, given in the draft's own ids."""
         return self.lm.features(ids_BT, Needs(), cache=cache, parents_BT=parents_BT)[1]
 
+    def _fitting(self, own: list[int]) -> list[int]:
+        """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""
+        positions = getattr(self.lm.config, "max_position_embeddings", None) or len(own) + 256
+        room = positions - min(64, positions // 4)
+        over, leap = len(own) - room, max(1, room // 2)
+        return own if over <= 0 else own[-(-over // leap) * leap :]
+
+
+class ByTokens(Translated, Predictor):
+    """Token-level intersection."""
+
+    def attach(self, target: Parts) -> None:
+        super().attach(target)
+        self._unembed = self.lm.unembedding(self.draft_S)
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """Hidden states [B, A, K, D + 1], whose last column is 0, or -inf where a token before that
+        depth cannot be drafted."""
+        depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        states = []
+        for b, (ids, firsts) in enumerate(zip(ctx.ids_BT.tolist(), first_tokens(ctx, anchors_BA))):
+            cache = self.new_cache()
+            for i, (a, first) in enumerate(zip(anchors_BA[b].tolist(), firsts)):
+                after = ids[a + 1 : a + depth] if drafted_BAk is None else drafted_BAk[b, i]
+                after_k = torch.as_tensor(after, dtype=torch.long)
+                states.append(self._forced(ids[first : a + 1], after_k, depth, cache))
+        return torch.stack(states).view(*anchors_BA.shape, depth, -1).to(anchors_BA.device)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        """Draft logits over the intersection."""
+        return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
+
+    def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
+        """Over the draft's cache, which first reads the part of the text that differs."""
+        if cache is None:
+            return super().begin(ctx)
+
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+            own_BW, _ = self.own_ids(tokens_BW)
+            return self._unembed(self.continued(own_BW, cache, parents_BW))
+
+        return Growth(self._unembed(self.after_texts(ctx.rows(), cache)), grow)
+
     def own_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The draft's ids for target tokens, and which of those tokens are in the intersection."""
         assert self.vocab_S is not None
@@ -195,6 +212,29 @@ class Translated(Drafter):
         out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf
         return out
 
+
+class ByText(Translated, Copies):
+    """String-level exact match."""
+
+    def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
+        rows = []
+        for ids, firsts, ends in zip(
+            ctx.ids_BT.tolist(), first_tokens(ctx, anchors_BA), anchors_BA.tolist()
+        ):
+            cache = self.new_cache()
+            texts = (ids[first : a + 1] for a, first in zip(ends, firsts))
+            written = [self._written([text], cache)[0][:depth] for text in texts]
+            rows.append([own + [NOTHING] * (depth - len(own)) for own in written])
+        return torch.tensor(rows, dtype=torch.long, device=anchors_BA.device)
+
+    @torch.no_grad()
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
+        written = self._written(ctx.rows(), cache or self.new_cache())
+        return copied_chains([ids[: shape.depth] for ids in written], ctx)
+
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        return copied_growth(ctx, self.copied, self.sizes.target_vocab)
+
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
         """The draft's continuation of each text, in target tokens."""
         last_BD = self.after_texts(texts, cache)
@@ -206,14 +246,7 @@ class Translated(Drafter):
             steps.append(self.lm.logits(last_BD).float().argmax(-1).tolist())
         rows = [list(row) for row in zip(*steps)]
         drafted = map(self.bridge.to_target, texts, cache.tokens, rows)
-        return [list(takewhile(self.target_vocab.__gt__, ids)) for ids in drafted]
-
-    def _fitting(self, own: list[int]) -> list[int]:
-        """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""
-        positions = getattr(self.lm.config, "max_position_embeddings", None) or len(own) + 256
-        room = positions - min(64, positions // 4)
-        over, leap = len(own) - room, max(1, room // 2)
-        return own if over <= 0 else own[-(-over // leap) * leap :]
+        return [list(takewhile(self.sizes.target_vocab.__gt__, ids)) for ids in drafted]
 
 
 class TranslatedCache(SlotCache):

@@ -18,7 +18,9 @@ from transformers import PreTrainedConfig
 
 from specdec.compat import set_attention, twin
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.base import Sizes
+from specdec.drafters.capabilities import RunsTarget
+from specdec.drafters.predictor import Predictor
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs
 from specdec.sampling.trees import Growth
@@ -33,13 +35,11 @@ class ViewSizes(Sizes):
     layers: int
 
 
-class View(Drafter):
+class View(Predictor, RunsTarget):
     """A drafter that runs the target's own weights. It continues a cache of the committed tokens
     before the anchor: the anchor takes the first scratch slot, drafted tokens the next ones."""
 
     Sizes = ViewSizes
-    trainable = False
-    reads_body = True
     target: Target
     body: tuple[Any]  # the model that drafts; in a tuple, so that it is never saved
 

@@ -21,7 +21,7 @@ def states(
     drafted_BAk: Tensor | None,
     depth: int,
 ) -> Tensor:
-    """`Drafter.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
+    """`Predictor.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
     a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAk is None:
         return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)

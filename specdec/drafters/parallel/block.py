@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import AnchorsConfig, Drafter, Sizes, chosen_layers, require_rising
+from specdec.drafters.base import Limits, Sizes, chosen_layers, require_rising
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import last_of, pieces, unread
@@ -31,6 +31,7 @@ from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting
 from specdec.drafters.nn.over_slots import AfterText
 from specdec.drafters.nn.over_text import Keys, OverDrafts, Sight
 from specdec.drafters.nn.rope import Rope
+from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
@@ -48,6 +49,7 @@ class BlockConfig:
     target's last layers and its final norm; `random` is the paper's start.
     """
 
+    bounds: ClassVar[dict[str, Any]] = {"num_layers": (1, 64)}
     name: str
     depth: int = 7
     num_layers: int = 3
@@ -71,9 +73,9 @@ class BlockSizes(Sizes):
     mask_token: int
 
 
-class Block(Drafter):
+class Block(Trainable):
     Sizes = BlockSizes
-    bounds = {"num_layers": (1, 64)}
+    parallel: ClassVar[bool] = False  # whether no depth reads a drafted token
     causal: ClassVar[bool] = False  # whether a slot sees only itself and the slots before it
     first: ClassVar[int] = 1  # the slot that predicts depth 0, the token after the anchor
     target: Parts
@@ -84,8 +86,8 @@ class Block(Drafter):
         require_between("drafter.mask_token", sizes.mask_token, 0, sizes.target_vocab - 1)
         self.needs = Needs(layers=tuple(sizes.layers))
         self.llama = config_of(sizes.llama)
-        self.max_depth, self.slots = config.depth, config.depth + self.first
-        self.scratch = self.slots
+        self.slots = config.depth + self.first
+        self.limits = Limits(depth=config.depth, slots=self.slots, parallel=self.parallel)
         D, eps = self.llama.hidden_size, self.llama.rms_norm_eps
         self.fc = nn.Linear(len(sizes.layers) * D, D, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
@@ -104,7 +106,7 @@ class Block(Drafter):
         layers = chosen_layers(config.layers, spread, target)
         llama = llama_of(target, config.intermediate_size)
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
-        return cls.sized(config, target, layers=layers, llama=llama, mask_token=mask)
+        return cls.Sizes.of(config, target, layers=layers, llama=llama, mask_token=mask)
 
     def start(self, target: Parts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
@@ -168,7 +170,7 @@ class Block(Drafter):
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""
-        context_BTD, M = self.fuse(self.features_of(ctx)), self.slots
+        context_BTD, M = self.fuse(ctx.features(self.needs)), self.slots
         T = context_BTD.shape[1]
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
@@ -226,7 +228,7 @@ class Block(Drafter):
     def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
         new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
         W = max(new)
-        features = pieces(self.features_of(ctx), cache.lengths, W)
+        features = pieces(ctx.features(self.needs), cache.lengths, W)
         known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
         cache.place(anchor_B.new_zeros(len(new), W + M))
         steps = torch.arange(W + M, device=device)

@@ -16,7 +16,7 @@ G groups of channels, R rank, S draft vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from specdec.targets.parts import Parts
 class DFlash2Config(BlockConfig):
     """`taps` slots are mixed, `group` channels share a correction, `rank` is the selector's."""
 
+    bounds: ClassVar = {**BlockConfig.bounds, "taps": 1, "group": 1, "rank": 1}
     name: str = "dflash2"
     taps: int = 2
     group: int = 16
@@ -81,7 +82,6 @@ class Selector(nn.Module):
 
 class DFlash2(Block):
     Config = DFlash2Config
-    bounds = {**Block.bounds, "taps": 1, "group": 1, "rank": 1}
 
     def __init__(self, config: DFlash2Config, sizes: BlockSizes) -> None:
         super().__init__(config, sizes)

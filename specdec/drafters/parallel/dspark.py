@@ -12,11 +12,13 @@ Letters: B batch, A anchors, N rows, K depth, W nodes, D width, R rank, S draft 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
+from specdec.drafters.capabilities import Estimates
 from specdec.drafters.growth import with_depth
 from specdec.drafters.nn.gather import tokens_from
 from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
@@ -27,13 +29,13 @@ from specdec.sampling.trees import Growth
 class DSparkConfig(BlockConfig):
     """`rank` is that of the Markov head."""
 
+    bounds: ClassVar = {**BlockConfig.bounds, "rank": 1}
     name: str = "dspark"
     rank: int = 256
 
 
-class DSpark(Block):
+class DSpark(Block, Estimates):
     Config = DSparkConfig
-    bounds = {**Block.bounds, "rank": 1}
     first = 0
 
     def __init__(self, config: DSparkConfig, sizes: BlockSizes) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
+from specdec.drafters.capabilities import Adapts
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
@@ -58,6 +59,7 @@ class MedusaConfig:
     `adapter.rank` above 0 trains the target too (Medusa-2).
     """
 
+    bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "medusa"
     depth: int = 3
     num_layers: int = 1
@@ -87,16 +89,15 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class Medusa(Heads):
+class Medusa(Heads, Adapts):
     Config = MedusaConfig
     Sizes = MedusaSizes
     sizes: MedusaSizes
-    parallel = True
     added = "adapters."
-    bounds = {"num_layers": (1, MOST_LAYERS)}
 
     def __init__(self, config: MedusaConfig, sizes: MedusaSizes) -> None:
         super().__init__(config, sizes, sizes.width, config.shared_head, bias=False)
+        self.limits.parallel = True
         blocks = (
             ResidualBlock(sizes.width, config.num_layers, config.bias) for _ in range(config.depth)
         )

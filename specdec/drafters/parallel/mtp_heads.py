@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter, Sizes
+from specdec.drafters.base import Limits, Sizes
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.layer import copy_last, llama_of
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes
+from specdec.drafters.trainable import Trainable
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -69,15 +70,14 @@ class Caches(list[SlotCache]):
             cache.select(rows)
 
 
-class MTPHeads(Drafter):
+class MTPHeads(Trainable):
     Config = MTPHeadsConfig
     Sizes: ClassVar[type[Sizes]] = MTPHeadsSizes
-    parallel = True
 
     def __init__(self, config: MTPHeadsConfig, sizes: MTPHeadsSizes) -> None:
         super().__init__(config, sizes)
         self.needs = Needs(layers=(sizes.trunk,))
-        self.max_depth = config.depth
+        self.limits = Limits(depth=config.depth, parallel=True)
         self.heads: Any = nn.ModuleList(Head(sizes) for _ in range(config.depth))
 
     @classmethod
@@ -85,7 +85,7 @@ class MTPHeads(Drafter):
         trunk = target.config.num_hidden_layers - 1
         llama = llama_of(target, config.intermediate_size)
         require(trunk > 0, f"{target.name} has 1 layer, but mtp_heads needs 2: give another target")
-        return cls.sized(config, target, llama=llama, trunk=trunk)
+        return MTPHeadsSizes.of(config, target, llama=llama, trunk=trunk)
 
     def start(self, target: Parts) -> None:
         for head in self.heads:

@@ -12,12 +12,14 @@ Letters: B batch, T new pairs, A anchors, K depth, D width, S draft vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Context, Moment
+from specdec.drafters.base import Limits
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.gather import entries, pieces, unread
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config, Eagle3Sizes
@@ -36,6 +38,7 @@ class PEagleConfig(Eagle3Config):
     implementation uses 0.7 and 0.2.
     """
 
+    starts: ClassVar[tuple[str, ...]] = ("target", "random")
     name: str = "peagle"
     start: str = "target"
     mask_token: int | None = None
@@ -50,13 +53,11 @@ class PEagleConfig(Eagle3Config):
 
 class PEagle(Eagle3):
     Config = PEagleConfig
-    starts = ("target", "random")
-    parallel = True
 
     def __init__(self, config: PEagleConfig, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
         require_within("drafter", config, mask_token=(0, sizes.target_vocab - 1))
-        self.max_depth = self.scratch = config.depth
+        self.limits = Limits(depth=config.depth, slots=config.depth, parallel=True)
         given = config.mask_token
         self.mask_token = sizes.target_vocab - 1 if given is None else given
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
@@ -107,7 +108,7 @@ class PEagle(Eagle3):
             logits_BKS = self.unembed(self.hidden(ctx, anchor_B1, None)[:, 0], 0)
         else:
             new, masked = unread(cache, [n - 1 for n in ctx.counts()]), self.depth - 1
-            read = self.features_of(ctx), ctx.ids_BT[:, 1:]
+            read = ctx.features(self.needs), ctx.ids_BT[:, 1:]
             features, tokens = (pieces(x, cache.lengths, max(new) + masked) for x in read)
             place_T = torch.arange(tokens.shape[1], device=tokens.device)
             unknown_BT = place_T >= torch.tensor(new, device=tokens.device)[:, None]

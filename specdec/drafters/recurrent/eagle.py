@@ -20,7 +20,7 @@ from specdec.context import Context, Known, Moment, Needs
 from specdec.drafters.nn.gather import text_after
 from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.recurrent.solved import Solved
+from specdec.drafters.recurrent.solved import STARTS, Solved
 from specdec.errors import require_within
 from specdec.targets.parts import Parts
 
@@ -34,6 +34,7 @@ class EagleConfig(RecurrentConfig):
     as data, without a gradient through it, as in HASS. `start=regression` starts from the best
     linear draft (see `Eagle.regress`), `start=target` from a copy of the target's last layer."""
 
+    starts: ClassVar[tuple[str, ...]] = STARTS
     name: str = "eagle"
     start: str = "regression"
     unroll: int | None = None

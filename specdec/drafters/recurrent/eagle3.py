@@ -10,6 +10,7 @@ Letters: D width, F features, S draft vocabulary.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from specdec.context import Known, Needs
 from specdec.drafters.base import chosen_layers, require_rising
 from specdec.drafters.nn.layer import Layer, copy_alike, copy_fitting, llama_of
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.recurrent.solved import Solved
+from specdec.drafters.recurrent.solved import STARTS, Solved
 from specdec.drafters.regression import Squares, low_rank, ridge
 from specdec.errors import require
 from specdec.targets.parts import Parts
@@ -41,6 +42,8 @@ class Eagle3Config(RecurrentConfig):
     `norm_output` norms the output that the next depth reads.
     """
 
+    starts: ClassVar[tuple[str, ...]] = STARTS
+    bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "eagle3"
     start: str = "regression"
     layers: list[int] | None = None
@@ -69,7 +72,6 @@ class Eagle3Sizes(RecurrentSizes):
 class Eagle3(Solved):
     Config = Eagle3Config
     Sizes = Eagle3Sizes
-    bounds = {"num_layers": (1, MOST_LAYERS)}
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
@@ -99,7 +101,7 @@ class Eagle3(Solved):
         )
         layers = chosen_layers(config.layers, [2, L // 2, L - 3], target)
         llama = llama_of(target, config.intermediate_size)
-        return cls.sized(config, target, llama=llama, layers=layers)
+        return cls.Sizes.of(config, target, llama=llama, layers=layers)
 
     def copy_from(self, target: Parts) -> None:
         """Also copy the head and the final norm. If the target's layers do not have the parts of

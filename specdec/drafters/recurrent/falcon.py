@@ -124,7 +124,7 @@ class Falcon(Eagle):
 
     def pairs(self, ctx: Context, at_BXk: Tensor) -> Tensor:
         """The pairs [B, X, k, E] of a text at these places."""
-        ids, features = ctx.ids_BT[:, 1:].gather(1, at_BXk.flatten(1)), self.features_of(ctx)
+        ids, features = ctx.ids_BT[:, 1:].gather(1, at_BXk.flatten(1)), ctx.features(self.needs)
         read = self.embed(ids), self.fuse(entries(features, at_BXk.flatten(1)))
         return torch.cat(read, -1).view(*at_BXk.shape, -1)
 
@@ -146,7 +146,7 @@ class Falcon(Eagle):
         """
         noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
-        share, true_BTD = self.config.glance * (1 - moment.progress), self.features_of(ctx)
+        share, true_BTD = self.config.glance * (1 - moment.progress), ctx.features(self.needs)
         if share > 0:
             with torch.no_grad():
                 guess = self.hidden(noisy, anchors_BA, drafted_BAk[..., : BLOCK - 1])
@@ -158,7 +158,7 @@ class Falcon(Eagle):
             if moment.counted_BAK is not None:
                 wrong_BAk &= moment.counted_BAK[..., : guess.shape[2]]
                 able_BA &= moment.counted_BAK[..., 0]
-            ids_BT, final_BTD = ctx.ids_BT.clone(), self.features_of(noisy).clone()
+            ids_BT, final_BTD = ctx.ids_BT.clone(), noisy.features(self.needs).clone()
             for b, generator in enumerate(moment.generators(torch.device("cpu"))):
                 able = anchors_BA[b, able_BA[b]]
                 order = torch.randperm(len(able), generator=generator).to(able.device)

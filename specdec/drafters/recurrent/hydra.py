@@ -15,13 +15,14 @@ Letters: B batch, T time, A anchors, D width, F width of what a head reads.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specdec.context import Context, Known, Moment
+from specdec.drafters.capabilities import Solves
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.nn.gather import entries
 from specdec.drafters.nn.layer import llama_of
@@ -40,6 +41,8 @@ class HydraHeadsConfig:
     `draft_vocab` null keeps the whole vocabulary. `start=regression` starts from the best linear
     heads (see `Hydra.regress`), `start=target` as the reference does."""
 
+    starts: ClassVar[tuple[str, ...]] = ("regression", "target")
+    bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "hydra"
     depth: int = 3
     start: str = "regression"
@@ -63,11 +66,9 @@ class HydraSizes(HeadsSizes):
     llama: dict[str, Any] | None = None
 
 
-class Hydra(Heads):
+class Hydra(Heads, Solves):
     Config = HydraHeadsConfig
     Sizes = HydraSizes
-    bounds = {"num_layers": (1, MOST_LAYERS)}
-    starts = ("regression", "target")
 
     def __init__(self, config: HydraHeadsConfig, sizes: HydraSizes) -> None:
         D = sizes.width

@@ -16,12 +16,13 @@ Letters: N anchors, E width of the target's state, D width of the speculator's, 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specdec.context import Known
+from specdec.drafters.capabilities import Solves
 from specdec.drafters.heads import Heads, HeadsSizes
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
@@ -44,6 +45,8 @@ class MlpConfig:
     reference does.
     """
 
+    starts: ClassVar[tuple[str, ...]] = ("regression", "random")
+    bounds: ClassVar = {"inner_dim": 1}
     name: str = "mlp"
     depth: int = 3
     start: str = "regression"
@@ -70,10 +73,8 @@ class ShiftedNorm(nn.RMSNorm):
         return super().forward(x) + self.bias
 
 
-class Mlp(Heads):
+class Mlp(Heads, Solves):
     Config = MlpConfig
-    bounds = {"inner_dim": 1}
-    starts = ("regression", "random")
 
     def __init__(self, config: MlpConfig, sizes: HeadsSizes) -> None:
         D, V, n = config.inner_dim or sizes.width, sizes.target_vocab, config.depth
@@ -130,7 +131,8 @@ class Mlp(Heads):
             proj.weight.copy_(solved[:width].T / self.state_weight)
             if not tied:
                 of_token_ED = (solved[width:] / self.token_weight).to(emb.weight)
-                for ids in torch.arange(self.target_vocab, device=target.device).split(AT_ONCE):
+                every_V = torch.arange(self.sizes.target_vocab, device=target.device)
+                for ids in every_V.split(AT_ONCE):
                     emb.weight[ids] = target.embedding(ids).to(of_token_ED) @ of_token_ED
 
         own_head_SE = target.own_head(self.vocab_S)
@@ -145,7 +147,7 @@ class Mlp(Heads):
 
     def at(self, some: Known, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""
-        state = some.before(self.features_of(some.ctx)).to(self.proj[0].weight.dtype)
+        state = some.before(some.ctx.features(self.needs)).to(self.proj[0].weight.dtype)
         for depth in range(k):
             state = self.step(state, some.tokens(depth), depth)
         return state

@@ -27,6 +27,7 @@ Letters: B batch, T time, P pairs (T - 1), A anchors, W new tokens, K depths, D 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last, fits
 from specdec.drafters.nn.over_slots import OverSlots
 from specdec.drafters.nn.over_text import Keys, OverPairs, Sight
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.recurrent.solved import Solved
+from specdec.drafters.recurrent.solved import STARTS, Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -59,6 +60,7 @@ class MTPConfig(RecurrentConfig):
     depends on `start` alone.
     """
 
+    starts: ClassVar[tuple[str, ...]] = STARTS
     name: str = "mtp"
     start: str = "regression"
     modules: int = 1
@@ -118,7 +120,7 @@ class MTP(Solved):
         self.of_target = False  # whether training starts from the target's own MTP modules
         self.several = config.modules > 1
         if self.several:
-            self.max_depth = config.modules
+            self.limits.depth = config.modules
 
     @property
     def stack(self) -> list[Module]:
@@ -214,7 +216,7 @@ class MTP(Solved):
             return every._replace(document_BP=document_BP.masked_fill(early, -2))
 
         embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
-        state = self.fuse(self.features_of(ctx)[:, : T - 1])
+        state = self.fuse(ctx.features(self.needs)[:, : T - 1])
         return self.step(embedding, state, ModulesOverPairs(Keys(every), rope, sight))
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
@@ -228,7 +230,7 @@ class MTP(Solved):
         if not self.several or cache is None:
             return super().begin(ctx, cache)
         new = unread(cache, [n - 1 for n in ctx.counts()])
-        features = pieces(self.features_of(ctx), cache.lengths, max(new))
+        features = pieces(ctx.features(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         over_slots = self._over_slots(cache, tokens, None)
         state_BWD = self.step(self.embed(tokens), self.fuse(features), over_slots)[:, :, 0]

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment
-from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
+from specdec.drafters.base import Sizes
 from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import entries, pieces, text_after, unread
 from specdec.drafters.nn.layer import Layer, config_of, llama_of
 from specdec.drafters.nn.over_slots import OverSlots
 from specdec.drafters.nn.over_text import At, Keys, OverDrafts, OverPairs, Sight
 from specdec.drafters.nn.rope import Rope
+from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
@@ -52,7 +53,7 @@ class RecurrentSizes(Sizes):
     llama: dict[str, Any]
 
 
-class Recurrent(Drafter):
+class Recurrent(Trainable):
     """A family gives its `layers` and how a pair enters the first of them. All pairs of a text are
     keys, but queries of the last layer and later steps are computed only at anchors, so training on
     a sample of anchors saves most of the work."""
@@ -70,7 +71,7 @@ class Recurrent(Drafter):
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
-        return cls.sized(config, target, llama=llama_of(target, config.intermediate_size))
+        return cls.Sizes.of(config, target, llama=llama_of(target, config.intermediate_size))
 
     @property
     def layer(self) -> Layer:
@@ -163,7 +164,7 @@ class Recurrent(Drafter):
         keys, at = Keys(sight(pair_BA)), At(pair_BA, self.rope(position_BA, P + k))
         rope, count = self.rope(position_BP, P + k), len(self.upper)
         over_pairs = OverPairs(keys, rope, lambda i: sight(every_BP), count, at)
-        state = self.fuse(self.features_of(ctx)[:, :P])
+        state = self.fuse(ctx.features(self.needs)[:, :P])
         steps = [self.step(self.embed(ids_BP), state, over_pairs)]
         for depth in range(1, k + 1):
             stream, width = steps[-1], anchors_BA.shape[1] if widths is None else widths[depth]
@@ -184,7 +185,7 @@ class Recurrent(Drafter):
         which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
         count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
         width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
-        final_BTD = self.features_of(ctx)
+        final_BTD = ctx.features(self.needs)
         draws = [
             torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
             for generator in moment.generators(final_BTD.device)
@@ -222,7 +223,7 @@ class Recurrent(Drafter):
         if cache is None:
             return super().begin(ctx)
         new = unread(cache, [n - 1 for n in ctx.counts()])
-        features = pieces(self.features_of(ctx), cache.lengths, max(new))
+        features = pieces(ctx.features(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         # the output at the anchor, then at every node
         nodes_BWD, logits = self._cached(cache, features, None, tokens, None, new)

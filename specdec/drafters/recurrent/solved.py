@@ -1,4 +1,4 @@
-"""Recurrent drafts whose start can be solved for in closed form (`Drafter.regress`).
+"""Recurrent drafts whose start can be solved for in closed form (`Solves`).
 
 At such a start, attention adds nothing or lets a token see only itself. So depths 0 and 1 depend
 only on what they read themselves, and are linear in some of the weights. Letters: N known anchors,
@@ -6,22 +6,22 @@ D width, F features.
 """
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known
+from specdec.drafters.capabilities import Solves
 from specdec.drafters.nn.layer import away_from_zero
 from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.drafters.regression import Squares, ridge
 
+STARTS = ("regression", "target", "random")  # values of the setting `start`
 
-class Solved(Recurrent):
+
+class Solved(Recurrent, Solves):
     """A family gives `regress`, made from the methods here."""
-
-    starts: ClassVar[tuple[str, ...]] = ("regression", "target", "random")
 
     def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
         """What `fc` reads of a pair [..., 2D], in families where it reads both parts."""
@@ -34,7 +34,7 @@ class Solved(Recurrent):
 
     def before(self, some: Known) -> Tensor:
         """The features [N, F] that depth 0 reads at known anchors."""
-        return some.before(self.features_of(some.ctx)).to(self.dtype)
+        return some.before(some.ctx.features(self.needs)).to(self.dtype)
 
     def token(self, some: Known, depth: int) -> Tensor:
         """The embedding [N, D] of the text's own token that a depth reads at known anchors."""

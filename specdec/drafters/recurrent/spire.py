@@ -24,7 +24,7 @@ D width, E head width, S draft vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,14 @@ from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, Needs
-from specdec.drafters.base import AnchorsConfig, Drafter, Sizes
+from specdec.drafters.base import Sizes
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.nn.attention import Attend, Attention, KeyValue, fused
 from specdec.drafters.nn.gather import entries, tokens_from
 from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
 from specdec.drafters.nn.over_text import Keys, OverDrafts, Rotation, Sight
 from specdec.drafters.nn.rope import Rope
+from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -54,6 +55,7 @@ class SpireConfig:
     transformer. `start=random` draws the layers at random; `draft_vocab` null keeps the whole
     vocabulary."""
 
+    bounds: ClassVar = {"num_layers": 1, "window": 1, "sink": 0}
     name: str = "spire"
     depth: int = 4
     num_layers: int = 2
@@ -108,10 +110,9 @@ class WindowCache(SlotCache):
         return position_BW.clamp_min(0), seen_BP
 
 
-class Spire(Drafter):
+class Spire(Trainable):
     Config = SpireConfig
     Sizes = SpireSizes
-    bounds = {"num_layers": 1, "window": 1, "sink": 0}
     target: Parts
 
     def __init__(self, config: SpireConfig, sizes: SpireSizes) -> None:
@@ -135,7 +136,7 @@ class Spire(Drafter):
             f"drafter.num_layers={n}: give at most {L - 1}, since the draft reads what enters the "
             f"last layers of this target, which has {L}",
         )
-        return cls.sized(
+        return cls.Sizes.of(
             config,
             target,
             llama=llama_of(target),
@@ -187,7 +188,7 @@ class Spire(Drafter):
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         token_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
-        K, features_BTF = token_BAK.shape[2], self.features_of(ctx)
+        K, features_BTF = token_BAK.shape[2], ctx.features(self.needs)
         T = features_BTF.shape[1]
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last token whose stream is read
@@ -216,7 +217,7 @@ class Spire(Drafter):
             return super().begin(ctx)
         counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
         position_BW, seen_BP = cache.advance(counts, device)
-        features = entries(self.features_of(ctx), position_BW)
+        features = entries(ctx.features(self.needs), position_BW)
         end = max(counts) + 1
         of_text = self.rope(position_BW, end)
         before: list[KeyValue] = []  # of each layer: the window's, and then the nodes'

@@ -1,0 +1,82 @@
+"""Drafters with a distribution q of their own at every depth.
+
+Letters: B batch, A anchors, k depth, K number of depths, D width, S draft vocabulary, W nodes that
+grow at once.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context, Proposal
+from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Calibrated, Grows, Sound
+from specdec.drafters.growth import rereading
+from specdec.errors import require
+from specdec.sampling.choose import Choose
+from specdec.sampling.confidence import variant_of
+from specdec.sampling.trees import Growth, Shape
+
+
+class Predictor(Drafter, Grows, Calibrated, Sound):
+    """A family gives `hidden` and `unembed`; the rest has defaults."""
+
+    vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
+
+    def __init__(self, config: Any, sizes: Any) -> None:
+        super().__init__(config, sizes)
+        self.register_buffer("vocab_S", None)
+        if sizes.draft_vocab:
+            self.vocab_S = torch.arange(sizes.draft_vocab)
+
+    @abstractmethod
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """Hidden states [B, A, K, D] of every depth at every anchor.
+
+        `drafted_BAk` holds the k = K - 1 tokens drafted so far after each anchor. None means the
+        text's own next tokens (teacher forcing), with K = `depth`.
+        """
+
+    @abstractmethod
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        """Draft logits [..., S] of depth k from hidden states [..., D]."""
+
+    @torch.no_grad()
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
+        growth = self.begin(ctx, cache)
+        variant = variant_of(choose.sampler.greedy, choose.siblings == "fixed")
+        growth.calibration = self.calibrations.of(variant)
+        proposal = shape.draft(growth, choose)
+        if ctx.cache is not None:
+            ctx.cache.drop()  # drafts in the target's own slots, which its pass will overwrite
+        q_BNS, V = proposal.q_BNV, self.sizes.target_vocab
+        if q_BNS is not None and q_BNS.shape[-1] < V:
+            assert self.vocab_S is not None
+            q_BNV = q_BNS.new_zeros(*q_BNS.shape[:2], V)
+            proposal.q_BNV = q_BNV.index_copy_(-1, self.vocab_S, q_BNS)
+        return proposal
+
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        """This default reads every node's path again from the start; overrides that use a cache
+        must give the same logits."""
+
+        def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
+            k = drafted_BWk.shape[2]
+            return self.unembed(self.hidden(ctx, anchor_BW, drafted_BWk)[:, :, k], k)
+
+        return rereading(ctx, logits)
+
+    def require_sound(self) -> None:
+        if (ids_S := self.vocab_S) is not None:
+            V, rising = self.sizes.target_vocab, bool((ids_S[1:] > ids_S[:-1]).all())
+            require(
+                rising and int(ids_S[0]) >= 0 and int(ids_S[-1]) < V,
+                f"the ids of the draft vocabulary must rise within 0 to {V - 1}",
+            )
+
+
+def vocabulary(drafter: Drafter | None) -> Tensor | None:
+    """The target ids of a drafter's own vocabulary, ascending; None: all, as of copied tokens."""
+    return drafter.vocab_S if isinstance(drafter, Predictor) else None

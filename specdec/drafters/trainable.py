@@ -1,0 +1,154 @@
+"""Drafters with weights to train.
+
+Letters: B batch, T time, A anchors, K depths, D width, S draft vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from specdec.context import Context, Moment, Needs
+from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import TrainedDepth
+from specdec.drafters.predictor import Predictor
+from specdec.errors import UserError, require, require_between
+from specdec.targets.parts import Parts
+
+
+@dataclass
+class AnchorsConfig:
+    """Which anchors are trained on: `per_row` of each packed row, drawn anew at every step; null
+    takes all. A sample is for families whose training pass costs more with every anchor."""
+
+    per_row: int | None = None
+
+    def __post_init__(self) -> None:
+        require_between("drafter.anchors.per_row", self.per_row, 1)
+
+    def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """The weight of each depth at each position [T, K]. Drawn anchors weigh more, so that the
+        expected loss and its gradient are those of all valid anchors."""
+        weight_TK = valid_TK.float()
+        usable = valid_TK[:, 0].nonzero()[:, 0]
+        if self.per_row is None or len(usable) <= self.per_row:
+            return weight_TK
+        order = torch.randperm(len(usable), generator=generator)[: self.per_row]
+        drawn_T1 = torch.zeros_like(weight_TK[:, :1])
+        drawn_T1[usable[order]] = len(usable) / self.per_row
+        return weight_TK * drawn_T1
+
+
+class Trainable(Predictor, TrainedDepth):
+    """A family with layers writes one `step` through them, which training and drafting both take,
+    and is handed the attention (see `nn.attention`). Training unrolls it in `hidden` at all anchors
+    of a text, given the text's own tokens."""
+
+    learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
+    added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
+
+    @classmethod
+    def trains(cls, config: Any) -> bool:
+        """Whether a drafter with this config has weights to train."""
+        return True
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        target: Parts,
+        vocab_S: Tensor | None = None,
+        earlier: Drafter | None = None,
+    ) -> Self:
+        """A drafter to train for a target. Its weights start as the config says, or as those of
+        an `earlier` draft (see `inherit`).
+
+        `vocab_S` holds the target ids of a pruned draft vocabulary, ascending (as
+        `specdec.drafters.frequent_tokens` gives them); without it, the lowest ids are kept.
+        """
+        drafter = cls(config, cls.plan(config, target))
+        if drafter.vocab_S is not None and vocab_S is not None:
+            drafter.vocab_S = vocab_S
+        drafter.to(target.device)
+        drafter.attach(target)
+        with torch.no_grad():
+            drafter.start(target)
+            if earlier is not None:
+                assert isinstance(earlier, Predictor)
+                drafter.inherit(earlier)
+        return drafter
+
+    def start(self, target: Parts) -> None:
+        """Set the weights that training starts from."""
+
+    def inherit(self, earlier: Predictor) -> None:
+        """Take over the weights of an earlier draft, whose vocabulary must be part of this draft's.
+        Rows over the draft vocabulary are matched by token id; rows of tokens that the earlier
+        draft lacks keep their start. Raises UserError for a tensor that does not fit."""
+        theirs, place_S = earlier.state_dict(), None
+        if self.vocab_S is not None and earlier.vocab_S is not None:
+            known_S = earlier.vocab_S.to(self.vocab_S.device)
+            require(
+                bool(torch.isin(known_S, self.vocab_S).all()),
+                "the earlier draft has tokens that this one lacks: add them to vocab_S",
+            )
+            place_S = torch.searchsorted(self.vocab_S, known_S)
+        for name, x in self.state_dict().items():
+            if name == "vocab_S" or (name not in theirs and name.startswith(self.added)):
+                continue
+            found = theirs.get(name, torch.empty(0))
+            over_vocab = self.vocab_S is not None and x.shape[:1] == self.vocab_S.shape
+            if found.shape == x.shape:
+                x.copy_(found)
+            elif place_S is not None and over_vocab and found.shape == x[place_S].shape:
+                x[place_S] = found.to(x)
+            else:
+                said = f"of shape {list(found.shape)}" if name in theirs else "missing"
+                raise UserError(
+                    f"the earlier draft's tensor {name!r} is {said}, but {list(x.shape)} is needed"
+                    ": give the settings of that draft"
+                )
+
+    @property
+    def train_depth(self) -> int:
+        """How many depths the loss covers: `depth`, or fewer if the family trains on fewer."""
+        return self.depth
+
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """The weight in the loss of each depth at each position of a row [T, K]; a position
+        without weight is not an anchor. By default every valid depth weighs 1. If the config has
+        `anchors`, a sample of the anchors is drawn, each of which weighs 1 / its probability, so
+        that the expected loss is that of all anchors.
+
+        `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
+        """
+        return getattr(self.config, "anchors", AnchorsConfig()).draw(valid_TK, generator)
+
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
+        more. Families that do not train as they draft (noise on features, glancing, parallel
+        depths) replace this default."""
+        return self.hidden(ctx, anchors_BA, None)
+
+    def beyond_training(self, depth: int, tree: bool) -> str:
+        """A language model of its own has no such depth: only what reads the target's features
+        drafts further from its own states in place of them."""
+        fed_back = self.trains(self.config) and self.needs != Needs()
+        if depth <= self.depth or self.limits.depth is not None or not fed_back:
+            return ""
+        return (
+            f"this {self.config.name} was trained to draft {self.depth} tokens in a row but drafts "
+            f"{depth} here: the further ones take as long, and fewer of them will be accepted"
+        )
+
+
+def trains(kind: type[Drafter], config: Any) -> bool:
+    """Whether a drafter of this class with this config has weights to train."""
+    return issubclass(kind, Trainable) and kind.trains(config)
+
+
+def learning_rate(config: Any) -> float:
+    """The learning rate if `optim.lr` is null. Higher ones spoil a start by regression."""
+    return 3e-4 if getattr(config, "start", None) == "regression" else 1e-3
