@@ -178,12 +178,13 @@ def planned(
     plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
     plan = broadcast_object_list([plan])[0]  # every process uses the first one's plan
     console.print(str(plan))
-    if plan.seconds > left / PLANNED:
+    if plan.seconds > (room := max(0.0, left / PLANNED)):
+        measuring = plan.measuring > plan.seconds / 2
+        lower = "decode.max_new_tokens or decode.prompts" if measuring else "budget.floor"
         console.print(
-            f"that is more than the {_minutes(max(0.0, left / PLANNED))} left of budget.minutes="
-            f"{cfg.budget.minutes:g}: measuring takes {_minutes(plan.measuring)}, and no fewer "
-            f"than budget.floor={cfg.budget.floor} conversations are used; lower budget.floor, "
-            "decode.max_new_tokens or decode.prompts"
+            f"that is more than the {_minutes(room)} left of budget.minutes="
+            f"{cfg.budget.minutes:g}{', most of it for measuring' * measuring}: give more minutes, "
+            f"or lower {lower}"
         )
     if plan.conversations < POOR:
         console.print(

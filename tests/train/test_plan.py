@@ -155,7 +155,13 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     said = capsys.readouterr().out
     assert "plan: 5 of " in said and "the figures will be poor" in said
     assert "train: 5 documents" in said
+    assert "more than the 0 seconds left of budget.minutes=0.001, most of it for measuring" in said
+    assert "measured on 5 held-out prompts, too few for any claim" in said
     plan = read_record(Plan, folder / "plan.json")
+    # of 5 prompts 2 are measured in two ways, and 6 times a prompt is read for the oracle; the
+    # other 3 are calibrated on, in one batch; 8 tokens at T = 0 and at T = 1 each time
+    steps = (2 * 2 + 6 + 1) * 16
+    assert plan.measuring == pytest.approx(steps * plan.speeds.step * IN_TURN + AFTER)
     assert plan.conversations == 5
     kept = dataclasses.asdict(plan)
     del kept["prompts"]  # as in plans from before it was there, and there were no checksums
