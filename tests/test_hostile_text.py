@@ -33,8 +33,7 @@ from specdec.terminal import KEPT, NOT_SHOWN, one_line, plain
 from tests.measure.test_results import results as measured
 from tests.test_house import modules, path_of
 from tests.tiny import REPOSITORY, Tiny
-from train.config import Config
-from train.tracking import TrackConfig, Tracker
+from train.tracking import Tracker
 
 HOSTILE = (
     "![](http://beacon.example/x.png)",
@@ -189,13 +188,15 @@ def markup(page: str) -> set[str]:
 
 
 def structure(page: str) -> list[str]:
-    """The kinds of all blocks and of all inline parts that are not plain text, in order."""
+    """The kinds of all blocks and of all inline parts but plain text and line breaks, in order."""
     parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     kinds = []
     for token in parser.parse(page):
         kinds.append(token.type)
         inline = [t for t in token.children or () if t.type not in ("text", "text_special")]
-        kinds += [f"{t.type} {t.attrs.get('src', '')}" for t in inline if t.type != "softbreak"]
+        kinds += [
+            f"{t.type} {t.attrs.get('src', '')}" for t in inline if not t.type.endswith("break")
+        ]
     return kinds
 
 
@@ -208,7 +209,8 @@ class Tags(HTMLParser):
         self.close()  # else the parser keeps a text that may go on
 
     def handle_starttag(self, tag: str, attrs: list[Any]) -> None:
-        self.seen.append((tag, attrs))
+        if tag != "br":  # those of a text with several lines
+            self.seen.append((tag, attrs))
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -235,6 +237,22 @@ def test_text_shows_as_it_is_and_nothing_else(value: str) -> None:
     shown = ["".join(t.content for t in c.children or ()) for c in cells[2:]]
     assert shown == [f"n {one_line(value)}", f"b {one_line(value)}"]
     assert "://" not in line.replace("\\:", "") and "www." not in line.lower()
+
+
+def test_code_keeps_its_lines_and_its_indentation() -> None:
+    """As one paragraph, also in a quotation, in Markdown and in the HTML made of it."""
+    code = "So:\r\n\n```python\ndef f(x_i):\n\tif x_i:\n        return  1\n- no list\n   # no\n\n"
+    shown = markdown.lines(code)
+    for page in (shown, "> " + shown.replace("\n", "\n> ")):
+        html = MarkdownIt("commonmark").render(page)
+        quoted = html.removeprefix("<blockquote>\n").removesuffix("</blockquote>\n")
+        assert quoted.startswith("<p>") and quoted.endswith("</p>\n") and quoted.count("<p>") == 1
+        rows = quoted[len("<p>") : -len("</p>\n")].replace("\xa0", "·").split("<br />\n")
+        assert rows == [
+            *("So:", "·", "```python", "def f(x_i):", "····if x_i:"),
+            *("········return··1", "- no list", "···# no"),
+        ]
+    assert markdown.lines("one") == "one"
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -270,7 +288,8 @@ def test_any_text_in_a_sample_leaves_the_rest_of_the_page_as_it_is(value: str) -
             pages.append(Tags(page.with_suffix(".html").read_text()))
     assert pages[1].seen == pages[0].seen
     before, shown = pages[0].text.split("Samples, T = 0\n")
-    assert pages[1].text == before + "Samples, T = 0\n" + shown.replace(BENIGN, one_line(value))
+    expected = before + "Samples, T = 0\n" + shown.replace(BENIGN, one_line(value))
+    assert one_line(pages[1].text) == one_line(expected)
 
 
 def test_every_text_of_the_results_is_escaped() -> None:
@@ -299,7 +318,7 @@ def test_a_plot_takes_dollars_for_dollars(tmp_path: Path) -> None:
 
 def test_a_table_of_samples_is_plain(tmp_path: Path) -> None:
     logged: list[Any] = []
-    tracker = Tracker(Config(track=TrackConfig(mode="disabled")), tmp_path)
+    tracker = Tracker(tmp_path)
     tracker._run = SimpleNamespace(  # type: ignore[assignment]
         log=logged.append, summary={}, log_artifact=lambda _: None
     )

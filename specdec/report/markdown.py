@@ -26,6 +26,7 @@ MARKUP = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 
+NBSP = "\N{NO-BREAK SPACE}"
 STYLE = (
     "body{max-width:64rem;margin:2rem auto;padding:0 1rem;font:16px/1.5 sans-serif;color:#1f2937}"
     "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:14px}"
@@ -38,6 +39,23 @@ def text(value: str) -> str:
     """Markdown, in one line, that shows a text as it is, with control characters as escapes."""
     line = MARKUP.sub(r"\\\g<0>", one_line(value))
     return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", line)  # the start of a numbered list
+
+
+def lines(value: str) -> str:
+    """Markdown that shows a text of several lines, such as code, as it is, with its indentation. It
+    is part of one paragraph, whatever is in the text: line breaks are hard ones, and blank lines,
+    white space at the start of a line and several spaces in a row are of spaces that do not
+    break."""
+    return "\\\n".join(map(_line, value.replace("\r\n", "\n").strip("\n").split("\n")))
+
+
+def _line(value: str) -> str:
+    words = [part for part in re.split(r"(\s+)", value.expandtabs(4)) if part]
+    shown = "".join(
+        text(part) if not part.isspace() else " " if n > 0 and len(part) == 1 else NBSP * len(part)
+        for n, part in enumerate(words)
+    )
+    return shown or NBSP
 
 
 def escaped(value: T) -> T:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specdec.measure.results import AtTemperature, Results
 from specdec.report import theory
-from specdec.report.markdown import by_temperature, claimed, escaped, remarked, table
+from specdec.report.markdown import by_temperature, claimed, escaped, lines, remarked, table, text
 
 VARIANTS = {
     "sampled": "sampled, Σ min(p, q)",
@@ -17,6 +17,7 @@ SAMPLES = 3
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
     """The whole report. It shows every text in the results as it is, never as markup."""
+    samples = _samples(results.temperatures[0])
     results = escaped(results)
     blocks = [
         f"# {results.name}: {results.drafter} for {results.target}",
@@ -33,7 +34,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         "\n".join(f"![{name}]({path.name})" for name, path in pictures.items()),
         *theory.section(results),
         *_training(results),
-        *_samples(results.temperatures[0]),
+        *samples,
     ]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
@@ -304,9 +305,10 @@ def _samples(at: AtTemperature) -> list[str]:
     """What the user said last, the turns before it, and the answer, at the first temperature."""
     blocks = [f"## Samples, T = {at.temperature:g}"]
     for sample in at.samples[:SAMPLES]:
-        said = [f"> {sample.prompt}"]
+        said = [lines(sample.prompt)]
         if sample.earlier:
             turns = [*sample.earlier, ("user", sample.prompt)]
-            said = [f"> **{role}:** {text}" for role, text in turns]
-        blocks += ["\n>\n".join(said), f"{sample.answer} *(τ {sample.tau:.2f})*"]
+            said = [f"**{text(role)}:** {lines(words)}" for role, words in turns]
+        blocks.append("\n>\n".join(f"> {turn}".replace("\n", "\n> ") for turn in said))
+        blocks.append(f"{lines(sample.answer)} *(τ {sample.tau:.2f})*")
     return blocks
