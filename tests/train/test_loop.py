@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.forcing.teacher import Batch, TeacherForcing
 from specdec.measure.results import Results
@@ -39,7 +39,7 @@ from train import pipeline
 from train.features.source import Online
 from train.loop import Diverged, LoopConfig, _plan
 
-TRAINABLE = [name for name in DRAFTER_OVERRIDES if issubclass(DRAFTERS[name], Trainable)]
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from specdec import progress
 from specdec.drafters import DRAFTERS
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
 from specdec.targets.loading import TargetOnDemand
@@ -39,7 +39,7 @@ from train.data.template import Document
 from train.features import store as features
 from train.features.source import Source
 
-TRAINABLE = [name for name in DRAFTER_OVERRIDES if issubclass(DRAFTERS[name], Trainable)]
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
