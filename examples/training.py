@@ -23,9 +23,9 @@ def main(settings: Sequence[str]) -> None:
     folder = Path("runs") / config.name
     run(config, folder)  # an interrupted run is continued
 
-    for at in Results.read(folder / "report").temperatures:
+    for at in Results.read(folder / "report").asked:
         print(
-            f"T={at.temperature:g}: {at.tau.value:.2f} tokens per pass of the target, "
+            f"T={at.way.temperature:g}: {at.tau.value:.2f} tokens per pass of the target, "
             f"{at.speedup.value:.2f} times the speed of plain decoding"
         )
     print(f"the draft is in {folder / 'best'}, its report in {folder / 'report'}")

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from specdec.formats import draft as drafts
-from train import checkpoint, loop, optim, pipeline
+from train import checkpoint, loop, optim
 from train.data import answers
 from train.features.source import Online
+from train.features.store import Store
 from train.tracking import Tracker
 
 PLACES: dict[str, tuple[Any, str]] = {
     "answer": (answers, "decode"),
     "answer_file": (answers, "write_whole"),
-    "features": (pipeline.Store, "fill"),
+    "features": (Store, "fill"),
     "feature_row": (Online, "batch"),
-    "feature_file": (pipeline.Store, "_add"),
+    "feature_file": (Store, "_add"),
     "rewind": (Tracker, "rewind"),
     "lr": (optim, "learning_rate"),
     "log": (Tracker, "log"),

@@ -124,7 +124,7 @@ def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    pipeline._finish = lambda *_: {"temperatures": []}  # type: ignore[assignment,return-value]
+    pipeline.finished = lambda *_: None
     number = 0
     for line in sys.stdin:
         plan, ends = json.loads(line), []

@@ -230,7 +230,7 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     training."""
     folder = tmp_path_factory.mktemp("documents")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_finish", lambda *_: {"temperatures": []})
+        patch.setattr(pipeline, "finished", lambda *_: None)
         tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
     return folder
 

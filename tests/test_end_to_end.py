@@ -23,6 +23,7 @@ from filelock import FileLock
 import train
 from specdec.decoding.answers import Generation
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
@@ -30,6 +31,7 @@ from specdec.formats import export
 from specdec.measure.forced import along, drafting
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from specdec.theory.alpha import visits
@@ -128,7 +130,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         else:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pipeline, "TargetOnDemand", Shared)
-                patch.setattr(pipeline, "_finish", lambda *_: None)
+                patch.setattr(pipeline, "finished", lambda *_: None)
                 train.run(compose([*given, "track=none"]), folder / name)
         done.touch()
         return folder / name
@@ -165,7 +167,7 @@ def plain(target: Target, asked: list[list[int]]) -> list[list[int]]:
 
 def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Generation]:
     gamma = min(3, drafter.depth)
-    return [generate(target, p, max_new_tokens=NEW, drafter=drafter, gamma=gamma) for p in asked]
+    return [generate(target, p, Way(drafter, Chain(gamma)), max_new_tokens=NEW) for p in asked]
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +220,8 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
         result = generate(
             target,
             prompt,
+            Way(drafter, Chain(2), sampler=Sampler(1.0), rule="rejection"),
             max_new_tokens=NEW,
-            drafter=drafter,
-            gamma=2,
-            sampler=Sampler(1.0),
-            rule="rejection",
             seed=seed,
         )
         text = result.ids + result.overrun
@@ -238,7 +237,7 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
 
 def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     run = runs("eagle3")
-    greedy, sampled = Results.read(run / "report").temperatures
+    greedy, sampled = Results.read(run / "report").asked
     assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
     assert sum(greedy.accepted_lengths) == greedy.rounds
     emitted = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))

@@ -172,13 +172,17 @@ def samples_of(text: str) -> list[Sample]:
 def hostile_results(text: str) -> Results:
     """Results in which every name, and what was asked and answered, is this text."""
     base = measured()
-    ats = [replace(at, samples=samples_of(text)) for at in base.temperatures]
+    ats = [replace(at, samples=samples_of(text)) for at in base.asked]
     named: dict[str, Any] = {"name": text, "drafter": text, "target": text, "data": text}
     machine = replace(base.machine, processor=text, reason=text)
     training = base.training and replace(base.training, trained_on=text)
-    one = replace(base, **named, machine=machine, temperatures=ats, learned_on=text)
-    one = replace(one, training=training)
-    return replace(one, also=one, fastest=one)
+    ats += [
+        replace(at, way=replace(at.way, title=title, drafter=drafter))
+        for title, drafter in (("fastest", text), (text, text))
+        for at in ats
+    ]
+    one = replace(base, **named, machine=machine, measured=ats, learned_on=text)
+    return replace(one, training=training)
 
 
 def markup(page: str) -> set[str]:
@@ -279,12 +283,12 @@ def test_a_report_has_the_same_structure_whatever_the_names_and_samples(
 @example("```html\n<details><summary>a</summary>\n<textarea>\n~~~\n<!--")
 def test_any_text_in_a_sample_leaves_the_rest_of_the_page_as_it_is(value: str) -> None:
     """The HTML has the same tags and texts as with a plain word, except for the word."""
-    base, pages = replace(measured(), fastest=None, also=None), []
+    base, pages = measured(), []
     for word in (BENIGN, value):
-        ats = [replace(at, samples=samples_of(word)) for at in base.temperatures]
+        ats = [replace(at, samples=samples_of(word)) for at in base.asked]
         with TemporaryDirectory() as folder:
             page = Path(folder) / "report.md"
-            markdown.write(page, sections.page(replace(base, temperatures=ats), PICTURES))
+            markdown.write(page, sections.page(replace(base, measured=ats), PICTURES))
             pages.append(Tags(page.with_suffix(".html").read_text()))
     assert pages[1].seen == pages[0].seen
     before, shown = pages[0].text.split("Samples, T = 0\n")

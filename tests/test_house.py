@@ -90,19 +90,11 @@ def path_of(module: str) -> str:
     raise AssertionError(module)
 
 
-def imports(module: str, types: bool) -> Iterator[str]:
-    """The modules of the product that a module imports anywhere in it, also inside functions; with
-    `types` also those under `if TYPE_CHECKING`, which are not there at run time."""
+def imports(module: str) -> Iterator[str]:
+    """The modules of the product that a module imports anywhere in it, also inside functions and
+    for types alone."""
     tree, known = modules()[module], modules()
-    apart = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
     for node in ast.walk(tree):
-        if id(node) in apart and not types:
-            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -177,16 +169,25 @@ def families_named(module: str) -> set[str]:
 
 def test_no_import_goes_in_a_circle() -> None:
     assert len(modules()) > 60
-    graph = {module: set(imports(module, types=False)) for module in modules()}
+    graph = {module: set(imports(module)) for module in modules()}
     assert sum(map(len, graph.values())) > 200  # they do import each other
     assert circles(graph) == CIRCLES
+
+
+def test_no_test_patches_a_private_function_of_the_pipeline() -> None:
+    private = re.compile(r"""\bpipeline\._|train\.pipeline\._|pipeline, ["']_""")
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    assert len(files) > 60
+    assert [
+        str(f) for f in files if private.search(f.read_text()) and f.name != "test_house.py"
+    ] == []
 
 
 def test_no_module_imports_upwards() -> None:
     up = {
         (path_of(module), path_of(imported))
         for module in modules()
-        for imported in imports(module, types=True)
+        for imported in imports(module)
         if layer(imported) > layer(module)
     }
     assert up == UPWARDS

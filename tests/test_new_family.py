@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 
 from examples.family import LastToken, LastTokenConfig
 from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.formats.draft import load
 from specdec.measure.results import Results
@@ -45,8 +46,8 @@ def test_it_is_trained_measured_decoded_and_reported(
     results = Results.read(tmp_path / "report")
     assert results.training is not None
     assert results.training.objective == tau
-    for at in results.temperatures:
-        assert len(at.alpha.all.of(at.temperature)) == 2
+    for at in results.asked:
+        assert len(at.alpha.all.of(at.way.temperature)) == 2
         assert at.tau.value >= 1 and at.drafted_per_round.value > 0
     assert "last_token" in (tmp_path / "report" / "report.md").read_text()
 
@@ -58,10 +59,10 @@ def test_it_is_trained_measured_decoded_and_reported(
         for before, after in pairwise(plain[0].ids):
             drafter.embedding.weight[before] = 10 * head[after]
     for shape in (Chain(2), Dynamic(2, 8, 4)):
-        drafted = decode(target, prompts, max_new_tokens=24, eos=(), drafter=drafter, shape=shape)
+        drafted = decode(target, prompts, Way(drafter, shape), max_new_tokens=24, eos=())
         assert [a.ids for a in drafted] == [a.ids for a in plain]
         assert sum(r.accepted for a in drafted for r in a.rounds) > 0
     sampled = decode(
-        target, prompts, max_new_tokens=8, drafter=drafter, sampler=Sampler(temperature=1.0)
+        target, prompts, Way(drafter, sampler=Sampler(temperature=1.0)), max_new_tokens=8
     )
     assert all(answer.ids for answer in sampled)

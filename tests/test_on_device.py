@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.context import Moment
 from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.drafters.trainable import trains
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats.export import layout_names
@@ -58,7 +59,7 @@ def test_a_job_keeps_to_the_device_that_it_is_given(
 @pytest.mark.parametrize("device", ["cpu", f"{NAME}:0", f"{NAME}:1"])
 def test_the_processes_are_where_the_target_is(tiny: Tiny, device: str) -> None:
     """Whatever device an earlier run in this process had."""
-    accelerator = accelerator_of(tiny.config("medusa", f"target.device={device}"))
+    accelerator = accelerator_of(tiny.config("medusa", f"target.device={device}").target)
     assert accelerator.device == torch.device(device)
     moved = accelerator.prepare(torch.nn.Linear(2, 2))
     assert moved.weight.device == torch.device(device)
@@ -91,8 +92,8 @@ def test_every_family_trains_and_decodes_on_a_device(target: Target, name: str) 
         loss.backward()
     (plain,) = decode(target, [prompt], max_new_tokens=5, eos=())
     for sampler in (Sampler(0.0), Sampler(1.0)):
-        ends = {"max_new_tokens": 5, "eos": (), "sampler": sampler}
-        (made,) = decode(target, [prompt], drafter=drafter, **ends)
+        way = Way(drafter, sampler=sampler)
+        (made,) = decode(target, [prompt], way, max_new_tokens=5, eos=())
         assert made.ids == plain.ids or not sampler.greedy
 
 
@@ -141,9 +142,8 @@ def test_a_draft_step_does_not_wait(target: Target, name: str, temperature: floa
     per_round, judged = [], 2 if temperature else 0
     for gamma in (1, 3):
         with counted() as waits:
-            options = {"shape": Chain(gamma), "max_new_tokens": 8, "eos": ()}
-            options |= {"sampler": Sampler(temperature)}
-            (made,) = decode(target, [prompt], drafter=drafter, **options)
+            way = Way(drafter, Chain(gamma), Sampler(temperature))
+            (made,) = decode(target, [prompt], way, max_new_tokens=8, eos=())
         rounds = len(made.rounds)
         per_round.append((waits["item"] + waits["nonzero"] + waits["download"]) / rounds)
     assert per_round[1] <= per_round[0] + 2 * judged and per_round[0] <= 8 + 4 * judged
@@ -162,7 +162,7 @@ def test_phases_are_timed_on_the_device(target: Target, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(target, "step", stepped)
     drafter, prompt = make_drafter("eagle3", target), text(1)[0].tolist()
-    (made,) = decode(target, [prompt], drafter=drafter, max_new_tokens=6, eos=())
+    (made,) = decode(target, [prompt], Way(drafter), max_new_tokens=6, eos=())
     around = made.spent["verify"] * 1000 - inside  # what puts the pass's tokens together
     assert inside > 0 and 0 <= round(around) <= 4 * len(made.rounds)
 

@@ -114,6 +114,60 @@ class Config:
         """Whether the target's features are kept on disk: only trained drafters read them."""
         return self.trains and self.features.cache == "disk"
 
+    def check(self) -> None:
+        """Raise UserError for settings that do not go together. Nothing is loaded or changed."""
+        drafter, rounds = self.drafter, self.rounds
+        self.objective.require_complete()
+        require(
+            not rounds.answers_again or self.data.answers == "target",
+            f"rounds.data={rounds.data} answers the prompts again: give data.answers=target",
+        )
+        require(
+            self.data.rounds is None or rounds == RoundsConfig(),
+            "data.rounds trains on the rounds of a log: leave out all rounds.* settings",
+        )
+        require(
+            not self.trains_at_visits or self.budget.minutes is None,
+            "budget.minutes cannot plan training on a decoder's rounds: give loop.max_tokens "
+            "instead",
+        )
+        if self.also is not None:
+            Hybrid.copying_family(self.also)
+            require(
+                not issubclass(self.family, Copies),
+                f"also={self.also} cannot be combined with drafter={drafter.name}, which copies "
+                "too: give also=null, or another drafter",
+            )
+        require(
+            not (self.decode.fastest and issubclass(self.family, Copies)),
+            f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies "
+            "tokens: give decode.fastest=false",
+        )
+        decoded = self.rounds.answers_again or self.data.rounds or self.also
+        require(
+            not (adapts(self.family, drafter) and decoded),
+            f"drafter={drafter.name} adapts the target with these settings, but also=, "
+            "rounds.data= and data.rounds= need the target as it is: leave them out",
+        )
+        if isinstance(layers := getattr(drafter, "layers", None), list):
+            require(
+                0 < len(layers) == len(set(layers)) and min(layers) >= 0,
+                f"drafter.layers={layers}: give at least one layer of the target, each only once, "
+                "or null for the default",
+            )
+        layouts = layout_names(drafter.name) or {layout for _, layout in LAYOUTS}
+        if (export := self.export) is not None and export not in layouts:
+            raise UserError(
+                f"export={export!r} is unknown for {drafter.name}{nearest(export, layouts)}"
+            )
+        where = Path(self.name)
+        outside = not where.parts or where.is_absolute() or ".." in where.parts
+        require(
+            not outside and bool(self.name.strip()) and "\0" not in self.name,
+            f"name={self.name!r} is not the name of a folder inside runs/: give one, such as "
+            "name=my-draft",
+        )
+
 
 def register() -> None:
     """Register the schema, every drafter, those of other installed packages too, and every
@@ -243,7 +297,6 @@ def resolve(cfg: DictConfig) -> Config:
     for name, path in (("target", config.target.path), ("data", config.data.path)):
         require(bool(path), f"{name}.path is missing: add {name}.path=… (see docs/data.md)")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
-    config.objective.require_complete(config.decode.paths)
     drafter = config.drafter
     record(type(drafter), asdict(drafter), "drafter")  # OmegaConf lets a list pass as a number
     require(
@@ -254,42 +307,8 @@ def resolve(cfg: DictConfig) -> Config:
     require_within("drafter", drafter, depth=(1, DEEPEST))
     if config.optim.lr is None:
         config.optim.lr = learning_rate(drafter)
-    if config.also is not None:
-        Hybrid.copying_family(config.also)
-        require(
-            not issubclass(config.family, Copies),
-            f"also={config.also} cannot be combined with drafter={drafter.name}, which copies too: "
-            "give also=null, or another drafter",
-        )
-    require(
-        not (config.decode.fastest and issubclass(config.family, Copies)),
-        f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies tokens: "
-        "give decode.fastest=false",
-    )
-    decoded = config.rounds.answers_again or config.data.rounds or config.also
-    require(
-        not (adapts(config.family, drafter) and decoded),
-        f"drafter={drafter.name} adapts the target with these settings, but also=, rounds.data= "
-        "and data.rounds= need the target as it is: leave them out",
-    )
-    if isinstance(layers := getattr(drafter, "layers", None), list):
-        require(
-            0 < len(layers) == len(set(layers)) and min(layers) >= 0,
-            f"drafter.layers={layers}: give at least one layer of the target, each only once, or "
-            "null for the default",
-        )
-    layouts = layout_names(drafter.name) or {layout for _, layout in LAYOUTS}
-    if (export := config.export) is not None and export not in layouts:
-        raise UserError(
-            f"export={export!r} is unknown for {drafter.name}{nearest(export, layouts)}"
-        )
-    where = Path(config.name)
-    outside = not where.parts or where.is_absolute() or ".." in where.parts
-    require(
-        not outside and bool(config.name.strip()) and "\0" not in config.name,
-        f"name={config.name!r} is not the name of a folder inside runs/: give one, such as "
-        "name=my-draft",
-    )
+    config.objective = config.objective.for_tree(config.decode.paths)
+    config.check()
     return config
 
 

@@ -6,15 +6,17 @@ into micro-batches and spread over processes changes nothing but rounding.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from rich.progress import Progress
+from torch import Tensor, nn
 
 from specdec.context import Moment
 from specdec.drafters.trainable import Trainable
@@ -24,14 +26,14 @@ from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.measure.results import Training
 from specdec.progress import tell
+from specdec.targets.parts import Parts
 from train import checkpoint, optim
 from train.checkpoint import Best, State
 from train.features.source import Source
 from train.held_out import evaluate
+from train.optim import OptimConfig
 from train.processes import from_main
-
-if TYPE_CHECKING:
-    from train.job import Job
+from train.tracking import Tracker
 
 PRECISIONS = ("auto", "bf16", "no")
 OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
@@ -67,9 +69,6 @@ class LoopConfig:
         require_known("loop", self, precision=PRECISIONS, objective=OBJECTIVES)
 
 
-Keep = Callable[[Path], None]  # writes the draft as it is now to a folder, for all processes
-
-
 class Diverged(UserError):
     """A loss or gradient that is not finite; raised before the weights are touched."""
 
@@ -92,194 +91,273 @@ class TrainRecord:
         return f"loss {self.loss[0]:.2f}  α {alpha}  {self.tokens_per_second:,.0f} tokens/s"
 
 
-def train(
-    job: "Job", forcing: TeacherForcing, data: Callable[[int, Keep], Source], held_out: Source
-) -> Training:
-    """Train a drafter. The best draft goes to the folder's `best`, checkpoints to `checkpoints`.
+@dataclass
+class Learner:
+    """A draft in training: the model as accelerate prepared it, its optimisers, and how far its run
+    has come. A continued run passes over the steps that its checkpoint has taken."""
 
-    `data(epoch, keep)` is called at the start of an epoch and gives its rows. They may differ from
-    the last epoch's and depend on the current draft, which `keep(folder)` writes. Training
-    continues from the newest checkpoint, in float32 bit for bit on as many processes as before, and
-    on another number of them within rounding. Raises `Diverged` before the update if the loss or
-    the gradient is not finite, and UserError if the rows do not fill a step, or if the checkpoint's
-    steps read other rows; what was saved stays.
-    """
-    cfg = replace(job.cfg.loop, epochs=job.cfg.loop.epochs * job.cfg.rounds.count)
-    accelerator, tracker, progress = job.accelerator, job.tracker, job.progress
-    world, rank = accelerator.num_processes, accelerator.process_index
+    forcing: TeacherForcing
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    accelerator: Accelerator
+    state: State
+    folder: Path  # of the run
+    parts: Parts  # of the target
+    portion: int  # rows that a step reads
+    statistics: Tensor  # sums over anchors since the last record, by depth
+    stopped: bool = False  # before its end, because nothing got better
+    step: int = 0  # steps taken or passed over
+    steps: int = 0  # planned for the run, as known by now
+    passed: int = 0  # tokens in the rows that were passed over
+
+    @property
+    def ended(self) -> bool:
+        """Whether training is over, though there may be further rounds."""
+        return self.stopped or 0 < self.steps <= self.step
+
+    def keep(self, folder: Path) -> None:
+        """Write the draft as it is now to a folder, unless it has been written there before. All
+        processes call this. Raises UserError if it was written before and is missing."""
+        missing = not folder.exists()
+        self.accelerator.wait_for_everyone()  # until all processes have looked for it
+        if not missing:
+            return
+        require(
+            self.step >= self.state.step,
+            f"{folder} is missing (this run wrote it earlier): delete {self.folder} and train "
+            "again",
+        )
+        self.save_draft(folder)
+        self.accelerator.wait_for_everyone()
+
+    def save_draft(self, folder: Path, notes: dict[str, Any] | None = None) -> None:
+        """Write the draft as it is now to a folder. All processes call this."""
+        whole, prefix = checkpoint.weights(self.model), "drafter."
+        if self.accelerator.is_main_process:
+            weights = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
+            drafts.save(folder, self.forcing.drafter, self.parts, weights, notes)
+
+
+def begin(
+    forcing: TeacherForcing,
+    parts: Parts,
+    cfg: LoopConfig,
+    schedule: OptimConfig,
+    folder: Path,
+    run: str,
+    accelerator: Accelerator,
+    tracker: Tracker,
+) -> Learner:
+    """A draft at the start of its training or, if the run's folder holds a checkpoint, where the
+    newest one left it: in float32 bit for bit on as many processes as before, and on another number
+    of them within rounding. `run` is the identity of the run. Raises UserError if no checkpoint can
+    be used, or if the best draft is lost."""
     drafter = forcing.drafter
     assert isinstance(drafter, Trainable)
-    built = optim.build(forcing, job.cfg.optim, drafter.sizes, drafter.learning_rates)
+    built = optim.build(forcing, schedule, drafter.sizes, drafter.learning_rates)
     model, *optimizers = accelerator.prepare(forcing, *built)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    checkpoints = job.folder / "checkpoints"
-    state = checkpoint.load(checkpoints, model, optimizers, accelerator, job.identity) or State()
-    state.run = job.identity
-    portion = cfg.rows * cfg.accumulate * world
+    restored = checkpoint.load(folder / "checkpoints", model, optimizers, accelerator, run)
+    state = restored or State()
+    state.run = run
+    portion = cfg.rows * cfg.accumulate * accelerator.num_processes
     state.rows = state.rows or state.step * portion  # older checkpoints count no rows
-    otherwise = (
-        f"{checkpoints}: {state.step} steps have read {state.tokens:,} tokens, but not in steps of "
-        f"{portion} packed rows: continue this run on as many processes as it began with, or give "
-        "the loop.accumulate with which a step reads as many rows as then"
-    )
-    from_main(accelerator, partial(_require_best, job, state, ended=False))
+    from_main(accelerator, partial(_require_best, folder, state, ended=False))
     tracker.rewind(state.step, state.metrics)
-
-    task = progress.add_task("training", completed=state.step)
     statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
     stopped = cfg.patience is not None and state.waited >= cfg.patience
-    step, steps, tokens_before = -1, 0, 0
+    return Learner(
+        forcing=forcing,
+        model=model,
+        optimizers=optimizers,
+        accelerator=accelerator,
+        state=state,
+        folder=folder,
+        parts=parts,
+        portion=portion,
+        statistics=statistics,
+        stopped=stopped,
+    )
 
-    def save_draft(folder: Path, notes: dict[str, Any] | None = None) -> None:
-        whole, prefix = checkpoint.weights(model), "drafter."
-        if job.main:
-            weights = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
-            drafts.save(folder, forcing.drafter, job.target.parts, weights, notes)
 
-    def keep(folder: Path) -> None:
-        require(
-            step + 1 >= state.step,
-            f"{folder} is missing (this run wrote it earlier): delete {job.folder} and train again",
-        )
-        save_draft(folder)
-        accelerator.wait_for_everyone()
+def train(
+    learner: Learner,
+    source: Source,
+    held_out: Source,
+    cfg: LoopConfig,
+    schedule: OptimConfig,
+    epochs: range,
+    tracker: Tracker,
+    progress: Progress,
+) -> None:
+    """Train for these epochs on the rows of a source. `cfg.epochs` counts those of the whole run,
+    over which the learning rate is scheduled.
 
-    planned = _plan(cfg, lambda epoch: data(epoch, keep), portion)
-    for step, (source, chosen, steps) in enumerate(planned):
-        progress.update(task, total=steps)
-        if stopped:
+    The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged`
+    before the update if the loss or the gradient is not finite, and UserError if the rows do not
+    fill a step, or if the checkpoint's steps read other rows; what was saved stays.
+    """
+    model, accelerator, state = learner.model, learner.accelerator, learner.state
+    forcing, portion, folder = learner.forcing, learner.portion, learner.folder
+    world, rank = accelerator.num_processes, accelerator.process_index
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    lengths = [len(row.ids) for row in source.rows]
+    task = progress.add_task("training", completed=max(learner.step, state.step))
+    for epoch in epochs:
+        orders, learner.steps = steps_of(cfg, lengths, epoch, learner.step, portion)
+        progress.update(task, total=learner.steps)
+        for chosen in orders:
+            if learner.stopped:
+                break
+            step, learner.step = learner.step, learner.step + 1
+            if step * portion < state.rows:  # the checkpoint has read these
+                learner.passed += sum(lengths[i] for i in chosen)
+                _require_same_rows(learner)
+                continue
+            started = time.perf_counter()
+
+            # one step: forward and backward over this process's micro-batches
+            seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
+            of_rows = {i: source.rows[i] for i in chosen}
+            anchors = {
+                i: forcing.anchors(row.mask, row.document, row.position, seeds[i], row.drafted)
+                for i, row in of_rows.items()
+            }
+            count = sum(a.total for a in anchors.values())
+            losses: list[Tensor] = []
+            for n in range(cfg.accumulate):
+                mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+                batch = source.batch(mine)
+                moment = Moment(step / learner.steps, [seeds[i] for i in mine])
+                last = n + 1 == cfg.accumulate
+                with nullcontext() if last else accelerator.no_sync(model):
+                    _seed_dropout(moment.seeds)
+                    with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 none
+                        loss, seen = model(batch, [anchors[i] for i in mine], moment)
+                    loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
+                    losses.append(loss.detach())
+                    accelerator.backward(loss)
+                learner.statistics += accelerator.reduce(seen.detach(), "sum")
+            # only here does the host wait for what the step has computed
+            norm = float(accelerator.clip_grad_norm_(parameters, schedule.clip))
+            for n, value in enumerate(torch.stack(losses).tolist()):
+                mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+                _require_finite(value, "loss", step, mine)
+            _require_finite(norm, "gradient", step, chosen)
+            rate = optim.learning_rate(schedule, step, learner.steps)
+            for optimizer in learner.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group["scale"]
+                optimizer.step()
+                optimizer.zero_grad()
+
+            state.step, state.rows = step + 1, (step + 1) * portion
+            state.tokens += sum(len(row.ids) for row in of_rows.values())
+            state.seconds += time.perf_counter() - started
+            sums = learner.statistics.cpu()
+            means = sums[:, 1:] / sums[:, :1].clamp_min(1)  # since the last record
+            by_depth = dict(zip(STATISTICS[1:], means.T.tolist(), strict=True))
+            speed = state.tokens / state.seconds
+            record = TrainRecord(**by_depth, lr=rate, gradient_norm=norm, tokens_per_second=speed)
+            progress.update(task, advance=1, description=f"training  {record}")
+            final = step + 1 == learner.steps
+
+            # once in a while: log, evaluate, save
+            saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
+            if saving or (step + 1) % cfg.log_every == 0:
+                tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
+                learner.statistics.zero_()
+            if final or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+                figures = evaluate(model, held_out, cfg.rows, accelerator)
+                tracker.log(step + 1, {"held_out": asdict(figures)})
+                value = getattr(figures, cfg.objective)
+                state.waited += 1
+                if state.best is None or value > state.best.value:
+                    state.best, state.waited = Best(value, step + 1, figures), 0
+                    notes = {"step": step + 1, "held_out": asdict(figures), "run": state.run}
+                    learner.save_draft(folder / "best", notes)
+                learner.stopped = cfg.patience is not None and state.waited >= cfg.patience
+            if saving or learner.stopped:
+                state.metrics = tracker.checksum()
+                main = accelerator.is_main_process
+                checkpoint.save(folder / "checkpoints", model, learner.optimizers, state, main)
+                accelerator.wait_for_everyone()
+        if learner.stopped or (cfg.max_tokens is not None and learner.ended):
             break
-        if step * portion < state.rows:  # the checkpoint has read these
-            tokens_before += sum(len(source.rows[i].ids) for i in chosen)
-            require((step + 1) * portion < state.rows or tokens_before == state.tokens, otherwise)
-            continue
-        started = time.perf_counter()
-
-        # one step: forward and backward over this process's micro-batches
-        seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
-        of_rows = {i: source.rows[i] for i in chosen}
-        anchors = {
-            i: forcing.anchors(row.mask, row.document, row.position, seeds[i], row.drafted)
-            for i, row in of_rows.items()
-        }
-        count = sum(a.total for a in anchors.values())
-        losses: list[Tensor] = []
-        for n in range(cfg.accumulate):
-            mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
-            batch = source.batch(mine)
-            moment = Moment(step / steps, [seeds[i] for i in mine])
-            last = n + 1 == cfg.accumulate
-            with nullcontext() if last else accelerator.no_sync(model):
-                _seed_dropout(moment.seeds)
-                with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 has none
-                    loss, seen = model(batch, [anchors[i] for i in mine], moment)
-                loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
-                losses.append(loss.detach())
-                accelerator.backward(loss)
-            statistics += accelerator.reduce(seen.detach(), "sum")
-        # only here does the host wait for what the step has computed
-        norm = float(accelerator.clip_grad_norm_(parameters, job.cfg.optim.clip))
-        for n, value in enumerate(torch.stack(losses).tolist()):
-            mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
-            _require_finite(value, "loss", step, mine)
-        _require_finite(norm, "gradient", step, chosen)
-        rate = optim.learning_rate(job.cfg.optim, step, steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["scale"]
-            optimizer.step()
-            optimizer.zero_grad()
-
-        state.step, state.rows = step + 1, (step + 1) * portion
-        state.tokens += sum(len(row.ids) for row in of_rows.values())
-        state.seconds += time.perf_counter() - started
-        sums = statistics.cpu()
-        means = sums[:, 1:] / sums[:, :1].clamp_min(1)  # since the last record
-        by_depth = dict(zip(STATISTICS[1:], means.T.tolist(), strict=True))
-        speed = state.tokens / state.seconds
-        record = TrainRecord(**by_depth, lr=rate, gradient_norm=norm, tokens_per_second=speed)
-        progress.update(task, advance=1, description=f"training  {record}")
-        final = step + 1 == steps
-
-        # once in a while: log, evaluate, save
-        saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
-        if saving or (step + 1) % cfg.log_every == 0:
-            tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
-            statistics.zero_()
-        if final or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
-            figures = evaluate(model, held_out, cfg.rows, accelerator)
-            tracker.log(step + 1, {"held_out": asdict(figures)})
-            value = getattr(figures, cfg.objective)
-            state.waited += 1
-            if state.best is None or value > state.best.value:
-                state.best, state.waited = Best(value, step + 1, figures), 0
-                notes = {"step": step + 1, "held_out": asdict(figures), "run": job.identity}
-                save_draft(job.folder / "best", notes)
-            stopped = cfg.patience is not None and state.waited >= cfg.patience
-        if saving or stopped:
-            state.metrics = tracker.checksum()
-            checkpoint.save(checkpoints, model, optimizers, state, job.main)
-            accelerator.wait_for_everyone()
-    require(stopped or (step + 1) * portion >= state.rows, otherwise)
     progress.remove_task(task)
-    from_main(accelerator, partial(_require_best, job, state, ended=True))
+
+
+def trained(learner: Learner) -> Training:
+    """What training ended with. Raises UserError if the checkpoint's steps read other rows, or if
+    the best draft is lost."""
+    state, accelerator = learner.state, learner.accelerator
+    _require_same_rows(learner, ended=True)
+    from_main(accelerator, partial(_require_best, learner.folder, state, ended=True))
     assert state.best is not None
-    size, best = (state.step, steps, state.tokens, state.seconds), state.best
-    return Training(*size, best.value, best.figures, stopped)
+    size, best = (state.step, learner.steps, state.tokens, state.seconds), state.best
+    return Training(*size, best.value, best.figures, learner.stopped)
 
 
-def _require_best(job: "Job", state: State, ended: bool) -> None:
-    """Raise UserError unless the folder's `best` is whole and of this run, if there must be one.
+def steps_of(
+    cfg: LoopConfig, lengths: Sequence[int], epoch: int, step: int, portion: int
+) -> tuple[list[list[int]], int]:
+    """The `portion` rows that each step of an epoch reads, and how many steps are now planned for
+    the run, which has taken `step` of them. A run lasts `cfg.epochs` whole epochs, or as many steps
+    as `max_tokens` allows. `lengths` are those of the rows. Each epoch is a new permutation; rows
+    that do not fill a step are left out. Raises UserError if an epoch has fewer rows than a step.
+    """
+    per_epoch = len(lengths) // portion
+    if per_epoch == 0:
+        raise UserError(
+            f"there are only {len(lengths)} packed rows, but one step reads {portion}: lower "
+            "loop.rows or loop.accumulate, or give more data"
+        )
+    steps = step + per_epoch * (cfg.epochs - epoch)
+    if cfg.max_tokens is not None:
+        per_step = sum(lengths) / len(lengths) * portion
+        steps = min(steps, max(1, step, round(cfg.max_tokens / per_step)))
+    generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    taken = range(min(per_epoch, steps - step))
+    return [order[n * portion : (n + 1) * portion] for n in taken], steps
+
+
+def _require_same_rows(learner: Learner, ended: bool = False) -> None:
+    """Raise UserError if the steps that a continued run has passed over are not those that its
+    checkpoint has taken: as many tokens in as many rows."""
+    state, portion = learner.state, learner.portion
+    passed = learner.step * portion
+    begun = learner.stopped or (passed >= state.rows if ended else True)
+    same = ended or passed < state.rows or learner.passed == state.tokens
+    require(
+        begun and same,
+        f"{learner.folder / 'checkpoints'}: {state.step} steps have read {state.tokens:,} tokens, "
+        f"but not in steps of {portion} packed rows: continue this run on as many processes as it "
+        "began with, or give the loop.accumulate with which a step reads as many rows as then",
+    )
+
+
+def _require_best(folder: Path, state: State, ended: bool) -> None:
+    """Raise UserError unless the run's `best` is whole and of this run, if there must be one.
     When training has `ended`, say so if it is not the draft of the best step, which can happen
     after a crash between saving a draft and its checkpoint."""
     if state.best is None:
         return
-    best = job.folder / "best"
+    best = folder / "best"
     recover(best)
     if not ended and not best.exists():  # killed between two renames; it is written again
         return
     try:
         notes = drafts.require_whole(best).notes
-        theirs = notes.get("run", job.identity)
-        require(theirs == job.identity, f"{best} is the draft of another run")
+        theirs = notes.get("run", state.run)
+        require(theirs == state.run, f"{best} is the draft of another run")
     except UserError as error:
         raise UserError(
-            f"{error}; the best draft of this run is lost: put it back, or delete {job.folder} and "
+            f"{error}; the best draft of this run is lost: put it back, or delete {folder} and "
             "train again"
         ) from error
     step = notes.get("step", state.best.step)
     if ended and step != state.best.step:
         tell(f"{best} is the draft of step {step}, but that of step {state.best.step} was best")
-
-
-def _plan(
-    cfg: LoopConfig, data: Callable[[int], Source], portion: int
-) -> Iterator[tuple[Source, list[int], int]]:
-    """For every step of a run: its source, the indices of the `portion` rows that it reads, and how
-    many steps are now planned for the run. A run lasts whole epochs, or as many steps as
-    `max_tokens` allows. Each epoch is a new permutation; rows that do not fill a step are left out.
-    Raises UserError if an epoch has fewer rows than a step."""
-    step = 0
-    for epoch in range(cfg.epochs):
-        source = data(epoch)
-        lengths = [len(row.ids) for row in source.rows]
-        per_epoch = len(lengths) // portion
-        if per_epoch == 0:
-            raise UserError(
-                f"there are only {len(lengths)} packed rows, but one step reads {portion}: lower "
-                "loop.rows or loop.accumulate, or give more data"
-            )
-        steps = step + per_epoch * (cfg.epochs - epoch)
-        if cfg.max_tokens is not None:
-            per_step = sum(lengths) / len(lengths) * portion
-            steps = min(steps, max(1, step, round(cfg.max_tokens / per_step)))
-        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(lengths), generator=generator).tolist()
-        for n in range(min(per_epoch, steps - step)):
-            yield source, order[n * portion : (n + 1) * portion], steps
-            step += 1
-        if cfg.max_tokens is not None and step == steps:
-            return  # the sources of further epochs may be costly to make
 
 
 def _seed_dropout(seeds: Sequence[int]) -> None:

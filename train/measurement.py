@@ -1,41 +1,154 @@
-"""Whether a run's draft was measured before, in the same way: then it is not measured again."""
+"""The end of a run: its best draft is measured, unless that was done before in the same way, and
+reported and exported."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from rich.progress import Progress
+
 import specdec
-from specdec.errors import UserError
+from specdec.drafters import with_copying
+from specdec.drafters.base import Drafter
+from specdec.drafters.predictor import Predictor
+from specdec.errors import UserError, memory_for
 from specdec.files import read_json, write_json
 from specdec.formats import draft as drafts
+from specdec.formats import export
 from specdec.integrity import of_file, of_value
+from specdec.measure.confidence import CALIBRATING, calibrate
+from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.machine import machine_of
-from specdec.measure.results import FILE, Results
-from train.job import Job
+from specdec.measure.results import FILE, Results, Training
+from specdec.progress import console
+from specdec.ranks import ALONE, Ranks
+from specdec.report import report
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand
+from train.config import Config
 from train.texts import Texts
+from train.tracking import Tracker, curve
 
 RECORD = "measured.json"  # in the report's folder: how its results were measured
 
 
-def note(job: Job, texts: Texts, processes: int) -> None:
-    """Write down how the results in the report's folder were measured."""
-    write_json(job.folder / "report" / RECORD, {"how": _how(job, texts, processes)})
+@memory_for(
+    "measuring the draft",
+    "lower decode.batch, decode.counting or decode.max_new_tokens; training is complete, and the "
+    "same command measures again",
+)
+def finished(
+    cfg: Config,
+    folder: Path,
+    texts: Texts,
+    training: Training | None,
+    on_demand: TargetOnDemand,
+    ranks: Ranks,
+    tracker: Tracker,
+    progress: Progress,
+) -> Results | None:
+    """Calibrate and measure the best draft, unless that was done before in the same way; write and
+    log a report, and export. Processes that do not see the run's folder (they may have disks of
+    their own) take no part, and get None; then the first measures alone."""
+    sees = ranks.shared(range(ranks.world), lambda _: (folder / "best").is_dir())
+    if not all(sees):
+        if ranks.rank != 0:
+            return None
+        ranks = ALONE
+    original = on_demand.whole()
+    drafter, target = drafts.load_pair(folder / "best", original)
+    results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
+    if results is None:
+        results = _measured(cfg, folder, texts, drafter, target, original, ranks, progress)
+    else:
+        console.print(
+            f"this run is finished and was measured with these settings before: its report is "
+            f"{folder / 'report' / 'report.md'}; to measure it again, delete "
+            f"{folder / 'report' / FILE}, or give scripts/evaluate {folder / 'best'}"
+        )
+    if training is not None:
+        seen = curve(folder / "metrics.jsonl")
+        results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
+    ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
+    ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
+    return results
 
 
-def results_of(job: Job, texts: Texts, processes: int) -> Results | None:
+def _measured(
+    cfg: Config,
+    folder: Path,
+    texts: Texts,
+    drafter: Drafter,
+    target: Target,
+    original: Target,
+    ranks: Ranks,
+    progress: Progress,
+) -> Results:
+    """Calibrate the best draft, and measure it with the decoder."""
+    prompts, also = [p.ids.tolist() for p in texts.prompts], None
+    others = prompts[texts.measured :][:CALIBRATING]
+    if others and isinstance(drafter, Predictor):
+        console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
+        drafter.calibrations = calibrate(target, drafter, others, cfg.decode, ranks)
+        ranks.first(lambda: drafts.keep_calibrations(folder / "best", drafter))
+    if cfg.also is not None:
+        also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
+        also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
+        ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target))
+    return evaluate(
+        Subject(cfg.name, target, drafter, cfg.data.path, also, original),
+        prompts,
+        replace(cfg.decode, prompts=texts.measured),
+        progress,
+        [p.words for p in texts.prompts],
+        ranks=ranks,
+        earlier=[p.earlier for p in texts.prompts],
+    )
+
+
+def _write(
+    cfg: Config,
+    folder: Path,
+    results: Results,
+    drafter: Drafter,
+    target: Target,
+    original: Target,
+    tracker: Tracker,
+) -> None:
+    """Write and log the report, and export the draft."""
+    pictures = report.write(folder / "report", results)
+    tracker.report(results, pictures, folder / "best")
+    console.print(report.summary(results))
+    console.print(f"report: {folder / 'report' / 'report.md'}")
+    if cfg.export is not None and export.layout_names(cfg.drafter.name):
+        checked = export.write(folder / "export", drafter, target, cfg.export)
+        console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
+        if target is not original:
+            export.write_target(folder / "export-target", target)
+            console.print(f"exported the adapted target to {folder / 'export-target'}")
+
+
+def note(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int) -> None:
+    """Write down how the results in the folder's report were measured."""
+    how = _how(cfg, folder, texts, target, processes)
+    write_json(folder / "report" / RECORD, {"how": how})
+
+
+def results_of(
+    cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
+) -> Results | None:
     """The results of the run, if they are on the disk as they were written, and if measuring would
     do the same once more: the same draft and prompts, settings, machine and code."""
-    report = job.folder / "report"
+    report = folder / "report"
     try:
-        if read_json(report / RECORD) == {"how": _how(job, texts, processes)}:
+        if read_json(report / RECORD) == {"how": _how(cfg, folder, texts, target, processes)}:
             return Results.read(report)
     except UserError:  # missing or damaged
         pass
     return None
 
 
-def _how(job: Job, texts: Texts, processes: int) -> str:
+def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int) -> str:
     """A checksum of all that the results depend on, and of the results themselves."""
-    cfg, folder = job.cfg, job.folder
     files = [folder / "report" / FILE]
     for package in (Path(specdec.__path__[0]), Path(__file__).parent):
         files += sorted(package.rglob("*.py"))
@@ -45,7 +158,7 @@ def _how(job: Job, texts: Texts, processes: int) -> str:
     how = {
         "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.path, texts.measured],
         "prompts": [prompt.ids.tolist() for prompt in texts.prompts],
-        "machine": asdict(machine_of(job.target.whole())),
+        "machine": asdict(machine_of(target)),
         "processes": processes,
         "drafts": [drafts.digest(path) for path in drafts_of],
         "files": [of_file(path) for path in files if path.exists()],

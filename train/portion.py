@@ -5,12 +5,9 @@ step remains the same step: its rows, its anchors, its learning rate.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from specdec.errors import UserError
-
-if TYPE_CHECKING:
-    from train.loop import LoopConfig
+from train.loop import LoopConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Portion:
     accumulate: int
     processes: int | None
 
-    def shared(self, cfg: "LoopConfig", processes: int) -> tuple["LoopConfig", str]:
+    def shared(self, cfg: LoopConfig, processes: int) -> tuple[LoopConfig, str]:
         """The settings with which `processes` read this portion in each step, and what to tell the
         user about them, if they are not the ones given. Raises UserError if the processes cannot
         share the portion equally, and if the user gave settings other than the run's own that read
@@ -54,7 +51,7 @@ class Portion:
         )
 
 
-def _settings(cfg: "LoopConfig") -> str:
+def _settings(cfg: LoopConfig) -> str:
     return f"loop.rows={cfg.rows} loop.accumulate={cfg.accumulate}"
 
 

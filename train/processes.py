@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -20,11 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from specdec.compat import forget_precision
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
-from specdec.targets.loading import device_of
+from specdec.targets.loading import TargetConfig, device_of
 from train.launcher import end_with_launcher
-
-if TYPE_CHECKING:
-    from train.config import Config
 
 T = TypeVar("T")
 # What a sharded draft computes is what a replicated one computes: weights, gradients and their sum
@@ -36,9 +33,10 @@ EXACT = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=Fal
 OTHERS = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # as in ACCELERATE_USE_…
 
 
-def accelerator_of(cfg: "Config") -> Accelerator:
+def accelerator_of(target: TargetConfig, precision: str = "auto") -> Accelerator:
     """The processes as `accelerate launch` started them, plain or sharded, each on its own device:
-    `accelerator.device` is where the target, the draft and the batches of a process are.
+    `accelerator.device` is where the target, the draft and the batches of a process are, and
+    `precision` is that of `LoopConfig`.
 
     accelerate 1.15 shards only on GPUs and the like: if asked for FSDP on CPU processes, it
     silently replicates the model. Its FSDP2 does run on CPUs once its state is set by hand, which
@@ -69,11 +67,11 @@ def accelerator_of(cfg: "Config") -> Accelerator:
             mixed_precision_policy=EXACT,
         )
     forget_precision()  # an earlier run in this process may have another
-    native = "bf16" if cfg.target.dtype == "bfloat16" else "no"
-    device = _placed(device_of(cfg.target.device), patient)
+    native = "bf16" if target.dtype == "bfloat16" else "no"
+    device = _placed(device_of(target.device), patient)
     accelerator = Accelerator(
         cpu=device.type == "cpu",
-        mixed_precision=native if cfg.loop.precision == "auto" else cfg.loop.precision,
+        mixed_precision=native if precision == "auto" else precision,
         kwargs_handlers=[patient],
         # the loop accumulates by itself; the launcher's number would divide the loss again
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -84,7 +82,7 @@ def accelerator_of(cfg: "Config") -> Accelerator:
             sharding.set_mixed_precision(accelerator.mixed_precision)
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding
-    if len(dtypes := set(gather_object([cfg.target.dtype]))) > 1:
+    if len(dtypes := set(gather_object([target.dtype]))) > 1:
         raise UserError(
             f"the machines of this run chose different dtypes for the target ({dtypes}): give "
             "target.dtype=float32 or target.dtype=bfloat16"

@@ -1,20 +1,20 @@
 """Rounds of training: a new round can train on text that the current draft helps to write."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from specdec.decoding.decode import fitting_rule
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from specdec.decoding.way import fitting_rule
 from specdec.errors import require_known, require_within
 from specdec.formats import draft as drafts
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
-from train.data.answers import Author, answered
-from train.data.template import Document
-
-if TYPE_CHECKING:
-    from train.job import Job
-    from train.loop import Keep
-    from train.texts import Texts
+from specdec.targets.loading import TargetOnDemand
+from train.data.answers import AnswersConfig, Author, answered
+from train.data.template import Document, Prompt
 
 DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")
 
@@ -60,35 +60,46 @@ class RoundsConfig:
         return self.data == "on_policy" or (self.data != "target" and self.count > 1)
 
 
-def written(job: "Job", number: int, texts: "Texts", keep: "Keep") -> list[Document]:
-    """The texts that round `number`, from 0, trains on. `texts` are those of round 0, unless
-    rounds are on-policy. If a draft helps to write, the round's folder holds this draft (saved by
-    `keep`) and the answers so far, so that an interrupted round continues where it stopped."""
-    cfg, answers, documents = job.cfg.rounds, job.cfg.answers, list(texts.train)
-    if cfg.data == "target":
-        if answers.temperature == 0 or not texts.asked:
-            return documents
+def draft_of_round(cfg: RoundsConfig, folder: Path, number: int) -> Path | None:
+    """Where round `number`, from 0, of the run in `folder` keeps the draft that helps to write its
+    texts; None if no draft does."""
+    helps = cfg.data == "on_policy" or (cfg.data != "target" and number > 0)
+    return folder / "rounds" / str(number) / "draft" if helps else None
+
+
+def written(
+    cfg: RoundsConfig,
+    answers: AnswersConfig,
+    number: int,
+    documents: Sequence[Document],
+    asked: Sequence[Prompt],
+    draft: Path | None,
+    target: TargetOnDemand,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> list[Document]:
+    """The texts that round `number`, from 0, trains on: answers to the `asked` prompts, written
+    with the draft in the folder `draft`, if there is one. Beside that folder are the answers so
+    far, so that an interrupted round continues where it stopped. `documents` are the texts of
+    round 0."""
+    if draft is None:
+        if answers.temperature == 0 or not asked:
+            return list(documents)
         other = replace(answers, seed=(answers.seed + number) % 2**32)
-        return answered(job.target, texts.asked, other, job.accelerator, job.progress)
-    folder = job.folder / "rounds" / str(number)
-    missing = not (folder / "draft").exists()
-    job.accelerator.wait_for_everyone()  # until all processes have looked for it
-    if missing:
-        keep(folder / "draft")
-    step = 2 if cfg.data.startswith("mixed") else 1
-    drafter = drafts.load(folder / "draft", job.target.whole())
+        return answered(target, asked, other, accelerator, progress)
+    drafter = drafts.load(draft, target.whole())
     author = Author(
-        *(drafter, cfg.gamma or drafter.depth, cfg.rule, folder / "answers"),
-        key=drafts.digest(folder / "draft"),
+        *(drafter, cfg.gamma or drafter.depth, cfg.rule, draft.parent / "answers"),
+        key=drafts.digest(draft),
     )
     if cfg.data == "on_policy":
         author = replace(author, rule="auto", rounds=drafter.depth)
     elif cfg.data.endswith("alone"):
         author = replace(author, rule=None)
-    made = answered(
-        job.target, texts.asked[::step], answers, job.accelerator, job.progress, author=author
-    )
+    step = 2 if cfg.data.startswith("mixed") else 1
+    texts = answered(target, asked[::step], answers, accelerator, progress, author=author)
     if cfg.data == "on_policy":
-        return made
-    documents[::step] = made
-    return documents
+        return texts
+    mixed = list(documents)
+    mixed[::step] = texts
+    return mixed

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast
+from rich.progress import Progress
 
 from specdec.context import Known
 from specdec.drafters.base import Drafter
@@ -13,9 +14,6 @@ from specdec.drafters.capabilities import Solves
 from specdec.forcing.anchors import anchors_of
 from specdec.progress import console
 from train.features.source import Online, Source
-
-if TYPE_CHECKING:
-    from train.job import Job
 
 REMEMBERED = 2**30  # the most bytes of features kept in memory, so as not to compute them again
 REGRESSED = 80_000  # a start reads about one to two times as many tokens, or all if there are fewer
@@ -27,18 +25,20 @@ def stride(tokens: int) -> int:
     return max(1, tokens // REGRESSED)
 
 
-def regress(job: "Job", drafter: Drafter, data: Source) -> None:
-    """Solve for the drafter's first weights, on evenly spaced rows (see `REGRESSED`). The weights
-    stay as they are if no answer is long enough."""
+def regress(
+    drafter: Drafter, data: Source, length: int, accelerator: Accelerator, progress: Progress
+) -> None:
+    """Solve for the drafter's first weights, on evenly spaced rows of up to `length` tokens (see
+    `REGRESSED`). The weights stay as they are if no answer is long enough."""
     assert isinstance(drafter, Solves)
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
-    at_once = max(1, AT_ONCE // job.cfg.data.max_length)
-    task = job.progress.add_task("least squares", total=len(rows))
+    at_once = max(1, AT_ONCE // length)
+    task = progress.add_task("least squares", total=len(rows))
     count = 0
 
     def known() -> Iterator[Known]:
         nonlocal count
-        job.progress.update(task, completed=0)
+        progress.update(task, completed=0)
         count = 0
         for start in range(0, len(rows), at_once):
             batch = data.batch(rows[start : start + at_once])
@@ -49,7 +49,7 @@ def regress(job: "Job", drafter: Drafter, data: Source) -> None:
             count += len(where[0])
             if len(where[0]):
                 yield Known(batch.ctx, batch.final_BTD, *where)
-            job.progress.advance(task, len(batch.mask_BT))
+            progress.advance(task, len(batch.mask_BT))
 
     source: Callable[[], Iterator[Known]] = known
     if isinstance(data, Online) and data.bytes(rows) <= REMEMBERED:
@@ -58,8 +58,8 @@ def regress(job: "Job", drafter: Drafter, data: Source) -> None:
     if solvable:
         with torch.no_grad():
             drafter.regress(source)
-    job.progress.remove_task(task)
-    if job.accelerator.num_processes > 1:
+    progress.remove_task(task)
+    if accelerator.num_processes > 1:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"

@@ -1,24 +1,28 @@
 """The texts that a run reads: conversations, pairs or plain texts, with the data's answers or the
-target's own, as many as fit its budget. Of several processes the first reads the data, and hands
-what it made of them to the others."""
+target's own. Of several processes the first reads the data, and hands what it made of them to the
+others."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from accelerate import Accelerator
+from rich.progress import Progress
 
 from specdec.errors import require
 from specdec.progress import console
-from train.data.answers import answered, logged
-from train.data.conversations import TEXTS
+from specdec.ranks import Ranks
+from specdec.targets.loading import TargetOnDemand
+from specdec.targets.parts import Parts
+from train.config import Config
+from train.data.answers import AnswersConfig, answered, logged
+from train.data.conversations import TEXTS, DataConfig
 from train.data.split import SHARE, Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.features.store import Store
-from train.folder import note_date
-from train.job import Job
-from train.plan import FEWEST, planned
+from train.plan import FEWEST
+from train.processes import ranks_of
 
 
 @dataclass
@@ -34,58 +38,64 @@ class Texts:
     asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
 
 
-def texts_of(job: Job) -> Texts:
-    """The texts of a run. Features that are kept on disk are stored while the target answers."""
-    cfg, parts, ranks = job.cfg, job.target.parts, job.ranks
+def split_of(data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Ranks) -> Split[Any]:
+    """The data of a run, split: prompts if the target answers them, else documents. Raises
+    UserError if a side is empty, or if its texts cannot be used."""
     split: Split[Any] = Split()
 
     def read() -> list[Any]:
         nonlocal split
-        split = _split(job)
+        split = _split(data, answers, parts)
         return split.train
 
     train, held_out = ranks.handed(read), ranks.handed(lambda: split.held_out)
-    prompts, records = ranks.handed(lambda: split.prompts), ranks.first(lambda: split.tally.read)
-    share = ranks.first(lambda: split.share)
-    answering, asked, keep = cfg.data.answers == "target", [], None
-    size, measured = planned(job, train, held_out)
-    train = train[:size]
-    if answering and cfg.stores_features:
-        with torch.device("meta"):
-            needs = cfg.family(cfg.drafter, cfg.family.plan(cfg.drafter, parts)).needs
-        keep = Store(cfg.features, parts, needs, cfg.sampler)
-        keep.prepare(0)
-    if answering:
-        ranks.first(lambda: note_date(cfg, job.folder))
+    prompts = ranks.handed(lambda: split.prompts)
+    return Split(train, held_out, prompts, *ranks.first(lambda: (split.tally, split.share)))
+
+
+def texts_of(
+    cfg: Config,
+    split: Split[Any],
+    measured: int,
+    target: TargetOnDemand,
+    store: Store | None,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> Texts:
+    """The texts of a run's split, of whose held-out prompts so many are `measured`. The target
+    answers where the data's answers are not read, and `store` keeps the features that it computes
+    as it does so."""
+    parts, ranks = target.parts, ranks_of(accelerator)
+    train, held_out, asked = split.train, split.held_out, list[Prompt]()
+    if cfg.data.answers == "target":
         asked = train
+        if store is not None:
+            store.prepare(0)
         train, held_out = (
-            answered(job.target, some, cfg.answers, job.accelerator, job.progress, keep)
+            answered(target, some, cfg.answers, accelerator, progress, store)
             for some in (train if cfg.reads_plain_answers else [], held_out)
         )
         train = train or [Document(p.id, p.ids, np.zeros(len(p.ids), np.bool_)) for p in asked]
     if cfg.data.rounds:
         logs = Path(cfg.data.rounds)
-        train = ranks.handed(lambda: logged(logs, cfg.drafter.depth, parts, prompts))
+        train = ranks.handed(lambda: logged(logs, cfg.drafter.depth, parts, split.prompts))
     for name, documents in (("train", train), ("held out", held_out)):
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
-    return Texts(train, held_out, prompts, measured, records, share, asked)
+    return Texts(train, held_out, split.prompts, measured, split.tally.read, split.share, asked)
 
 
-def _split(job: Job) -> Split[Any]:
-    """The data of a run, split: prompts if the target answers them, else documents. Raises
-    UserError if a side is empty, or if its texts cannot be used."""
-    cfg, parts = job.cfg, job.target.parts
+def _split(data: DataConfig, answers: AnswersConfig, parts: Parts) -> Split[Any]:
     require(
-        not (cfg.data.format in TEXTS and parts.model.config.is_encoder_decoder),
+        not (data.format in TEXTS and parts.model.config.is_encoder_decoder),
         f"{parts.title} is an encoder-decoder, which does not read plain text: give data=pairs",
     )
-    answering = cfg.data.answers == "target"
-    split: Split[Any] = (split_prompts if answering else split_documents)(cfg.data, parts.tokenizer)
-    console.print(f"data from {cfg.data.path}\n{split.tally}")
-    if split.share > SHARE and cfg.data.held_out is None:
+    answering = data.answers == "target"
+    split: Split[Any] = (split_prompts if answering else split_documents)(data, parts.tokenizer)
+    console.print(f"data from {data.path}\n{split.tally}")
+    if split.share > SHARE and data.held_out is None:
         console.print(
             f"held out, to measure on: {len(split.held_out)} of "
             f"{len(split.held_out) + len(split.train)} conversations (data.held_out= sets "
@@ -93,10 +103,10 @@ def _split(job: Job) -> Split[Any]:
         )
     for name, side in (("training", split.train), ("held-out", split.held_out)):
         require(bool(side), f"no {name} conversation: give more data or change data.held_out")
-    most, new = cfg.data.max_prompt, cfg.answers.max_new_tokens
+    most, new = data.max_prompt, answers.max_new_tokens
     require(
         bool(split.prompts),
-        f"{cfg.data.path}: no held-out prompt to decode: raise data.max_prompt={most}",
+        f"{data.path}: no held-out prompt to decode: raise data.max_prompt={most}",
     )
     if (few := len(split.prompts)) < FEWEST:
         console.print(
@@ -105,12 +115,12 @@ def _split(job: Job) -> Split[Any]:
         )
     for text in (*split.train, *split.held_out, *split.prompts):
         if text.ids.max(initial=0) >= parts.embedding.num_embeddings:  # else far slower
-            parts.require_embedded(text.ids, f"{cfg.data.path}: record {text.id!r}")
+            parts.require_embedded(text.ids, f"{data.path}: record {text.id!r}")
     longest = max(len(text.ids) for text in [*split.train, *split.held_out])
     require(
-        not answering or longest + new <= cfg.data.max_length,
+        not answering or longest + new <= data.max_length,
         f"a prompt of {longest} tokens and answers.max_new_tokens={new} do not fit "
-        f"data.max_length={cfg.data.max_length}: raise data.max_length, or lower "
+        f"data.max_length={data.max_length}: raise data.max_length, or lower "
         f"data.max_prompt={most} or answers.max_new_tokens",
     )
     return split

@@ -4,9 +4,9 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.errors import require_known
 from specdec.files import read_lines, write_whole
@@ -14,11 +14,6 @@ from specdec.integrity import of_file
 from specdec.measure.results import Curve, Results
 from specdec.progress import tell
 from specdec.terminal import plain
-
-if TYPE_CHECKING:
-    from wandb import Run
-
-    from train.config import Config
 
 Figures = Mapping[str, object]  # by name: numbers, lists of numbers, or further mappings
 MODES = ("offline", "online", "disabled")
@@ -43,12 +38,12 @@ class Tracker:
     def __init__(self, folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self.main = main
-        self._run: Run | None = None
+        self._run: Any = None  # a wandb.Run
 
-    def begin(self, cfg: "Config") -> None:
-        """Begin a run of W&B, or continue it, unless `track.mode` is disabled."""
+    def begin(self, cfg: TrackConfig, name: str, settings: Mapping[str, Any]) -> None:
+        """Begin a run of W&B of this name, or continue it, unless `cfg.mode` is disabled."""
         folder = self.path.parent
-        if not self.main or cfg.track.mode == "disabled":
+        if not self.main or cfg.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -57,14 +52,14 @@ class Tracker:
         if not noted.exists():
             write_whole(noted, os.urandom(4).hex())
         self._run = wandb.init(
-            project=cfg.track.project,
-            entity=cfg.track.entity,
-            name=cfg.name,
+            project=cfg.project,
+            entity=cfg.entity,
+            name=name,
             id=noted.read_text(),
             resume="allow",
             dir=folder,
-            mode=cfg.track.mode,  # type: ignore[arg-type]
-            config=asdict(cfg),
+            mode=cfg.mode,  # type: ignore[arg-type]
+            config=dict(settings),
         )
 
     def log(self, step: int, figures: Figures) -> None:
@@ -100,10 +95,10 @@ class Tracker:
             return
         import wandb
 
-        for at in results.temperatures:
+        for at in results.asked:
             rows = [[plain(s.conversation()), plain(s.answer), s.tau] for s in at.samples]
             table = wandb.Table(columns=["prompt", "answer", "tau"], data=rows)
-            self._run.log({f"samples T={at.temperature:g}": table})
+            self._run.log({f"samples T={at.way.temperature:g}": table})
         self._run.log({name: wandb.Image(str(path)) for name, path in pictures.items()})
         self._run.summary.update(results.headline())
         name = re.sub(r"[^\w.-]", "-", f"{results.name}-draft")

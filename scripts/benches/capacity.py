@@ -10,7 +10,7 @@ from benches import recipe
 from benches.families import ALIKE, parameters
 from benches.turns import show
 
-from specdec.measure.results import AtTemperature, Results
+from specdec.measure.results import Measured, Results
 from specdec.progress import console
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 
@@ -48,36 +48,37 @@ def capacity(
     console.print(
         f"{first.drafter}, {tokens:,} training tokens a head, {first.prompts} held-out "
         f"prompts of up to {first.max_new_tokens} new tokens, γ at most "
-        f"{max(x.temperatures[0].gamma for x in made.values())}; {first.machine}. Intervals are "
+        f"{max(x.asked[0].way.gamma for x in made.values())}; {first.machine}. Intervals are "
         "95 % bootstraps over prompts; for c, over timings."
     )
     rows = []
     for arm, one in made.items():
         size = parameters(recipe.ROOT / "runs" / names[arm] / "best")
-        cells = [arm, f"{size:,}", str(one.temperatures[0].costs.c)]
-        for i, at in enumerate(one.temperatures):
-            others = [x.temperatures[i] for x in made.values()]
+        cells = [arm, f"{size:,}", str(one.asked[0].costs.c)]
+        for i, at in enumerate(one.asked):
+            others = [x.asked[i] for x in made.values()]
             v = statistics.median(x.costs.v.value for x in others)
             speedup, gamma = _best(at, v)
             beaten = any(_dominates(x, at) for x in others)
             cells += [str(at.tau), "" if beaten else "yes", f"{speedup:.2f} (γ = {gamma})"]
         rows.append(cells)
     columns = ["drafter.", "parameters", "c"]
-    for at in first.temperatures:
-        columns += [f"{what}, T = {at.temperature:g}" for what in ("τ", "frontier", "predicted")]
+    for at in first.asked:
+        columns += [
+            f"{what}, T = {at.way.temperature:g}" for what in ("τ", "frontier", "predicted")
+        ]
     show(columns, rows)
 
 
-def _best(at: AtTemperature, v: float) -> tuple[float, int]:
-    """The highest predicted speedup, and its γ. `v` is the cost of a pass over `at.gamma` + 1
-    tokens."""
+def _best(at: Measured, v: float) -> tuple[float, int]:
+    """The highest predicted speedup, and its γ. `v` is the cost of a pass over γ + 1 tokens."""
     alpha = [x.value for x in at.conditional_acceptance]
-    factors = walltime_by_gamma(alpha, at.costs.c.value, len(alpha), pass_cost({at.gamma: v}))
+    factors = walltime_by_gamma(alpha, at.costs.c.value, len(alpha), pass_cost({at.way.gamma: v}))
     best = max(factors[1:])
     return best, factors.index(best, 1)
 
 
-def _dominates(a: AtTemperature, b: AtTemperature) -> bool:
+def _dominates(a: Measured, b: Measured) -> bool:
     """Whether `a` is at least as good as `b` in τ and in c, and better in one of them."""
     better = a.tau.value - b.tau.value, b.costs.c.value - a.costs.c.value
     return min(better) >= 0 and max(better) > 0

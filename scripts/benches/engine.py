@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from benches.setting import Timing, setting
-from benches.turns import Answer, Way, compare, in_turn, ours, tau
+from benches.turns import Answer, Answerer, compare, in_turn, ours, tau
 
-from specdec.decoding.config import DecodeConfig
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.formats.layout import Layout
+from specdec.measure.choosing import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.progress import console
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
 
@@ -118,32 +117,31 @@ def engine(draft: Path, timing: Serving) -> None:
     at_hand = setting([draft], timing, LEARNING)
     target, drafter, learning = at_hand.target, at_hand.drafter, at_hand.learning
     dtype, gamma = str(target.dtype).removeprefix("torch."), timing.gamma or drafter.depth
-    setup = Setup(target, drafter, DecodeConfig(), Sampler(0.0))
-    found = acceptance_by_rank(setup, learning, drafter.depth, max_new_tokens=timing.new)
-    chain = {"drafter": drafter, "shape": Chain(gamma)}
+    setup, deepest = Setup(target, timing.new), Way(drafter)
+    found = acceptance_by_rank(setup, deepest, learning)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         export.write(root / "draft", drafter, target)
         target.save(root / "target")
-        ways: dict[str, Way] = {}
+        answerers: dict[str, Answerer] = {}
         engines: list[Engine] = []
         for mode, compiled in timing.modes.items():
-            mine = partial(ours, target, timing.new, compiled=compiled)
-            for name, served_as, options in (("plain", None, {}), ("speculative", layout, chain)):
+            mine = partial(ours, target, timing.new)
+            plain, chain = Way(compiled=compiled), Way(drafter, Chain(gamma), compiled=compiled)
+            for name, served_as, way in (("plain", None, plain), ("speculative", layout, chain)):
                 engines.append(stack.enter_context(Engine()))
                 folders = root / "target", root / "draft"
                 engines[-1].serve(*folders, served_as, gamma, dtype, compiled)
                 answer = partial(engines[-1].answer, limit=timing.new)
-                drafted, theirs = str(gamma) if options else "", f"vLLM, {name}{mode}"
-                ways[theirs] = Way(answer, drafted, compiled=compiled)
-                ways[f"ours, {name}{mode}"] = mine(drafted, [theirs], **options)
-            setup = replace(setup, cfg=DecodeConfig(compile=compiled))
-            tree = fastest_shape(setup, learning[:1], found)
+                drafted, theirs = str(gamma) if way.drafter else "", f"vLLM, {name}{mode}"
+                answerers[theirs] = Answerer(answer, drafted, compiled=compiled)
+                answerers[f"ours, {name}{mode}"] = mine(way, drafted, [theirs])
+            tree = fastest_shape(setup, replace(deepest, compiled=compiled), learning[:1], found)
             if isinstance(tree, Static):
-                way = mine(str(tree.nodes), [theirs], drafter=drafter, shape=tree)
-                ways[f"ours, a tree{mode}"] = way
-        made = in_turn(ways, at_hand.prompts)
-        compare(ways, made)
+                way = Way(drafter, tree, compiled=compiled)
+                answerers[f"ours, a tree{mode}"] = mine(way, str(tree.nodes), [theirs])
+        made = in_turn(answerers, at_hand.prompts)
+        compare(answerers, made)
         if dtype == "float32":  # then both write the same texts
             return
         texts = [answer.ids for answer in made["ours, speculative"]]
@@ -174,7 +172,7 @@ def on_shared_text(
         alike = sum(1 for _ in takewhile(bool, same))  # tokens before vLLM leaves the text
         if alike > gamma + 1:
             theirs = vllm.answer(before, alike - gamma)
-            mine = ours(target, len(theirs.ids), drafter=drafter, gamma=gamma).answer(before)
+            mine = ours(target, len(theirs.ids), Way(drafter, Chain(gamma))).answer(before)
             if mine.ids == theirs.ids:
                 yield mine, theirs
         start += alike + 1

@@ -80,20 +80,20 @@ def families(
 
 def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
     """The row of a family in the table."""
-    zero, one = made.temperatures  # `recipe.FIXED`
+    zero, one = made.asked  # `recipe.FIXED`
     rates = NONE
     if made.training:
         lines = read_lines(run / "metrics.jsonl", ["train"])
         rates = median_interval([line["train"]["tokens_per_second"] for line in lines]).text(0)
     by_depth = [alpha[: recipe.DEPTHS] for alpha in (one.alpha.all.sampled, zero.alpha.all.greedy)]
     alphas = [str(x) for of in by_depth for x in of + [NONE] * (recipe.DEPTHS - len(of))]
-    trees = [str(at.tau) for at in tree.temperatures] if tree else [NONE, NONE]
+    trees = [str(at.tau) for at in tree.asked] if tree else [NONE, NONE]
     speedups = [foreseen_speedup(zero), foreseen_speedup(one), zero.speedup, one.speedup]
     return [
         name,
         f"{parameters(run / 'best'):,}",
         rates,
-        str(zero.gamma),
+        str(zero.way.gamma),
         *alphas,
         *(str(zero.tau), str(one.tau), *trees, str(zero.costs.c)),
         *(x.text(2) for x in speedups),

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig, require_fitting
 from specdec.decoding.decode import decode
 from specdec.decoding.rules import RULES, Law, Rule
+from specdec.decoding.way import Way
 from specdec.errors import nearest, require
 from specdec.files import make_folder, read_json, write_whole
 from specdec.formats import draft as checkpoint
@@ -69,7 +71,7 @@ def lossless(
                 task = progress.add_task(label, total=len(asked))
                 for start in range(0, len(asked), batch):
                     rows = slice(start, start + batch)
-                    made = partial(answer, asked[rows], drafter=drafter, shape=shape)
+                    made = partial(answer, asked[rows], Way(drafter, shape))
                     key = [*of, label, repr(shape), weights, start]
                     totals.update(kept(keep, key, partial(_counts, made, plain[rows])))
                     so_far = f"{label}: {totals['same']} identical"
@@ -123,15 +125,15 @@ def samples(
     require(rule in RULES, f"--rule {rule} is unknown{nearest(rule, RULES)}")
     at_hand = setting([draft], Timing(prompts, 3, "float32"))
     asked, sampler = at_hand.prompts, Sampler(1.0)
-    plainly = partial(decode, at_hand.target, max_new_tokens=3, sampler=sampler, eos=())
-    drafted = partial(plainly, drafter=at_hand.drafter, shape=Chain(2))
+    drafted = Way(at_hand.drafter, Chain(2), sampler)
     broken = Rule(whole=_keeps_all, siblings="none", lossless=False)
     rows = []
     with bars(console) as progress:
         task = progress.add_task("continuations", total=3 * samples * len(asked))
 
-        def drawn(side: int, answer: Callable[..., list[Generation]]) -> list[Counter]:
+        def drawn(side: int, way: Way) -> list[Counter]:
             """How often each continuation of each prompt was drawn."""
+            answer = partial(decode, at_hand.target, way=way, max_new_tokens=3, eos=())
             cells: list[Counter] = [Counter() for _ in asked]
             for i, prompt in enumerate(asked):
                 first = 10**6 * (3 * i + side)
@@ -143,11 +145,11 @@ def samples(
                     progress.advance(task, len(part))
             return cells
 
-        plain = drawn(0, plainly)
+        plain = drawn(0, drafted.plain)
         for side, (name, judge) in enumerate(
             [(rule, RULES[rule]), ("broken on purpose", broken)], 1
         ):
-            found = map(homogeneity, plain, drawn(side, partial(drafted, rule=judge)))
+            found = map(homogeneity, plain, drawn(side, replace(drafted, rule=judge)))
             chi, freedom = map(sum, zip(*found, strict=True))
             require(freedom > 0, "no continuation occurred often enough: raise --samples")
             half = torch.tensor([freedom / 2, chi / 2]).double()

@@ -16,7 +16,7 @@ from benches.predicted import ALPHAS, SPEEDS, Rows, alpha_of, alphas, cost_of_a_
 from specdec.decoding.beam import beam_search
 from specdec.errors import UserError, require
 from specdec.files import make_folder, read_record, write_whole
-from specdec.measure.results import AtTemperature, Results
+from specdec.measure.results import Measured, Results
 from specdec.progress import console
 from specdec.report.markdown import escaped, table, write
 from specdec.report.plots import PALETTE, Line, Panel, curves
@@ -71,11 +71,11 @@ class Beams:
     seconds: list[float]
 
 
-class Measured(NamedTuple):
+class Experiments(NamedTuple):
     found: dict[str, Results]  # by draft
     best: str  # the draft with which the rest was measured
-    by_gamma: dict[int, AtTemperature]  # T = 0
-    by_rule: dict[str, AtTemperature]  # T = 1
+    by_gamma: dict[int, Measured]  # T = 0
+    by_rule: dict[str, Measured]  # T = 1
     beams: Beams
 
 
@@ -123,7 +123,7 @@ def causal(
     layers: Sequence[int],
     heads: Sequence[str],
     runs: Sequence[str],
-) -> Measured:
+) -> Experiments:
     """The runs on a causal target, and the further measurements of the best one."""
     found, places = dict[str, Results](), dict[str, Path]()
     others = {name: results_of(recipe.ROOT / "runs" / name) for name in runs}
@@ -149,43 +149,43 @@ def causal(
     found |= others
     places |= {name: recipe.ROOT / "runs" / name for name in runs}
     trained = [name for name in found if found[name].training]
-    best = max(trained, key=lambda name: found[name].temperatures[0].speedup.value)
+    best = max(trained, key=lambda name: found[name].asked[0].speedup.value)
     return rest_of(found, best, places[best])
 
 
 def results_of(run: Path) -> Results:
     """The report of a run, which must have drafted chains at T = 0 and T = 1."""
     made = Results.read(run / "report")
-    at = [at.temperature for at in made.temperatures if at.chain]
+    at = [at.way.temperature for at in made.asked if at.way.chain]
     require(at == [0, 1], f"{run} was not measured with chains at T = 0 and T = 1: leave it out")
     return made
 
 
-def rest_of(found: dict[str, Results], best: str, run: Path) -> Measured:
+def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
     """Measure the best draft with other γ, with other rules and in beam search, or read these
     measurements from its run if they are there."""
     base = found[best]
-    by_gamma = {base.temperatures[0].gamma: base.temperatures[0]}
+    by_gamma = {base.asked[0].way.gamma: base.asked[0]}
     for gamma in GAMMAS:
         try:
             made = again(run, f"gamma-{gamma}", base, gamma=gamma, temperatures=[0.0])
         except UserError as error:
             console.print(f"{best} is not measured with γ = {gamma}: {error}")
         else:
-            (by_gamma[gamma],) = made.temperatures
-    by_rule = dict[str, AtTemperature]()
+            (by_gamma[gamma],) = made.asked
+    by_rule = dict[str, Measured]()
     for rule in LENIENT:
         made = again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
-        (by_rule[rule],) = made.temperatures
-    for at in (base.temperatures[1], *by_rule.values()):
+        (by_rule[rule],) = made.asked
+    for at in (base.asked[1], *by_rule.values()):
         require(at.foreseen is not None, "answers are too short for α: raise decode.max_new_tokens")
-    return Measured(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
+    return Experiments(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
 
 
 def beams_of(run: Path, base: Results) -> Beams:
     """Search with `BEAMS` beams on the prompts of a report, plainly and with the draft in turn, or
     read what was measured from the run if it is there."""
-    kept, gamma = run / "beams.json", base.temperatures[0].gamma
+    kept, gamma = run / "beams.json", base.asked[0].way.gamma
     if not kept.exists():
         target, drafter, _, prompts, _ = opened(run, base.prompts + 1)
         search = partial(beam_search, target, beams=BEAMS, max_new_tokens=NEW, gamma=gamma)
@@ -200,7 +200,7 @@ def beams_of(run: Path, base: Results) -> Beams:
     return read_record(Beams, kept, "delete it, and give the command again")
 
 
-def blocks(m: Measured, folder: Path) -> list[str]:
+def blocks(m: Experiments, folder: Path) -> list[str]:
     """The page's text on a causal target; its plots are written into `folder`."""
     gamma_plot(folder / "gamma.png", m)
     tokens_plot(folder / "tokens.png", m)
@@ -257,7 +257,7 @@ def blocks(m: Measured, folder: Path) -> list[str]:
         "growing, verification is no longer free. The cache is left out.",
         f"## Beam search, {BEAMS} beams (Appendix A.4)",
         table(m.best, ["passes", "steps a pass", "nodes a pass", "seconds"], dict(searches(m))),
-        f"The draft searches with {2 * BEAMS} beams for γ = {base.temperatures[0].gamma} steps. "
+        f"The draft searches with {2 * BEAMS} beams for γ = {base.asked[0].way.gamma} steps. "
         "The hypotheses are those of plain beam search. The paper proposes this without figures.",
     ]
 
@@ -267,12 +267,12 @@ ORACLE = ("oracle", "best fixed γ", "gain", "gain by the closed forms")
 LENIENCE = ("α predicted", "accepted at depth 0", "τ", "α, all positions", "the paper's α, speedup")
 
 
-def measured_operations(at: AtTemperature, c_hat: float) -> float:
+def measured_operations(at: Measured, c_hat: float) -> float:
     return theory.round_operations(at.drafted_per_round.value, c_hat) / at.tau.value
 
 
-def gammas(m: Measured) -> Rows:
-    c_hat = m.found[m.best].operations
+def gammas(m: Experiments) -> Rows:
+    c_hat = m.found[m.best].asked[0].operations
     for gamma, at in m.by_gamma.items():
         alpha, operations = alpha_of(at), "—"
         if c_hat is not None:
@@ -284,14 +284,14 @@ def gammas(m: Measured) -> Rows:
         yield f"γ = {gamma}", found
 
 
-def oracles(m: Measured) -> Rows:
+def oracles(m: Experiments) -> Rows:
     for name, made in m.found.items():
-        for at in made.temperatures:
+        for at in made.asked:
             if (known := at.oracle) is not None:
                 alpha, c = alpha_of(at), at.costs.c.value
                 closed = max(theory.walltime_by_gamma(alpha, c, FURTHEST))
                 yield (
-                    f"{name}, T = {at.temperature:g}",
+                    f"{name}, T = {at.way.temperature:g}",
                     [
                         f"{known.speedup:.2f}",
                         f"{known.fixed_speedup:.2f} (γ = {known.fixed_gamma})",
@@ -301,8 +301,8 @@ def oracles(m: Measured) -> Rows:
                 )
 
 
-def leniences(m: Measured) -> Rows:
-    every = m.found[m.best].temperatures[1].foreseen
+def leniences(m: Experiments) -> Rows:
+    every = m.found[m.best].asked[1].foreseen
     assert every
     known = [*(x.alpha for x in every.lenience), every.non_iterative]
     for i, (rule, at) in enumerate(m.by_rule.items()):
@@ -311,15 +311,15 @@ def leniences(m: Measured) -> Rows:
         yield f"`{rule}`", [str(x) for x in figures]
 
 
-def passes(m: Measured) -> Rows:
+def passes(m: Experiments) -> Rows:
     base = m.found[m.best]
-    yield "plain step", of_pass(base, 1, base.temperatures[0].costs.step_seconds)
+    yield "plain step", of_pass(base, 1, base.asked[0].costs.step_seconds)
     for gamma, at in m.by_gamma.items():
         yield f"γ = {gamma}", of_pass(base, gamma + 1, at.costs.verify_seconds)
 
 
-def searches(m: Measured) -> Rows:
-    beams, gamma = m.beams, m.found[m.best].temperatures[0].gamma
+def searches(m: Experiments) -> Rows:
+    beams, gamma = m.beams, m.found[m.best].asked[0].way.gamma
     steps, done = sum(beams.steps), max(1, sum(beams.passes))
     most = theory.beam_passes(BEAMS, 2 * BEAMS, gamma)
     plain, seconds = sum(beams.plain_seconds), sum(beams.seconds)
@@ -330,43 +330,45 @@ def searches(m: Measured) -> Rows:
     yield "with the draft", [f"{done:,}", f"{steps / done:.2f}", nodes, with_draft]
 
 
-def gamma_plot(path: Path, m: Measured) -> None:
+def gamma_plot(path: Path, m: Experiments) -> None:
     """Walltime factors at T = 0 and T = 1, and operations at T = 0, against γ."""
     v = cost_of_a_pass(m.found, m.by_gamma.values())
     gammas = range(SHOWN + 1)
     panels: list[list[Line]] = [[], [], []]
     for i, (name, made) in enumerate(m.found.items()):
         colour = PALETTE[i % len(PALETTE)]
-        for lines, at in zip(panels, made.temperatures):
+        for lines, at in zip(panels, made.asked):
             alpha, c = alpha_of(at), at.costs.c.value
             factors = (theory.walltime_by_gamma(alpha, c, SHOWN, cost) for cost in (v, None))
-            points = list(m.by_gamma.values()) if (name, at.temperature) == (m.best, 0) else [at]
+            points = (
+                list(m.by_gamma.values()) if (name, at.way.temperature) == (m.best, 0) else [at]
+            )
             lines += [Line(gammas, f, colour, "", how) for f, how in zip(factors, "-:")]
             speedups = [x.speedup.value for x in points]
-            lines.append(Line([x.gamma for x in points], speedups, colour, "", "o"))
-            if at.temperature == 0 and (c_hat := made.operations) is not None:
+            lines.append(Line([x.way.gamma for x in points], speedups, colour, "", "o"))
+            if at.way.temperature == 0 and (c_hat := at.operations) is not None:
                 grown = [theory.operations_factor(alpha, g, c_hat) for g in gammas]
                 counted = [measured_operations(x, c_hat) for x in points]
                 panels[2] += [
                     Line(gammas, grown, colour, name),
-                    Line([x.gamma for x in points], counted, colour, "", "o"),
+                    Line([x.way.gamma for x in points], counted, colour, "", "o"),
                 ]
     titles = ["Speedup, T = 0", "Speedup, T = 1", "Growth of operations, T = 0"]
     curves(path, [Panel(title, "γ", lines) for title, lines in zip(titles, panels)])
 
 
-def tokens_plot(path: Path, m: Measured) -> None:
+def tokens_plot(path: Path, m: Experiments) -> None:
     """Tokens a pass against α, for every γ with which something was measured."""
     panels = []
     for t in (0, 1):
-        ats = [made.temperatures[t] for made in m.found.values()]
+        ats = [made.asked[t] for made in m.found.values()]
         ats += list(m.by_gamma.values()) * (t == 0)
-        used, lines = sorted({*GAMMAS, *(at.gamma for at in ats)}), list[Line]()
+        used, lines = sorted({*GAMMAS, *(at.way.gamma for at in ats)}), list[Line]()
         furthest = min(1.0, max(map(alpha_of, ats)) + 0.1)
         alphas = [furthest * i / 50 for i in range(51)]
         for gamma, colour in zip(used, PALETTE):
             tokens = [theory.expected_tokens(alpha, gamma) for alpha in alphas]
-            points = [(alpha_of(at), at.tau.value) for at in ats if at.gamma == gamma]
+            points = [(alpha_of(at), at.tau.value) for at in ats if at.way.gamma == gamma]
             lines.append(Line(alphas, tokens, colour, f"γ = {gamma}"))
             lines.append(Line([a for a, _ in points], [tau for _, tau in points], colour, "", "o"))
         panels.append(Panel(f"Tokens a pass, T = {t}", "α at depth 0, all positions", lines))

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping
 
-from specdec.measure.results import AtTemperature, Results
+from specdec.measure.results import Measured, Results
 from specdec.report.theory import FURTHEST, foreseen_speedup, through
 from specdec.theory import leviathan as theory
 
@@ -12,34 +12,32 @@ ALPHAS = ("α at T = 0", "α at T = 1", "positions")
 SPEEDS = ("γ", "α", "c", "v", "τ", "Theorem 3.8", "τ / (γc + v)", "measured", "best γ")
 
 
-def alpha_of(at: AtTemperature) -> float:
+def alpha_of(at: Measured) -> float:
     """α at depth 0 over all positions, the one number that the closed forms take."""
-    return at.alpha.all.of(at.temperature)[0].value
+    return at.alpha.all.of(at.way.temperature)[0].value
 
 
-def cost_of_a_pass(
-    found: Mapping[str, Results], more: Iterable[AtTemperature] = ()
-) -> theory.PassCost:
+def cost_of_a_pass(found: Mapping[str, Results], more: Iterable[Measured] = ()) -> theory.PassCost:
     """v by γ: at each γ, the median of what was measured for v with all drafts and in `more`."""
     points: dict[int, list[float]] = {}
-    ats = [at for made in found.values() for at in made.temperatures]
+    ats = [at for made in found.values() for at in made.asked]
     for at in (*ats, *more):
-        points.setdefault(at.gamma, []).append(at.costs.v.value)
+        points.setdefault(at.way.gamma, []).append(at.costs.v.value)
     return theory.pass_cost({gamma: statistics.median(of) for gamma, of in points.items()})
 
 
 def alphas(found: Mapping[str, Results]) -> Rows:
     for name, made in found.items():
-        zero, one = (at.alpha.all.of(at.temperature)[0] for at in made.temperatures)
+        zero, one = (at.alpha.all.of(at.way.temperature)[0] for at in made.asked)
         yield name, [str(zero), str(one), f"{one.n:,}"]
 
 
 def speeds(found: Mapping[str, Results], v: theory.PassCost) -> Rows:
     for name, made in found.items():
-        for at in made.temperatures:
-            alpha, c = at.alpha.all.of(at.temperature)[0], at.costs.c.value
-            expected = through(alpha, lambda a: theory.walltime_factor(a, at.gamma, c))  # noqa: B023
+        for at in made.asked:
+            alpha, c = at.alpha.all.of(at.way.temperature)[0], at.costs.c.value
+            expected = through(alpha, lambda a: theory.walltime_factor(a, at.way.gamma, c))  # noqa: B023
             figures = [f"{alpha.value:.3f}", f"{c:.3f}", at.costs.v.text(2), str(at.tau)]
             figures += [x.text(2) for x in (expected, foreseen_speedup(at), at.speedup)]
             fastest = theory.best_gamma(alpha.value, c, FURTHEST, v)
-            yield f"{name}, T = {at.temperature:g}", [str(at.gamma), *figures, str(fastest)]
+            yield f"{name}, T = {at.way.temperature:g}", [str(at.way.gamma), *figures, str(fastest)]

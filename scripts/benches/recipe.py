@@ -44,7 +44,7 @@ class Arm:
     def counts(
         self, at: int, of: Callable[[PromptCounts], float], per: Callable[[PromptCounts], float]
     ) -> Counts:
-        columns = [*zip(*(r.temperatures[at].prompts for r in self.runs), strict=True)]
+        columns = [*zip(*(r.asked[at].prompts for r in self.runs), strict=True)]
         return [sum(map(of, x)) for x in columns], [sum(map(per, x)) for x in columns]
 
     def sampled(self, depth: int = 0) -> Counts:
@@ -129,7 +129,7 @@ def trained(
     console.print(
         f"{first.drafter}, {counts} tokens a run, {seeds} seeds, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens, γ = "
-        f"{first.temperatures[0].gamma}; {first.machine}. Intervals are 95 % bootstraps over "
+        f"{first.asked[0].way.gamma}; {first.machine}. Intervals are 95 % bootstraps over "
         "prompts, whose counts are added over the seeds."
     )
     best = {
@@ -205,7 +205,7 @@ def objectives(
     named = {arm.split()[0]: f"objective={arm}".split() for arm in arms}
     _, best = trained(named, overrides, folder, seeds, rates)
     first = next(iter(best.values()))
-    deep = range(min(DEPTHS, len(first.runs[0].temperatures[0].prompts[0].positions)))
+    deep = range(min(DEPTHS, len(first.runs[0].asked[0].prompts[0].positions)))
     figures: dict[str, Callable[[Arm], Counts]] = {}
     figures |= {f"α sampled, depth {k}": partial(Arm.sampled, depth=k) for k in deep}
     figures |= {f"α greedy, depth {k}": partial(Arm.greedy, depth=k) for k in deep}

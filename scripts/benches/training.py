@@ -21,9 +21,9 @@ from specdec.objectives.piece import Piece
 from specdec.progress import console
 from specdec.targets.loading import load_target, resolved
 from specdec.theory.alpha import acceptance
+from train.budget import rehearsal
 from train.config import composed, register
 from train.data.split import split_documents
-from train.plan import rehearsal
 from train.processes import accelerator_of
 
 WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft vocabulary
@@ -106,7 +106,7 @@ def throughput(
     documents = split_documents(cfg.data, target.tokenizer).train
     on_gpu = target.device.type == "cuda"
     cfg = replace(cfg, target=resolved(cfg.target))
-    accelerator = accelerator_of(cfg)
+    accelerator = accelerator_of(cfg.target, cfg.loop.precision)
     found = []
     for size in rows:
         if on_gpu:

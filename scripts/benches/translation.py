@@ -159,7 +159,7 @@ def blocks(found: Mapping[str, Results]) -> list[str]:
     """The page's text on translation. What a model wrote, names and paths are no markup."""
     found = escaped(dict(found))
     (base, *_), (trained, *_) = found.values(), (x.training for x in found.values() if x.training)
-    samples = {s.prompt: [s.answer] for s in base.temperatures[0].samples[:3]}
+    samples = {s.prompt: [s.answer] for s in base.asked[0].samples[:3]}
     return [
         "## An encoder-decoder (Section 4.1, Tables 2 and 3)",
         f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "

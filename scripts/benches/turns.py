@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.measure.costs import timed
 from specdec.progress import bars, console
 from specdec.targets.base import Target
@@ -23,9 +24,9 @@ class Answer(NamedTuple):
     accepted: Sequence[int] = ()
 
 
-class Way(NamedTuple):
-    """How a prompt is answered, how much a round drafts, and the names of the ways to compare this
-    one with. `compiled` says whether passes go through torch.compile."""
+class Answerer(NamedTuple):
+    """How a prompt is answered, how much a round drafts, and the names of the rivals to compare
+    this one with. `compiled` says whether passes go through torch.compile."""
 
     answer: Callable[[list[int]], Answer]
     drafted: str = ""
@@ -36,56 +37,58 @@ class Way(NamedTuple):
 def ours(
     target: Target,
     new: int,
+    way: Way | None = None,
     drafted: str = "",
     rivals: Sequence[str] = (),
     prefill: bool = True,
     **options: Any,
-) -> Way:
-    """Our decoder, timed with its prefill or without it."""
+) -> Answerer:
+    """Our decoder in this way (None: plainly), timed with its prefill or without it."""
+    way = way or Way()
 
     def answer(prompt: list[int]) -> Answer:
-        call = partial(generate, target, prompt, max_new_tokens=new, **options)
+        call = partial(generate, target, prompt, way, max_new_tokens=new, **options)
         seconds, made = timed(call, target.device)
         deepest = max((r.drafted for r in made.rounds), default=0)
         accepted = [sum(r.accepted > k for r in made.rounds) for k in range(deepest)]
         spent = seconds if prefill else made.seconds
         return Answer(made.ids, spent, len(made.rounds), accepted)
 
-    return Way(answer, drafted, rivals, options.get("compiled", False))
+    return Answerer(answer, drafted, rivals, way.compiled)
 
 
 def in_turn(
-    ways: dict[str, Way], prompts: list[list[int]], first: list[list[int]] | None = None
+    answerers: dict[str, Answerer], prompts: list[list[int]], first: list[list[int]] | None = None
 ) -> dict[str, list[Answer]]:
-    """The answers of every way to every prompt. Each way first warms up: if its passes are
-    compiled, on all prompts, so that no graph is built while the clock runs; otherwise on `first`
-    (by default the first prompt and the longest)."""
+    """The answers of each to every prompt. Each first warms up: if its passes are compiled, on all
+    prompts, so that no graph is built while the clock runs; otherwise on `first` (by default the
+    first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
-    made: dict[str, list[Answer]] = {name: [] for name in ways}
+    made: dict[str, list[Answer]] = {name: [] for name in answerers}
     with bars(console) as progress:
-        task = progress.add_task("warming up", total=len(ways))
-        for way in ways.values():
-            for prompt in prompts if way.compiled else few:
-                way.answer(prompt)
+        task = progress.add_task("warming up", total=len(answerers))
+        for one in answerers.values():
+            for prompt in prompts if one.compiled else few:
+                one.answer(prompt)
             progress.advance(task)
         task = progress.add_task("decoding", total=len(prompts))
         for prompt in prompts:
-            for name, way in ways.items():
-                made[name].append(way.answer(prompt))
+            for name, one in answerers.items():
+                made[name].append(one.answer(prompt))
             progress.advance(task)
     return made
 
 
-def compare(ways: dict[str, Way], made: dict[str, list[Answer]]) -> None:
-    """Print a table of what `in_turn` made: each way beside the fastest of its rivals."""
+def compare(answerers: dict[str, Answerer], made: dict[str, list[Answer]]) -> None:
+    """Print a table of what `in_turn` made: each beside the fastest of its rivals."""
     seconds = {name: [a.seconds / len(a.ids) for a in of] for name, of in made.items()}
     middle = {name: statistics.median(of) for name, of in seconds.items()}  # per token
     rows = []
     for name, answers in made.items():
         shares = accepted(answers)
-        row = [name, ways[name].drafted, tau(answers), " ".join(f"{s:.3f}" for s in shares)]
+        row = [name, answerers[name].drafted, tau(answers), " ".join(f"{s:.3f}" for s in shares)]
         row += [str(sum(a.rounds for a in answers) or ""), f"{1 / middle[name]:.1f}"]
-        if rivals := ways[name].rivals:
+        if rivals := answerers[name].rivals:
             best = min(rivals, key=middle.__getitem__)
             same = sum(a.ids == b.ids for a, b in zip(answers, made[best], strict=True))
             row += [ratio(seconds[best], seconds[name]), best, f"{same} of {len(answers)}"]

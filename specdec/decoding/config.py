@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoding.decode import fitting_rule, require_draftable
 from specdec.decoding.length import LENGTHS, length
+from specdec.decoding.way import Way, fitting_rule, require_draftable
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Copies, TrainedDepth
 from specdec.errors import require, require_between, require_known, require_within
@@ -20,10 +20,17 @@ class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
     heads) or static. A static tree without `paths` takes those with the highest measured
     acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
-    measures that shape too, in turn with chains."""
+    measures that shape too, in turn with chains.
+
+    Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
+    Seconds come from the first `timed` of them, which plain and speculative decoding answer in
+    turn, `batch` prompts at a time; a speedup is put together from both (see `measure.evaluate`).
+    """
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
-    prompts: int = 40
+    prompts: int = 100
+    timed: int = 12  # prompts that are timed
+    counting: int = 32  # prompts that are decoded together where only acceptance is counted
     max_new_tokens: int = 96
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # measured separately
     top_p: float = 1.0
@@ -44,6 +51,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         require_within("decode", self, prompts=1, max_new_tokens=1, repeats=1, batch=1, nodes=1)
+        require_within("decode", self, timed=1, counting=1)
         require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1), top_k=0)
         require_known("decode", self, tree=TREES, length=LENGTHS)
         require(
@@ -79,6 +87,18 @@ class DecodeConfig:
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
             for shape in (like, Static([[0]])) if self.fastest else (like,):
                 fitting_rule(self.rule, shape, sampler, self.greedy_draft)
+
+    def chains(self, drafter: Drafter, temperature: float) -> Way:
+        """The way of decoding in which chains are drafted at a temperature, before another shape or
+        a length policy is chosen (see `measure.choosing`)."""
+        return Way(
+            drafter,
+            Chain(drafter.depth if self.gamma is None else self.gamma),
+            sampler=Sampler(temperature, self.top_k, self.top_p),
+            rule=self.rule,
+            greedy_draft=self.greedy_draft,
+            compiled=self.compile,
+        )
 
     def deepest(self, trained: int) -> int:
         """The most tokens in a row that are drafted, by a drafter of this `trained` depth."""

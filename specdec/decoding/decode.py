@@ -19,17 +19,17 @@ from specdec.context import Needs, Proposal
 from specdec.decoding.answers import Answers, Generation, OnTokens, Record, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
-from specdec.decoding.rules import Rule, Verdict, greedy, named
+from specdec.decoding.rules import Rule, Verdict, greedy
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
+from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
-from specdec.drafters.capabilities import Copies, Hears
+from specdec.drafters.capabilities import Hears
 from specdec.drafters.nn.gather import last_of
 from specdec.drafters.predictor import vocabulary
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
@@ -39,37 +39,28 @@ from specdec.targets.parts import Parts
 def decode(
     target: Target,
     prompts: Sequence[Sequence[int]],
+    way: Way | None = None,
     *,
     max_new_tokens: int,
-    drafter: Drafter | None = None,
-    shape: Shape | None = None,
-    sampler: Sampler | None = None,
-    rule: str | Rule = "auto",
-    greedy_draft: bool = False,
-    length: Length | None = None,
     eos: tuple[int, ...] | None = None,
     stop: Sequence[str] = (),
     processors: Sequence[Processor] = (),
     seeds: Sequence[int] | None = None,
-    compiled: bool = False,
     on_tokens: OnTokens | None = None,
     record: Record | None = None,
 ) -> list[Generation]:
-    """Continue every prompt, speculatively if there is a drafter. Rows that end leave the batch.
-    No row's distribution depends on its neighbours, but the draws of a sampled row may, if a
-    `length` looks at the batch or when the longest row is about to use up the positions.
+    """Continue every prompt in this way (None: greedily, without a draft). Rows that end leave the
+    batch. No row's distribution depends on its neighbours, but the draws of a sampled row may, if
+    `way.length` looks at the batch or when the longest row is about to use up the positions.
 
-    `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
-    a policy that shortens chains. `sampler` None is greedy. `rule` judges sampled drafts (see
-    `fitting_rule`). `greedy_draft` drafts the likeliest token at T > 0, as engines do by default.
     `eos` None is the target's own; () never ends an answer early. A `stop` string ends an answer
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
-    logits processors, applied to p and q alike. `seeds` has one number for each prompt. `compiled`
-    runs the passes of target and draft through `torch.compile`, over caches of fixed size.
+    logits processors, applied to p and q alike. `seeds` has one number for each prompt.
     `on_tokens` is called after each round, and `record` keeps features of plain answers. Raises
-    UserError as `require_room`, `require_draftable` and `fitting_rule` do, and for other options
-    that do not go together.
+    UserError as `require_room` does, and for options that do not go together.
     """
+    way = way or Way()
+    drafter, shape, length, judge = way.drafter, way.shape, way.length, way.judge
     require_room(target, prompts, max_new_tokens)
     asked = len(prompts)
     fitting = seeds is None or len(seeds) == asked
@@ -79,16 +70,10 @@ def decode(
         not stop or target.tokenizer is not None,
         "stop strings need a tokenizer, but this target has none: give eos ids instead",
     )
-    sampler = sampler or Sampler(temperature=0.0)
     needs = replace(record.needs, final_hidden=True) if record else Needs()
-    if drafter is not None:
-        shape, needs = shape or Chain(drafter.depth), drafter.needs
-        require_draftable(drafter, shape.depth, type(length) if length else Length)
-        chain = isinstance(shape, Chain)
-        require(chain or not length, "a length policy shortens chains, not trees: leave one out")
-    judge = fitting_rule(rule, shape, sampler, greedy_draft)
+    needs = needs if drafter is None else drafter.needs
     slots = None
-    if compiled:
+    if way.compiled:
         slots = capacity(max(map(len, prompts)) + max_new_tokens, drafter, shape)
     openings = [p[len(p) - target.placed(p) :] for p in prompts]
     stops = Stops(stop, target.tokenizer) if stop else None
@@ -100,8 +85,8 @@ def decode(
     cache = target.new_cache(slots)
     rows, first_BV = prefill(target, prompts, needs, cache)
     choose = Choose(
-        sampler,
-        "fixed" if greedy_draft else judge.siblings,
+        way.sampler,
+        "fixed" if way.greedy_draft else judge.siblings,
         [torch.Generator(target.device).manual_seed(s) for s in seeds or range(asked)],
         vocabulary(drafter),
         target.vocab_size,
@@ -209,28 +194,6 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
     return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
 
 
-def fitting_rule(
-    name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
-) -> Rule:
-    """The verification rule of this name. "auto" is block for chains, recursive for trees drawn
-    from q, point_mass for other trees. Raises UserError for a rule that does not fit the shape."""
-    if isinstance(name, Rule):
-        return name
-    tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
-    best = "point_mass" if picked else "recursive"  # the best rule for a tree
-    if name == "auto":
-        name = "block" if not tree else "point_mass" if greedy_draft else best
-    rule = named(name)
-    if tree and not sampler.greedy:
-        require(rule.trees, f"decode.rule={name} judges chains only: give {best} for this tree")
-        require(
-            not picked or rule.siblings == "fixed",
-            f"decode.rule={name} needs siblings drawn from q, but this tree picks the likeliest: "
-            "give decode.rule=point_mass, or a static tree",
-        )
-    return rule
-
-
 def require_room(
     target: Parts,
     prompts: Sequence[Sequence[int]],
@@ -257,20 +220,6 @@ def require_room(
         )
 
 
-def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
-    """Raise UserError if the drafter cannot draft so deep, or lacks the q that the policy reads."""
-    name, most = drafter.config.name, drafter.limits.depth
-    require(
-        most is None or depth <= most,
-        f"decode.gamma={depth} (or a tree of that depth) is too deep: this {name} drafts at most "
-        f"{most} tokens in a row",
-    )
-    require(
-        not length.reads_q or not isinstance(drafter, Copies),
-        f"{length.__name__} needs q, but {name} copies tokens: give another decode.length",
-    )
-
-
 def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
     """Slots of a fixed cache for a text of this many tokens and the drafts after it: a power of
     two, because passes are compiled again for every size."""
@@ -282,15 +231,10 @@ def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
 def generate(
     target: Target,
     prompt: Sequence[int],
+    way: Way | None = None,
     *,
-    drafter: Drafter | None = None,
-    gamma: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Generation:
-    """`decode` for one prompt, with any of its `options`. If they lack a `shape`, chains of `gamma`
-    tokens are drafted (None: as deep as the drafter was trained; 0: plain decoding)."""
-    if "shape" not in options:
-        options["shape"] = Chain(gamma) if gamma else None
-        drafter = None if gamma == 0 else drafter
-    return decode(target, [prompt], drafter=drafter, seeds=[seed], **options)[0]
+    """`decode` for one prompt, with any of its `options`."""
+    return decode(target, [prompt], way, seeds=[seed], **options)[0]

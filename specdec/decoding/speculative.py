@@ -22,6 +22,7 @@ from specdec.compat import generation_defaults, logits_processors
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.decode import decode
 from specdec.decoding.policy import Length
+from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.sampling.choose import Processor
@@ -130,17 +131,12 @@ def speculative_generate(
     done = decode(
         target,
         prompts,
+        Way(drafter, shape, sampler=sampler, rule=rule, length=length, compiled=compiled),
         max_new_tokens=limit,
-        drafter=drafter,
-        shape=shape,
-        sampler=sampler,
-        rule=rule,
-        length=length,
         eos=eos,
         stop=[stop] if isinstance(stop, str) else stop,
         processors=processors,
         seeds=[((seed << 20) + b) % (1 << 63) for b in range(len(prompts))],  # all different
-        compiled=compiled,
         on_tokens=streamer,
     )
     if pad is None:

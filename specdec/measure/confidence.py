@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specdec.decoding.config import DecodeConfig
+from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.errors import require
@@ -80,10 +81,10 @@ def calibrate(
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        setup = Setup(target, drafter, cfg, sampler)
+        way = Way(drafter, Chain(gamma), sampler, greedy_draft=cfg.greedy_draft)
         forcing = TeacherForcing(drafter, target, Sampler(1.0) if sampler.greedy else sampler)
         variants = ("greedy",) if sampler.greedy else ("greedy_draft", "sampled")
-        of_batch = partial(_believed, setup, forcing, prompts, gamma, variants)
+        of_batch = partial(_believed, Setup.of(target, cfg), way, forcing, prompts, variants)
         for answers in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
             for by_variant in answers:
                 for variant, answer in zip(variants, by_variant, strict=True):
@@ -94,18 +95,20 @@ def calibrate(
 
 def _believed(
     setup: Setup,
+    way: Way,
     forcing: TeacherForcing,
     prompts: Sequence[Sequence[int]],
-    gamma: int,
     variants: Sequence[str],
     first: int,
 ) -> list[list[Believed]]:
     """For each answer to the `AT_ONCE` prompts from `first` on: its drafted tokens, by variant."""
-    some, seed, found = prompts[first : first + AT_ONCE], setup.cfg.seed + first, []
+    assert way.shape is not None
+    gamma = way.shape.depth
+    some, seed, found = prompts[first : first + AT_ONCE], setup.seed + first, []
     seeds = range(seed, seed + len(some))
-    for made in setup.answers(some, Chain(gamma), seeds=seeds, rule="auto", compiled=False):
-        read = along(forcing, setup.target, made.prompt, [*made.ids, *made.overrun])
-        text = decoded(read, made, gamma, setup.sampler.greedy)
+    for answer in setup.answers(some, way, seeds=seeds):
+        read = along(forcing, setup.target, answer.prompt, [*answer.ids, *answer.overrun])
+        text = decoded(read, answer, gamma, way.sampler.greedy)
         found.append([believed(text, variant, gamma) for variant in variants])
     return found
 

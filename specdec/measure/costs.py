@@ -19,6 +19,8 @@ from specdec.context import Context, Needs
 from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
+from specdec.decoding.way import Way
+from specdec.drafters.base import Drafter
 from specdec.drafters.predictor import vocabulary
 from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
@@ -26,6 +28,7 @@ from specdec.runtime.device import finish
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
+from specdec.targets.base import Target
 from specdec.theory.intervals import Interval, median_interval
 
 T = TypeVar("T")
@@ -47,20 +50,21 @@ class Costs:
     v: Interval
 
 
-def costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int = TURNS) -> Costs:
-    """The costs of the parts of a round that drafts `shape`, after a prompt on `cfg.batch` rows.
-    The verification covers the anchor and as many tokens as the shape can draft. Parts take turns,
-    so that each finds the processor's caches as decoding leaves them. If passes are compiled, their
-    caches have room for `cfg.max_new_tokens`. Of too long a prompt, only the end is read."""
-    return setup.ranks.first(lambda: _costs(setup, prompt, shape, turns))
+def costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int = TURNS) -> Costs:
+    """The costs of the parts of a round, after a prompt on `setup.batch` rows. The verification
+    covers the anchor and as many tokens as the way's shape can draft. Parts take turns, so that
+    each finds the processor's caches as decoding leaves them. If passes are compiled, their caches
+    have room for `setup.max_new_tokens`. Of too long a prompt, only the end is read."""
+    return setup.ranks.first(lambda: _costs(setup, way, prompt, turns))
 
 
 @torch.inference_mode()
-def _costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int) -> Costs:
-    target, batch, slots = setup.target, setup.cfg.batch, None
-    if setup.cfg.compile:
-        slots = capacity(len(prompt) + setup.cfg.max_new_tokens, setup.drafter, shape)
-    rows, cache, draft = _prepared(setup, prompt, shape, batch, slots)
+def _costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int) -> Costs:
+    drafter, shape = _drafting(way)
+    target, batch, slots = setup.target, setup.batch, None
+    if way.compiled:
+        slots = capacity(len(prompt) + setup.max_new_tokens, drafter, shape)
+    rows, cache, draft = _prepared(target, way, prompt, batch, slots)
 
     def verify(count: int, needs: Needs, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
@@ -73,7 +77,7 @@ def _costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int) -> Cos
     parts: list[Callable[[], object]] = [
         lambda: verify(1, Needs()),
         draft,
-        lambda: verify(width, setup.drafter.needs, not isinstance(shape, Chain)),
+        lambda: verify(width, drafter.needs, not isinstance(shape, Chain)),
     ]
     times = [[timed(part, target.device)[0] for part in parts] for _ in range(turns + 2)][2:]
     plain, drafted, checked = map(list, zip(*times, strict=True))
@@ -87,10 +91,12 @@ def _costs(setup: Setup, prompt: Sequence[int], shape: Shape, turns: int) -> Cos
 
 
 @torch.inference_mode()
-def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float | None, int]:
+def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float | None, int]:
     """ĉ, the operations of a draft step over those of a target step (Definition 3.10), and those
     of the target step. Matrix products are counted; None and 0 if that is impossible."""
-    rows, cache, draft = _prepared(setup, prompt, Chain(gamma))
+    drafter, shape = _drafting(way)
+    gamma = shape.depth
+    rows, cache, draft = _prepared(target, Way(drafter, Chain(gamma)), prompt)
     draft()  # the draft's own prefill is not counted
     counted = {}  # torch by itself cannot count a product with a packed weight
     if (packed := packed_operator()) is not None:
@@ -98,17 +104,24 @@ def operations(setup: Setup, prompt: Sequence[int], gamma: int) -> tuple[float |
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()
         drafted = counter.get_total_flops()
-        setup.target.step(rows.anchors(), Needs(), cache, None)
+        target.step(rows.anchors(), Needs(), cache, None)
         step = counter.get_total_flops() - drafted
     return (drafted / gamma / step if step else None), step
 
 
+def _drafting(way: Way) -> tuple[Drafter, Shape]:
+    """What drafts, and what it drafts."""
+    if way.drafter is None or way.shape is None:
+        raise ValueError("plain decoding has no costs of drafting")
+    return way.drafter, way.shape
+
+
 def _prepared(
-    setup: Setup, prompt: Sequence[int], shape: Shape, batch: int = 1, slots: int | None = None
+    target: Target, way: Way, prompt: Sequence[int], batch: int = 1, slots: int | None = None
 ) -> tuple[Rows, SlotCache, Callable[[], object]]:
     """Rows that have read the prompt and end with an anchor, the target's cache of them, and a call
     that drafts there. With `slots`, caches have that fixed size and passes are compiled."""
-    target, drafter = setup.target, setup.drafter
+    drafter, shape = _drafting(way)
     if drafter.limits.positions is not None:
         prompt = prompt[-max(1, drafter.limits.positions - 1 - shape.depth) :]
     half = max(1, len(prompt) // 2)
@@ -132,37 +145,38 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def cost_table(setup: Setup, prompt: Sequence[int], gamma: int) -> CostTable:
-    """Seconds of a round by rows (up to `cfg.batch`) and drafted tokens, for length `goodput`."""
-    most = setup.cfg.batch
-    batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (most, gamma))
+def cost_table(setup: Setup, way: Way, prompt: Sequence[int]) -> CostTable:
+    """Seconds of a round by rows (up to `setup.batch`) and drafted tokens (up to the depth of the
+    way's shape), for length `goodput`."""
+    _, shape = _drafting(way)
+    batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (setup.batch, shape.depth))
     seconds = []
     for rows in batches:
-        of_rows = replace(setup, cfg=replace(setup.cfg, batch=rows))
-        found = [costs(of_rows, prompt, Chain(g), OF_A_TABLE) for g in gammas]
-        rounds = [cost.verify_seconds.value + cost.draft_seconds.value for cost in found]
-        seconds.append([found[0].step_seconds.value, *rounds])
+        of_rows = replace(setup, batch=rows)
+        each = [costs(of_rows, way.drafting(Chain(g)), prompt, OF_A_TABLE) for g in gammas]
+        rounds = [cost.verify_seconds.value + cost.draft_seconds.value for cost in each]
+        seconds.append([each[0].step_seconds.value, *rounds])
     return CostTable(batches, [0, *gammas], seconds)
 
 
 def rounds_in_turn(
-    setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
+    setup: Setup, ways: Sequence[Way], prompts: Sequence[Sequence[int]]
 ) -> list[float]:
-    """For each shape, the seconds of a whole round when `cfg.batch` prompts are decoded together:
+    """For each way, the seconds of a whole round when `setup.batch` prompts are decoded together:
     medians of `OF_ROUNDS` timings, taken in turn after a warm-up."""
-    return setup.ranks.first(lambda: _rounds_in_turn(setup, prompts, shapes))
+    return setup.ranks.first(lambda: _rounds_in_turn(setup, ways, prompts))
 
 
 def _rounds_in_turn(
-    setup: Setup, prompts: Sequence[Sequence[int]], shapes: Sequence[Shape]
+    setup: Setup, ways: Sequence[Way], prompts: Sequence[Sequence[int]]
 ) -> list[float]:
-    cfg, found = setup.cfg, [list[float]() for _ in shapes]
-    batch = [prompts[b % len(prompts)] for b in range(cfg.batch)]
-    tokens = min(cfg.max_new_tokens, TIMED)
+    seconds = [list[float]() for _ in ways]
+    batch = [prompts[b % len(prompts)] for b in range(setup.batch)]
+    tokens = min(setup.max_new_tokens, TIMED)
     for turn in range(1 + OF_ROUNDS):
-        for shape, times in zip(shapes, found, strict=True):
-            made = setup.answers(batch, shape, rule="auto", eos=(), max_new_tokens=tokens)
-            rounds = max(1, max(len(g.rounds) for g in made))
+        for way, times in zip(ways, seconds, strict=True):
+            answers = setup.answers(batch, way, eos=(), max_new_tokens=tokens)
+            rounds = max(1, max(len(g.rounds) for g in answers))
             if turn:
-                times.append(max(g.seconds for g in made) / rounds)
-    return [statistics.median(times) for times in found]
+                times.append(max(g.seconds for g in answers) / rounds)
+    return [statistics.median(times) for times in seconds]

@@ -1,15 +1,18 @@
 """Evaluation: a drafter on held-out prompts, measured by the decoder and by teacher forcing.
 
-For each temperature, every batch of prompts is answered plainly and speculatively in turn. α is
-taken over the target's own plain text at all positions, and over the decoded text at the anchors
-where rounds started. Intervals are bootstraps over prompts, those of seconds over batches.
+Acceptance and speed are different questions. Seconds come from the first prompts alone: every batch
+of them is answered plainly and in each way of decoding in turn. The other prompts are decoded many
+at a time, since in float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may
+fall otherwise, as it may between any two passes). So τ and all counts come from many prompts, and
+a speedup combines them with the timed seconds of a round and of a plain step. α is taken over the
+target's own plain text at all positions, and over the decoded text at the anchors where rounds
+started. Intervals are bootstraps over prompts, those of seconds over batches.
 
 Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
 them and is what one process would count: batches, seeds and order are the same. Seconds come from
-the first process alone, on the first part of the prompts, by its own clock, while the others wait:
-processes that decode on one machine at the same time slow each other down, more so the more there
-are. A length policy may learn from one prompt to the next, so with one, the first process answers
-all prompts.
+the first process alone, by its own clock, while the others wait: processes that decode on one
+machine at the same time slow each other down, more so the more there are. A length policy looks at
+the batch and may learn from one prompt to the next, so with one, all prompts are timed.
 """
 
 import statistics
@@ -24,13 +27,15 @@ from rich.progress import Progress
 from specdec.context import Needs
 from specdec.decoding.answers import Generation, Round, pieces_of
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import decode
+from specdec.decoding.decode import decode, require_room
+from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import log_rounds
-from specdec.decoding.policy import Length
+from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, divergence
+from specdec.measure.choosing import LEARNING, Choice, chosen
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import (
@@ -44,23 +49,22 @@ from specdec.measure.forced import (
     whole,
 )
 from specdec.measure.machine import machine_of
-from specdec.measure.results import AtTemperature, Results, Sample, Shift
+from specdec.measure.results import Described, Measured, Results, Sample, Shift
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import LEARNING, Strategy, strategy
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain, Shape
+from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.theory.alpha import repetition
-from specdec.theory.intervals import Interval, ratio_interval
+from specdec.theory.intervals import Interval, product_interval, ratio_interval
 from specdec.theory.leviathan import pass_cost
 from specdec.theory.oracle import Oracle, oracle
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
 SHOWN = 6  # sample answers that are kept in the results
-TIMED = 12  # prompts that the first of several processes times at least, for the intervals of times
+FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
 @dataclass
@@ -96,84 +100,117 @@ def evaluate(
     `ranks` call this with the same arguments and get the same results. Raises UserError if there is
     no prompt."""
     target, drafter = subject.target, subject.drafter
-    chosen = [list(p) for p in prompts[: cfg.prompts]]
-    if not chosen:
+    asked = [list(p) for p in prompts[: cfg.prompts]]
+    if not asked:
         raise UserError("no prompts to evaluate on: give a prompts file or held-out conversations")
-    cfg = replace(cfg, batch=min(cfg.batch, len(chosen)))
+    require_room(target, asked, cfg.max_new_tokens)
+    cfg = replace(cfg, batch=min(cfg.batch, len(asked)))
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
-    learning = others or chosen
-    ways = [(drafter, cfg)]
+    learning = others or asked
+    setup = Setup.of(target, cfg, ranks)
+    ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
     if cfg.fastest:
-        ways.append((drafter, replace(cfg, tree="static", fastest=False)))
-    if subject.also is not None:  # its chains have the length that it was built for
-        longest = cfg.gamma if cfg.tree else None
-        ways.append((subject.also, replace(cfg, gamma=longest, fastest=False)))
-    found = [list[AtTemperature]() for _ in ways]
+        ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
+    if (also := subject.also) is not None:  # its chains have the length that it was built for
+        own = replace(cfg, gamma=cfg.gamma if cfg.tree else None, fastest=False)
+        ways.append((also.config.name, also, own))
+    together = counting(setup, cfg, asked)
+    measured: dict[str, list[Measured]] = {title: [] for title, _, _ in ways}
     known: dict[tuple[Drafter, str], Costs] = {}
     progress = progress or bars(console, shown=False)
-    task = progress.add_task("decoding", total=len(chosen) * len(cfg.temperatures))
+    task = progress.add_task("decoding", total=len(asked) * len(cfg.temperatures))
     for temperature in cfg.temperatures:
-        sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
-        setups = [Setup(target, *way, sampler, ranks) for way in ways]
-        hows = [strategy(setup, learning) for setup in setups]
-        answers = _answered(setups, hows, chosen, partial(progress.update, task))
-        for of_way, setup, how, made in zip(found, setups, hows, answers, strict=True):
-            key = setup.drafter, repr(how.shape)
-            cost = known[key] = known.get(key) or costs(setup, chosen[0], how.shape)
-            at, timed = _figures(setup, how, made, cost, words, earlier), made.timed
-            if of_way is found[0]:
+        choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
+        tell = partial(progress.update, task)
+        answers = _answered(setup, cfg, [c.way for c in choices], asked, together, tell)
+        for (title, each, own), choice, made in zip(ways, choices, answers, strict=True):
+            key = each, repr(choice.way.shape)
+            cost = known[key] = known.get(key) or costs(setup, choice.way, asked[0])
+            one = _figures(setup, described(title, own, choice.way), choice, made, cost)
+            if title == ways[0][0]:
+                _by_forcing(setup, one, choice.way, made)
+                one.oracle = _oracle(setup, choice.way, cost, learning, made.rounds)
+                one.samples = _samples(target, made, words, earlier)
                 if log is not None and ranks.rank == 0:
                     log_rounds(log, made.drafted)
-                at.oracle = _oracle(setup, how.shape, cost, learning, made.rounds)
-            of_way.append(at)
+            measured[title].append(one)
     progress.remove_task(task)
-
-    def results(way: tuple[Drafter, DecodeConfig], temperatures: list[AtTemperature]) -> Results:
-        (each, cfg), gamma = way, temperatures[0].gamma
-        counted = partial(operations, Setup(target, each, cfg, sampler), chosen[0], gamma)
-        c_hat, step = ranks.first(counted)
-        return Results(
-            name=subject.name,
-            drafter=each.config.name,
-            target=target.name,
-            data=subject.data,
-            origin=subject.origin,
-            prompts=len(chosen),
-            timed=timed,
-            processes=ranks.world,
-            batch=cfg.batch,
-            max_new_tokens=cfg.max_new_tokens,
-            tree=cfg.tree,
-            length=cfg.length,
-            compiled=cfg.compile,
-            machine=machine_of(target),
-            temperatures=temperatures,
-            learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
-            calibrated_on=each.calibrations.prompts if isinstance(each, Calibrated) else 0,
-            operations=c_hat,
-            target_operations=step,
-            weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
-        )
-
-    measured, *others_measured = map(results, ways, found)
-    measured.fastest = others_measured.pop(0) if cfg.fastest else None
-    measured.also = others_measured.pop(0) if subject.also is not None else None
+    for (_, each, _), of_way in zip(ways, measured.values(), strict=True):
+        chains = Way(each, Chain(of_way[0].way.gamma))
+        c_hat, step = ranks.first(partial(operations, target, chains, asked[0]))
+        for one in of_way:
+            one.operations = c_hat
+    results = Results(
+        name=subject.name,
+        drafter=drafter.config.name,
+        target=target.name,
+        data=subject.data,
+        origin=subject.origin,
+        prompts=len(asked),
+        timed=answers[0].timed,
+        counting=together,
+        processes=ranks.world,
+        batch=cfg.batch,
+        max_new_tokens=cfg.max_new_tokens,
+        machine=machine_of(target),
+        measured=[one for of_way in measured.values() for one in of_way],
+        learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
+        calibrated_on=drafter.calibrations.prompts if isinstance(drafter, Calibrated) else 0,
+        target_operations=step,
+        weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
+    )
     before = subject.original
     if before is not None and before is not target:
-        measured.shift = shift(before, target, chosen, cfg.max_new_tokens, cfg.batch, ranks)
-    return measured
+        results.shift = shift(before, target, asked, cfg.max_new_tokens, cfg.batch, ranks)
+    return results
+
+
+def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
+    """A way that `cfg` asked for, as it is written down."""
+    assert way.drafter is not None and way.shape is not None
+    greedy, rule = way.sampler.greedy, way.judge
+    return Described(
+        title=title,
+        drafter=way.drafter.config.name,
+        temperature=way.sampler.temperature,
+        gamma=way.shape.depth,
+        nodes=way.shape.nodes,
+        chain=isinstance(way.shape, Chain),
+        rule="greedy" if greedy and rule.at_zero is None else rule.name,
+        lossless=rule.keeps_p(greedy),
+        tree=cfg.tree,
+        length=cfg.length,
+        top_k=way.sampler.top_k,
+        top_p=way.sampler.top_p,
+        greedy_draft=way.greedy_draft,
+        compiled=way.compiled,
+    )
+
+
+def counting(setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]]) -> int:
+    """How many prompts to decode together where only acceptance is counted: `cfg.counting`, or as
+    many as fit into the memory that is free in every process."""
+    longest = max(prompts, key=len)
+    fitting = setup.ranks.shared(
+        range(setup.ranks.world),
+        lambda _: rows_that_fit(setup.target, longest, setup.max_new_tokens),
+    )
+    return min(cfg.counting, *(n for n in fitting if n is not None), cfg.counting)
 
 
 @dataclass
 class Answered:
-    """All prompts answered plainly and speculatively. Seconds and `tokens` have one entry for each
-    batch that was timed: `tokens` counts those of its plain answers, without the first of each."""
+    """All prompts answered plainly and in one way, the timed ones first. Seconds and the counts
+    beside them have one entry for each batch that was timed; they are about the tokens after the
+    first of each answer, which prefill emits."""
 
     plain: list[Generation] = field(default_factory=list)
     drafted: list[Generation] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    plain_tokens: list[int] = field(default_factory=list)
     plain_seconds: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # for the same number of tokens
+    seconds: list[float] = field(default_factory=list)  # for as many tokens
+    row_rounds: list[int] = field(default_factory=list)  # the rounds of all rows
+    round_seconds: list[float] = field(default_factory=list)  # for as many rounds
     spent: list[dict[str, float]] = field(default_factory=list)
     timed: int = 0  # how many prompts were timed: the first ones
 
@@ -186,70 +223,78 @@ class Answered:
         self.plain += plain
         self.drafted += drafted
 
+    def time(self, plain: list[list[Generation]], drafted: list[list[Generation]]) -> None:
+        """Add the times of a batch that was answered several times: counts come from the first
+        time, seconds are medians."""
+        tokens, rounds = _tokens(plain[0]), max(1, sum(len(g.rounds) for g in drafted[0]))
+        self.plain_tokens.append(tokens)
+        self.row_rounds.append(rounds)
+        self.plain_seconds.append(tokens * statistics.median(_a_token(g) for g in plain))
+        self.seconds.append(tokens * statistics.median(_a_token(g) for g in drafted))
+        self.round_seconds.append(rounds * statistics.median(_a_round(g) for g in drafted))
+        slowest = max(drafted[0], key=lambda g: g.seconds)
+        other = slowest.seconds - sum(slowest.spent.values())
+        self.spent.append(slowest.spent | {"other": other})
+        self.timed += len(plain[0])
+
 
 def _answered(
-    setups: Sequence[Setup],
-    hows: Sequence[Strategy],
+    setup: Setup,
+    cfg: DecodeConfig,
+    ways: Sequence[Way],
     prompts: list[list[int]],
+    together: int,
     tell: Callable[..., None],
 ) -> list[Answered]:
-    """Answer every batch plainly and with each draft. Those that are timed are answered
-    `cfg.repeats` times, in turn: counts come from the first time, seconds are medians. `tell` is
-    called with the progress after each batch."""
-    cfg, ranks = setups[0].cfg, setups[0].ranks
-    policies, untimed = ([how.length and how.length() for how in hows] for _ in range(2))
-    starts = range(0, len(prompts), cfg.batch)
-    timed = len(starts)
-    if ranks.world > 1 and not any(policies):
-        least = max(2, -(-TIMED // cfg.batch))  # a single batch shows no variation
-        timed = min(timed, max(-(-timed // ranks.world), least))
+    """Answer all prompts plainly and in each way: the first `cfg.timed` in batches of `cfg.batch`,
+    in turn and `cfg.repeats` times, the others `together` at a time, without compiled passes.
+    `tell` is called with the progress after each batch."""
+    ranks, plain = setup.ranks, ways[0].plain
+    timed = min(len(prompts), max(cfg.timed, cfg.batch))
+    if any(way.length for way in ways):
+        timed = len(prompts)
 
-    def turns(first: int, lengths: Sequence[Length | None], repeat: int) -> list[list[Generation]]:
-        """The batch that starts with prompt `first`, plainly and with each draft."""
-        batch = prompts[first : first + cfg.batch]
-        seeds = [cfg.seed + i * 1009 + repeat for i in range(first, first + len(batch))]
-        made = [setups[0].answers(batch, None, seeds=seeds)]
-        for setup, how, length in zip(setups, hows, lengths, strict=True):
-            made.append(setup.answers(batch, how.shape, seeds=seeds, length=length))
-        return made
+    def turns(batch: range, ways: Sequence[Way], repeat: int = 0) -> list[list[Generation]]:
+        """The prompts with these numbers, plainly and in each way."""
+        some, seeds = [prompts[i] for i in batch], [cfg.seed + i * 1009 + repeat for i in batch]
+        return [setup.answers(some, way, seeds=seeds) for way in ways]
 
     def in_time() -> list[Answered]:
-        """The batches that are timed."""
-        many = [Answered() for _ in setups]
-        for first in starts[:timed]:
+        """The prompts that are timed."""
+        many, warming = [Answered() for _ in ways], [plain, *(way.fresh() for way in ways)]
+        for first in range(0, timed, cfg.batch):
+            batch = range(first, min(first + cfg.batch, timed))
             # warm-up; if compiled, each number of rows and tokens has its own graph
             if cfg.compile or not first:
-                turns(first, untimed, 0)
-            repeats = [turns(first, policies, repeat) for repeat in range(cfg.repeats)]
-            plain, *drafts = repeats[0]
-            tokens = _after_the_first(plain)
-            for way, (made, drafted) in enumerate(zip(many, drafts, strict=True), 1):
-                made.add(plain, drafted)
-                made.timed = len(made.plain)
-                made.tokens.append(tokens)
-                for seconds, of in ((made.plain_seconds, 0), (made.seconds, way)):
-                    seconds.append(tokens * statistics.median(_a_token(r[of]) for r in repeats))
-                slowest = max(drafted, key=lambda g: g.seconds)
-                other = slowest.seconds - sum(slowest.spent.values())
-                made.spent.append(slowest.spent | {"other": other})
-            said(many, len(plain))
+                turns(batch, warming)
+            repeats = [turns(batch, [plain, *ways], repeat) for repeat in range(cfg.repeats)]
+            plainly, *drafted = map(list, zip(*repeats, strict=True))
+            for made, of_way in zip(many, drafted, strict=True):
+                made.add(plainly[0], of_way[0])
+                made.time(plainly, of_way)
+            said(many, len(batch))
         return many
 
     def said(many: Sequence[Answered], count: int) -> None:
         taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
         by_way = " and ".join(f"{tau:.2f}" for tau in taus)
-        at = f"decoding  T={setups[0].sampler.temperature:g}"
+        at = f"decoding  T={plain.sampler.temperature:g}"
         tell(advance=count, description=f"{at}  τ {by_way}")
 
     many = ranks.first(in_time)
-    for plain, *drafts in ranks.shared(starts[timed:], lambda first: turns(first, policies, 0)):
+    eager = [replace(way, compiled=False) for way in (plain, *ways)]
+    batches = [
+        range(first, min(first + together, len(prompts)))
+        for first in range(timed, len(prompts), together)
+    ]
+    for plainly, *drafts in ranks.shared(batches, lambda batch: turns(batch, eager)):
         for made, drafted in zip(many, drafts, strict=True):
-            made.add(plain, drafted)
-        said(many, len(plain))
+            made.add(plainly, drafted)
+        said(many, len(plainly))
     return many
 
 
-def _after_the_first(batch: Sequence[Generation]) -> int:
+def _tokens(batch: Sequence[Generation]) -> int:
     """How many tokens of these answers the rounds made, since prefill emits the first of each; at
     least 1, because callers divide by it."""
     return max(1, sum(len(g.ids) - 1 for g in batch))
@@ -257,39 +302,17 @@ def _after_the_first(batch: Sequence[Generation]) -> int:
 
 def _a_token(batch: Sequence[Generation]) -> float:
     """Seconds per token of a batch, which lasts as long as its slowest row."""
-    return max(g.seconds for g in batch) / _after_the_first(batch)
+    return max(g.seconds for g in batch) / _tokens(batch)
 
 
-def _figures(
-    setup: Setup,
-    how: Strategy,
-    made: Answered,
-    cost: Costs,
-    words: Sequence[str],
-    earlier: Sequence[Sequence[tuple[str, str]]],
-) -> AtTemperature:
-    """The figures of one temperature."""
-    target, sampler, greedy, shape = setup.target, setup.sampler, setup.sampler.greedy, how.shape
-    gamma, depths, rounds, rule = shape.depth, range(shape.depth), made.rounds, setup.rule(shape)
-    drafter = drafting(setup.drafter, gamma)
-    forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else sampler)
+def _a_round(batch: Sequence[Generation]) -> float:
+    """Seconds of a batch per round of one of its rows."""
+    return max(g.seconds for g in batch) / max(1, sum(len(g.rounds) for g in batch))
 
-    def texts(answers: tuple[Generation, Generation]) -> tuple[Text, Text]:
-        """What is measured along one prompt's plain answer, and along the drafted one."""
-        plain, drafted = answers
-        read = along(forcing, target, drafted.prompt, [*drafted.ids, *drafted.overrun])
-        at_visits = decoded(read, drafted, gamma, greedy)
-        if plain.ids != drafted.ids:
-            read = along(forcing, target, plain.prompt, plain.ids)
-        return whole(read, len(plain.ids), drafter.depth), at_visits
 
-    both = setup.ranks.shared([*zip(made.plain, made.drafted, strict=True)], texts)
-    every, visited = map(list, zip(*both, strict=True))
-
-    variant = setup.variant(shape)
-    beliefs = [] if isinstance(drafter, Copies) else [believed(t, variant, gamma) for t in visited]
-    own = drafter.calibrations if isinstance(drafter, Calibrated) else Calibrations()
-    calibration = own.of(variant)
+def _figures(setup: Setup, way: Described, choice: Choice, made: Answered, cost: Costs) -> Measured:
+    """What was counted and timed in one way of decoding."""
+    gamma, depths, rounds = way.gamma, range(way.gamma), made.rounds
 
     def share(
         one: Callable[[Round], float], of: Callable[[Round], float] = lambda r: 1
@@ -304,64 +327,107 @@ def _figures(
         """The share of rounds that accepted depth k: of all, or of those that tested it."""
         return share(lambda r: r.accepted > k, lambda r: r.tested > k or not of_tested)
 
-    def text(ids: Sequence[int]) -> str:
-        return str(target.tokenizer.decode(ids, skip_special_tokens=True))
-
+    plain_step = made.plain_seconds, made.plain_tokens
+    a_round = made.row_rounds, made.round_seconds
+    kept = [len(g.ids) - 1 for g in made.drafted], [len(g.rounds) for g in made.drafted]
+    timed_speedup = ratio_interval(made.plain_seconds, made.seconds)
+    if made.timed < len(made.drafted):
+        speedup = product_interval([kept], [plain_step, a_round])
+        tokens_per_second = product_interval([kept], [a_round])
+    else:
+        speedup = timed_speedup
+        tokens_per_second = ratio_interval(made.plain_tokens, made.seconds)
     same = sum(p.ids == d.ids for p, d in zip(made.plain, made.drafted, strict=True))
-    shown = made.drafted[:SHOWN]
-    said = [*words[: len(shown)], *(text(g.prompt) for g in shown[len(words) :])]
-    before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
-    coloured = [pieces_of(target.tokenizer, g) for g in shown]
-    return AtTemperature(
-        temperature=sampler.temperature,
-        rule="greedy" if greedy and rule.at_zero is None else rule.name,
-        lossless=rule.keeps_p(greedy),
-        gamma=gamma,
-        nodes=shape.nodes,
-        chain=isinstance(shape, Chain),
+    return Measured(
+        way=way,
         tau=share(lambda r: r.accepted + 1),
-        speedup=ratio_interval(made.plain_seconds, made.seconds),
-        tokens_per_second=ratio_interval(made.tokens, made.seconds),
-        plain_tokens_per_second=ratio_interval(made.tokens, made.plain_seconds),
+        speedup=speedup,
+        timed_speedup=timed_speedup,
+        tokens_per_second=tokens_per_second,
+        plain_tokens_per_second=ratio_interval(made.plain_tokens, made.plain_seconds),
         rounds=len(rounds),
         drafted_per_round=share(lambda r: r.nodes),
         accepted_lengths=[sum(r.accepted == n for r in rounds) for n in range(gamma + 1)],
         drafted=[sum(r.drafted > k for r in rounds) for k in depths],
         accepted=[sum(r.accepted > k for r in rounds) for k in depths],
         repetition=ratio_interval([repetition(g.ids) for g in made.plain], [1] * len(made.plain)),
-        alpha=forced(every, visited, gamma),
         costs=cost,
         reached=[accepted(k) for k in depths],
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
-        identical=same if greedy else None,
-        learned=how.learned,
-        foreseen=None if greedy else foreseen(every, visited, gamma),
-        confidence=reliability(beliefs) if beliefs else [],
-        calibrated=reliability(beliefs, calibration) if beliefs and calibration else [],
+        identical=same if way.temperature == 0 else None,
+        learned=choice.learned,
         seconds_spent={phase: sum(s[phase] for s in made.spent) for phase in made.spent[0]},
-        samples=[
-            Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)), [*turns], parts)
-            for prompt, g, turns, parts in zip(said, shown, before, coloured, strict=True)
-        ],
-        prompts=[
-            prompt_counts(t, g, gamma, greedy) for t, g in zip(every, made.drafted, strict=True)
-        ],
     )
 
 
+def _by_forcing(setup: Setup, one: Measured, way: Way, made: Answered) -> None:
+    """Add what teacher forcing says about the draft along the answers."""
+    assert way.drafter is not None
+    target, gamma, greedy = setup.target, one.way.gamma, way.sampler.greedy
+    drafter = drafting(way.drafter, gamma)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else way.sampler)
+
+    def texts(answers: tuple[Generation, Generation]) -> tuple[Text, Text]:
+        """What is measured along one prompt's plain answer, and along the drafted one."""
+        plain, drafted = answers
+        read = along(forcing, target, drafted.prompt, [*drafted.ids, *drafted.overrun])
+        at_visits = decoded(read, drafted, gamma, greedy)
+        if plain.ids != drafted.ids:
+            read = along(forcing, target, plain.prompt, plain.ids)
+        return whole(read, len(plain.ids), drafter.depth), at_visits
+
+    both = setup.ranks.shared([*zip(made.plain, made.drafted, strict=True)], texts)
+    every, visited = map(list, zip(*both, strict=True))
+    beliefs = []
+    if not isinstance(drafter, Copies):
+        beliefs = [believed(t, way.variant, gamma) for t in visited]
+    own = drafter.calibrations if isinstance(drafter, Calibrated) else Calibrations()
+    calibration = own.of(way.variant)
+    one.forced = forced(every, visited, gamma)
+    one.foreseen = None if greedy else foreseen(every, visited, gamma)
+    one.confidence = reliability(beliefs) if beliefs else []
+    one.calibrated = reliability(beliefs, calibration) if beliefs and calibration else []
+    one.prompts = [
+        prompt_counts(t, g, gamma, greedy) for t, g in zip(every, made.drafted, strict=True)
+    ]
+
+
+def _samples(
+    target: Target,
+    made: Answered,
+    words: Sequence[str],
+    earlier: Sequence[Sequence[tuple[str, str]]],
+) -> list[Sample]:
+    """The first answers, with what they answer."""
+
+    def text(ids: Sequence[int]) -> str:
+        return str(target.tokenizer.decode(ids, skip_special_tokens=True))
+
+    shown = made.drafted[:SHOWN]
+    said = [*words[: len(shown)], *(text(g.prompt) for g in shown[len(words) :])]
+    before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
+    coloured = [pieces_of(target.tokenizer, g) for g in shown]
+    return [
+        Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)), [*turns], parts)
+        for prompt, g, turns, parts in zip(said, shown, before, coloured, strict=True)
+    ]
+
+
 def _oracle(
-    setup: Setup, shape: Shape, cost: Costs, learning: list[list[int]], rounds: list[Round]
+    setup: Setup, way: Way, cost: Costs, learning: list[list[int]], rounds: list[Round]
 ) -> Oracle | None:
     """The bound of `specdec.theory.oracle.oracle`, for chains: from rounds of `LONG` tokens on
     some prompts if the family can draft that many, otherwise from the measured rounds."""
-    if not isinstance(shape, Chain):
+    drafter, shape = way.drafter, way.shape
+    if not isinstance(shape, Chain) or drafter is None:
         return None
-    if (long := min(LONG, setup.drafter.limits.depth or LONG)) > shape.depth:
-        rounds = setup.rounds(learning[:LEARNING], long)
+    if (long := min(LONG, drafter.limits.depth or LONG)) > shape.depth:
+        longer = replace(way, shape=Chain(long), length=None, compiled=False)
+        rounds = setup.rounds(learning[:LEARNING], longer)
     if not any(r.drafted for r in rounds):
         return None
-    found = [(r.drafted, r.accepted) for r in rounds]
-    return oracle(found, cost.c.value, pass_cost({shape.depth: cost.v.value}))
+    pairs = [(r.drafted, r.accepted) for r in rounds]
+    return oracle(pairs, cost.c.value, pass_cost({shape.depth: cost.v.value}))
 
 
 def shift(

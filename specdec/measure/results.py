@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from specdec.files import read_record, write_json
+from specdec.measure.choosing import Learned
 from specdec.measure.costs import Costs
 from specdec.measure.machine import Machine
-from specdec.measure.strategy import Learned
 from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
 
@@ -108,18 +108,47 @@ class Sample:
         return "\n".join(f"{role}: {text}" for role, text in turns) if self.earlier else self.prompt
 
 
-@dataclass
-class AtTemperature:
-    """All figures at one temperature. Times are those of whole batches."""
+@dataclass(frozen=True)
+class Described:
+    """A way of decoding (`specdec.decoding.way.Way`), as it is written down."""
 
+    title: str  # "chains" or "trees", "fastest" for the shape expected to be fastest, or a family
+    drafter: str  # the family
     temperature: float
-    rule: str
-    lossless: bool
     gamma: int  # the depth of what a round drafts
     nodes: int
     chain: bool  # whether a round drafts a chain rather than a tree
+    rule: str
+    lossless: bool
+    tree: str | None = None  # its kind
+    length: str = "fixed"
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy_draft: bool = False
+    compiled: bool = False
+
+    @property
+    def shape(self) -> str:
+        """What a round drafts, in words."""
+        if self.chain:
+            shape = f"chains of γ = {self.gamma}"
+        else:
+            nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+            shape = f"a {self.tree} tree of {nodes}, depth {self.gamma}"
+        return shape if self.length == "fixed" else f"{shape} at most, length {self.length}"
+
+
+@dataclass
+class Measured:
+    """All figures of one way of decoding. Counts come from all prompts, and seconds from those that
+    were timed, in whole batches. Where these are fewer, `speedup` and `tokens_per_second` combine
+    the tokens that a round adds to an answer, over all prompts, with the timed seconds of a round
+    and of a plain step; `timed_speedup` comes from the timed prompts alone."""
+
+    way: Described
     tau: Interval
     speedup: Interval
+    timed_speedup: Interval
     tokens_per_second: Interval
     plain_tokens_per_second: Interval
     rounds: int
@@ -128,12 +157,13 @@ class AtTemperature:
     drafted: list[int]  # rounds that drafted a token at each depth
     accepted: list[int]  # rounds that accepted it
     repetition: Interval  # share of 4-grams that occurred earlier in the same answer
-    alpha: Forced
     costs: Costs
+    forced: Forced | None = None  # by teacher forcing, for the first way alone
     reached: list[Interval] = field(default_factory=list)  # by depth: accepted / rounds
     conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
     identical: int | None = None  # answers equal to plain decoding's, at T = 0
     learned: Learned = field(default_factory=Learned)
+    operations: float | None = None  # ĉ: the draft's operations per token over the target's
     foreseen: Foreseen | None = None
     oracle: Oracle | None = None
     confidence: list[Reliability] = field(default_factory=list)  # by depth, as the draft sees it
@@ -141,6 +171,13 @@ class AtTemperature:
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
+
+    @property
+    def alpha(self) -> Forced:
+        """α by teacher forcing, of the way for which it was measured."""
+        if self.forced is None:
+            raise ValueError(f"α was not measured for {self.way.title}, only for the first way")
+        return self.forced
 
 
 @dataclass
@@ -208,7 +245,9 @@ class Shift:
 
 @dataclass
 class Results:
-    """A draft measured on some prompts."""
+    """A draft measured on some prompts. `measured` has an entry for each way of decoding and each
+    temperature, all temperatures of a way in a row; the first way is the one that was asked for,
+    and the others took turns with it."""
 
     name: str  # of the run
     drafter: str  # the family
@@ -217,31 +256,40 @@ class Results:
     prompts: int
     batch: int
     max_new_tokens: int
-    tree: str | None
-    length: str
-    compiled: bool
     machine: Machine
-    temperatures: list[AtTemperature]
+    measured: list[Measured]
     processes: int = 1  # that shared the prompts out
     timed: int = 0  # how many prompts times come from, the first ones; 0: all
+    counting: int = 1  # how many of the other prompts were decoded together
     origin: str = "held-out prompts"  # what the prompts are
     learned_on: str = ""
     calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
-    operations: float | None = None  # ĉ: the draft's operations per token over the target's
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
     training: Training | None = None
-    also: "Results | None" = None  # another draft, which took turns with this one
-    fastest: "Results | None" = None  # this draft in the shape expected to be fastest
     shift: Shift | None = None  # of the target, if it was trained too
 
     @property
-    def others(self) -> dict[str, "Results"]:
-        """The other ways of decoding that took turns on the same prompts, by name."""
-        found = {"fastest": self.fastest}
-        if self.also is not None:
-            found[self.also.drafter] = self.also
-        return {name: other for name, other in found.items() if other is not None}
+    def ways(self) -> dict[str, list[Measured]]:
+        """The entries of each way, by its title."""
+        by_title: dict[str, list[Measured]] = {}
+        for one in self.measured:
+            by_title.setdefault(one.way.title, []).append(one)
+        return by_title
+
+    @property
+    def asked(self) -> list[Measured]:
+        """The entries of the way that was asked for, one for each temperature."""
+        return next(iter(self.ways.values()))
+
+    @property
+    def others(self) -> dict[str, list[Measured]]:
+        """The entries of the other ways, by title."""
+        return dict([*self.ways.items()][1:])
+
+    @property
+    def timed_prompts(self) -> int:
+        return self.timed or self.prompts
 
     @property
     def without_interval(self) -> str:
@@ -251,27 +299,30 @@ class Results:
     @property
     def times_without_interval(self) -> str:
         """The same for speedups and tokens/s, which come from whole batches."""
-        timed = self.timed or self.prompts
+        timed = self.timed_prompts
         if self.prompts > 1 and timed <= self.batch:
-            return f"measured on 1 batch of {timed} prompts: no interval"
+            prompts = "1 prompt" if timed == 1 else f"1 batch of {timed} prompts"
+            return f"timed on {prompts}: no interval"
         return self.without_interval
 
     def headline(self) -> dict[str, float]:
         """The figures for comparing runs, each under one flat name."""
         out: dict[str, float] = {}
-        for title, other in self.others.items():
-            out |= {f"{title}/{name}": x for name, x in other.headline().items()}
         if self.shift is not None:
             out |= {"shift/kl": self.shift.kl.value, "shift/same": self.shift.same.value}
-        for at in self.temperatures:
-            figures = {name: getattr(at, name) for name in HEADLINE}
-            figures |= {"c": at.costs.c, "v": at.costs.v}
-            for variant, by_depth in vars(at.alpha.all).items():
+        first = self.asked[0].way.title
+        for one in self.measured:
+            figures = {name: getattr(one, name) for name in HEADLINE}
+            figures |= {"c": one.costs.c, "v": one.costs.v}
+            for variant, by_depth in vars(one.forced.all).items() if one.forced else ():
                 figures |= {f"alpha_{variant}/{k}": x for k, x in enumerate(by_depth)}
-            out |= {f"T{at.temperature:g}/{name}": x.value for name, x in figures.items()}
             for name in ("confidence", "calibrated"):
-                errors = enumerate(getattr(at, name))
-                out |= {f"T{at.temperature:g}/error_{name}/{k}": x.error for k, x in errors}
+                errors = enumerate(getattr(one, name))
+                figures |= {f"error_{name}/{k}": x for k, x in errors}
+            where = f"T{one.way.temperature:g}"
+            where = where if one.way.title == first else f"{one.way.title}/{where}"
+            for name, x in figures.items():
+                out[f"{where}/{name}"] = x.error if isinstance(x, Reliability) else x.value
         return out
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is measured at one temperature."""
+"""What all ways of decoding that are compared have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,59 +6,42 @@ from typing import Any
 
 from specdec.decoding.answers import Generation, Round
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import decode, fitting_rule
-from specdec.decoding.policy import Length
-from specdec.decoding.rules import Rule
-from specdec.drafters.base import Drafter
+from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.ranks import ALONE, Ranks
-from specdec.sampling.confidence import variant_of
-from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain, Shape
 from specdec.targets.base import Target
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A drafter that decodes for a target as `cfg` says, at the temperature of `sampler`, measured
-    by `ranks` together."""
+    """A target that answers `batch` prompts at a time with up to `max_new_tokens` tokens each,
+    measured by `ranks` together."""
 
     target: Target
-    drafter: Drafter
-    cfg: DecodeConfig
-    sampler: Sampler
+    max_new_tokens: int = DecodeConfig.max_new_tokens
+    batch: int = 1
+    seed: int = 0
     ranks: Ranks = ALONE
 
+    @classmethod
+    def of(cls, target: Target, cfg: DecodeConfig, ranks: Ranks = ALONE) -> "Setup":
+        return cls(target, cfg.max_new_tokens, cfg.batch, cfg.seed, ranks)
+
     def answers(
-        self, prompts: Sequence[Sequence[int]], shape: Shape | None, **options: Any
+        self, prompts: Sequence[Sequence[int]], way: Way, **options: Any
     ) -> list[Generation]:
-        """Continue prompts together, in rounds that draft `shape` (None: by plain decoding).
-        `options` are those of `decode` and override `cfg`."""
-        cfg = self.cfg
-        given: dict[str, Any] = {"max_new_tokens": cfg.max_new_tokens, "compiled": cfg.compile}
-        if shape is not None:
-            given |= {"drafter": self.drafter, "shape": shape}
-            given |= {"rule": cfg.rule, "greedy_draft": cfg.greedy_draft}
-        return decode(self.target, prompts, sampler=self.sampler, **given | options)
+        """Continue prompts together. `options` are those of `decode`."""
+        return decode(
+            self.target, prompts, way, **{"max_new_tokens": self.max_new_tokens} | options
+        )
 
-    def rule(self, shape: Shape) -> Rule:
-        """The rule that judges drafts of this shape."""
-        return fitting_rule(self.cfg.rule, shape, self.sampler, self.cfg.greedy_draft)
-
-    def variant(self, shape: Shape) -> str:
-        """The variant of α by which drafts of this shape are accepted."""
-        picked = self.cfg.greedy_draft or self.rule(shape).siblings == "fixed"
-        return variant_of(self.sampler.greedy, picked)
-
-    def rounds(
-        self, prompts: Sequence[Sequence[int]], gamma: int, length: Length | None = None
-    ) -> list[Round]:
-        """The rounds when each prompt is answered alone, drafting γ tokens or as `length` says. The
-        prompts are shared out, unless there is a `length`, which may learn from one to the next."""
+    def rounds(self, prompts: Sequence[Sequence[int]], way: Way) -> list[Round]:
+        """The rounds when each prompt is answered alone. The prompts are shared out, unless there
+        is a length policy, which may learn from one answer to the next."""
 
         def rounds(i: int) -> list[Round]:
-            options: dict[str, Any] = {"seeds": [self.cfg.seed + i], "length": length}
-            (made,) = self.answers([prompts[i]], Chain(gamma), compiled=False, **options)
-            return made.rounds
+            (answer,) = self.answers([prompts[i]], way, seeds=[self.seed + i])
+            return answer.rounds
 
-        ranks = self.ranks if length is None else ALONE
+        ranks = self.ranks if way.length is None else ALONE
         return [r for of_prompt in ranks.shared(range(len(prompts)), rounds) for r in of_prompt]

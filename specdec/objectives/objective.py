@@ -5,7 +5,7 @@ Letters: N anchors, K depths.
 
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -62,13 +62,16 @@ class ObjectiveConfig:
                 require(key != "k" or whole, f"{where}={value}: give a whole number >= 1")
         require(bool(self._used()), "objective.terms is empty: give one, such as {nla: 1}")
 
-    def require_complete(self, drafted: list[list[int]] | None) -> None:
-        """Take the paths of the tree that will be `drafted` if a term reads them and none are
-        given. Raise UserError for a term that lacks an input, and for inputs that no term reads."""
+    def for_tree(self, drafted: list[list[int]] | None) -> "ObjectiveConfig":
+        """The objective for a tree of these paths, if a term reads the paths of a tree and none are
+        given; else the objective as it is."""
+        reads = any(name in OF_TREES for name in self._used())
+        return replace(self, paths=drafted) if reads and self.paths is None else self
+
+    def require_complete(self) -> None:
+        """Raise UserError for a term that lacks an input, and for inputs that no term reads."""
         used = self._used()
         comparing, of_trees = ([name for name in used if name in x] for x in (COMPARING, OF_TREES))
-        if of_trees and self.paths is None:
-            self.paths = drafted
         require(
             not comparing or self.reference is not None,
             f"objective.terms.{', '.join(comparing)} compares with a draft trained before: "

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from markdown_it import MarkdownIt
 
-from specdec.measure.results import AtTemperature
+from specdec.measure.results import Measured
 from specdec.terminal import one_line
 
 T = TypeVar("T")
@@ -92,14 +92,12 @@ def claimed(figure: str, why_no_interval: str) -> str:
     return remarked(figure, why_no_interval) if why_no_interval else f"**{figure}**"
 
 
-def by_temperature(
-    ats: Sequence[AtTemperature], column: Callable[[AtTemperature], dict[str, str]]
-) -> str:
+def by_temperature(ats: Sequence[Measured], column: Callable[[Measured], dict[str, str]]) -> str:
     """A table with one column per temperature; `column` gives its cells by the names of rows."""
     columns = [column(at) for at in ats]
     names = dict.fromkeys(name for cells in columns for name in cells)
     rows = {name: [cells.get(name, "—") for cells in columns] for name in names}
-    return table("", [f"T = {at.temperature:g}" for at in ats], rows)
+    return table("", [f"T = {at.way.temperature:g}" for at in ats], rows)
 
 
 def write(path: Path, page: str) -> None:

@@ -37,35 +37,35 @@ STYLE: dict[Any, Any] = {
 
 def alpha_by_depth(path: Path, results: Results) -> None:
     """α over all positions and at visited anchors, beside the decoder's counts."""
-    ats = results.temperatures
+    ats = results.asked
     with _axes(path, (4.8, 4.1), len(ats), 3 if len(ats) > 1 else 1) as axes:
         for ax, at in zip(axes, ats, strict=True):
             for forced, colour, label in (
                 (at.alpha.all, BLUE, "all positions, each depth alone"),
                 (at.alpha.visited, ORANGE, "visited anchors, all depths up to this one"),
             ):
-                points = forced.of(at.temperature)
+                points = forced.of(at.way.temperature)
                 x = range(len(points))
                 ax.plot(x, [p.value for p in points], "o-", color=colour, label=label)
                 low, high = [p.low for p in points], [p.high for p in points]
                 ax.fill_between(x, low, high, color=colour, alpha=0.15)
             counted = [p.value for p in at.reached]
             ax.plot(range(len(counted)), counted, "x", color="black", label="decoder's own count")
-            variant = "greedy" if at.temperature == 0 else "sampled"
-            ax.set(title=f"α by depth, T = {at.temperature:g} ({variant})", xlabel="depth k")
+            variant = "greedy" if at.way.temperature == 0 else "sampled"
+            ax.set(title=f"α by depth, T = {at.way.temperature:g} ({variant})", xlabel="depth k")
             ax.set_ylim(0, None)
 
 
 def accepted_lengths(path: Path, results: Results) -> None:
     """How many drafted tokens a round accepts."""
-    ats = results.temperatures
+    ats = results.asked
     count = max(len(at.accepted_lengths) for at in ats) * len(ats)
     width = 0.8 / len(ats)
     with _axes(path, (max(6.4, 0.35 * count), 4.0), 1, min(2, len(ats))) as (ax,):
         for i, at in enumerate(ats):
             shares = [n / max(1, at.rounds) for n in at.accepted_lengths]
             x = [n + (i - (len(ats) - 1) / 2) * width for n in range(len(shares))]
-            label = f"T = {at.temperature:g}: τ {at.tau.value:.2f}, {at.rounds:,} rounds"
+            label = f"T = {at.way.temperature:g}: τ {at.tau.value:.2f}, {at.rounds:,} rounds"
             colour = (BLUE, ORANGE, GREEN, GREY)[i % 4]
             bars = ax.bar(x, shares, width, color=colour, label=label)
             if count <= LABELLED:
@@ -79,8 +79,8 @@ def reliability(path: Path, results: Results) -> None:
     """Acceptance over confidence by depth, as drafted and calibrated, at each temperature. A point
     is a bin of at least `FEWEST` tokens, larger if it has more; bars are the intervals."""
     panels = [
-        (f"T = {at.temperature:g}, {words}", found[:SHOWN])
-        for at in results.temperatures
+        (f"T = {at.way.temperature:g}, {words}", found[:SHOWN])
+        for at in results.asked
         for words, found in (("as drafted", at.confidence), ("calibrated", at.calibrated))
         if found
     ]

@@ -1,9 +1,9 @@
 """The sections of the report for people: its paragraphs, and the rows of its tables."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specdec.measure.results import AtTemperature, Results
+from specdec.measure.results import Measured, Results
 from specdec.report import theory
 from specdec.report.markdown import by_temperature, claimed, escaped, lines, remarked, table, text
 
@@ -17,18 +17,17 @@ SAMPLES = 3
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
     """The whole report. It shows every text in the results as it is, never as markup."""
-    samples = _samples(results.temperatures[0])
+    samples = _samples(results.asked[0])
     results = escaped(results)
     blocks = [
         f"# {results.name}: {results.drafter} for {results.target}",
         _setting(results),
         f"Machine: {results.machine}.",
         shifted(results),
-        by_temperature(results.temperatures, lambda at: _headline(at, results)),
-        *_costs(results),
-        *_fastest(results),
-        *_also(results.also),
-        *(line for at in results.temperatures for line in _learned(at, results.learned_on)),
+        by_temperature(results.asked, lambda at: _headline(at, results)),
+        *_costs(results, results.asked),
+        *(block for name, ats in results.others.items() for block in _other(name, ats, results)),
+        *(line for at in results.asked for line in _learned(at, results.learned_on)),
         *_acceptance(results),
         *_confidence(results),
         "\n".join(f"![{name}]({path.name})" for name, path in pictures.items()),
@@ -39,21 +38,13 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def drafted(results: Results, at: AtTemperature) -> str:
-    """What a round drafts, in words."""
-    shape = f"chains of γ = {at.gamma}"
-    if not at.chain:
-        shape = f"a {results.tree} tree of {at.nodes} nodes, depth {at.gamma}"
-    return shape if results.length == "fixed" else f"{shape} at most, length {results.length}"
-
-
 def _setting(results: Results) -> str:
     """What was measured, in a paragraph."""
-    shapes = [drafted(results, at) for at in results.temperatures]
+    shapes = [at.way.shape for at in results.asked]
     said = shapes[0]
     if len(set(shapes)) > 1:
-        ats = zip(shapes, results.temperatures, strict=True)
-        said = ", ".join(f"{shape} at T = {at.temperature:g}" for shape, at in ats)
+        ats = zip(shapes, results.asked, strict=True)
+        said = ", ".join(f"{shape} at T = {at.way.temperature:g}" for shape, at in ats)
     batches = ", or over batches for times" * (results.batch > 1)
     intervals = f"Intervals are 95 % bootstraps over prompts{batches}. "
     prompts = results.origin
@@ -63,7 +54,7 @@ def _setting(results: Results) -> str:
     return (
         f"{results.prompts} {prompts} ({results.data}), "
         f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
-        f"drafting {said}{', compiled' * results.compiled}. {intervals}"
+        f"drafting {said}{', compiled' * results.asked[0].way.compiled}. {intervals}"
         "Plain and speculative decoding take turns in one process; times cover the tokens after "
         "the first, which the target's prefill emits, and include the draft's own prefill."
         f"{_shared(results)}"
@@ -92,7 +83,7 @@ def shifted(results: Results) -> str:
     )
 
 
-def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
+def _headline(at: Measured, results: Results) -> dict[str, str]:
     rows = _counted(at, results)
     rows["speedup predicted by τ / (γc + v)"] = theory.foreseen_speedup(at).text(2)
     if (known := at.oracle) is not None:
@@ -104,12 +95,14 @@ def _headline(at: AtTemperature, results: Results) -> dict[str, str]:
     return rows
 
 
-def _counted(at: AtTemperature, results: Results) -> dict[str, str]:
+def _counted(at: Measured, results: Results) -> dict[str, str]:
     if at.identical is None:
-        same = "the same distribution" if at.lossless else f"another distribution ({at.rule})"
+        same = (
+            "the same distribution" if at.way.lossless else f"another distribution ({at.way.rule})"
+        )
     else:
         why = "" if results.machine.dtype == "float32" else " (near-ties flip outside float32)"
-        why = why if at.lossless else f" ({at.rule} is lossy)"
+        why = why if at.way.lossless else f" ({at.way.rule} is lossy)"
         same = f"{at.identical} of {results.prompts}{why}"
     return {
         "**speedup over plain decoding**": claimed(
@@ -119,17 +112,17 @@ def _counted(at: AtTemperature, results: Results) -> dict[str, str]:
         "tokens/s, speculative": at.tokens_per_second.text(1),
         "tokens/s, plain": at.plain_tokens_per_second.text(1),
         "rounds": f"{at.rounds:,}",
-        "verification": f"{at.rule} ({'lossless' if at.lossless else '**LOSSY**'})",
+        "verification": f"{at.way.rule} ({'lossless' if at.way.lossless else '**LOSSY**'})",
         "same tokens as plain decoding": same,
         "repeated 4-grams in the answers": at.repetition.text(2),
     }
 
 
-def _costs(results: Results) -> list[str]:
-    """A line for each shape that was measured."""
-    shapes: dict[tuple[int, int], AtTemperature] = {}
-    for at in results.temperatures:
-        shapes.setdefault((at.gamma, at.nodes), at)
+def _costs(results: Results, ats: Sequence[Measured]) -> list[str]:
+    """A line for each shape of a way."""
+    shapes: dict[tuple[int, int], Measured] = {}
+    for at in ats:
+        shapes.setdefault((at.way.gamma, at.way.nodes), at)
     lines = []
     for at in shapes.values():
         costs = at.costs
@@ -137,55 +130,47 @@ def _costs(results: Results) -> list[str]:
             theory.milliseconds, (costs.step_seconds, costs.verify_seconds, costs.draft_seconds)
         )
         lines.append(
-            f"Costs ({drafted(results, at)}; medians of {costs.c.n} timings): a plain step {step} "
-            f"ms, a verification of {at.nodes + 1} tokens {verify} ms (v = {costs.v.text(2)}), "
-            f"drafting {at.nodes} tokens {draft} ms (c = {costs.c.text()})."
+            f"Costs ({at.way.shape}; medians of {costs.c.n} timings): a plain step {step} "
+            f"ms, a verification of {at.way.nodes + 1} tokens {verify} ms (v = {costs.v.text(2)}), "
+            f"drafting {at.way.nodes} tokens {draft} ms (c = {costs.c.text()})."
         )
     slowest = " and the wait for a batch's slowest row" * (results.batch > 1)
     own = f"The measured speedup falls short of τ / (γc + v) by the decoder's own time{slowest}."
     return [*lines, own]
 
 
-def _fastest(results: Results) -> list[str]:
-    """The same draft in the shape that was expected to be fastest, measured in turn with it."""
-    if (other := results.fastest) is None:
-        return []
-    pairs = zip(other.temperatures, results.temperatures, strict=True)
+def _other(name: str, ats: Sequence[Measured], results: Results) -> list[str]:
+    """Another way of decoding that took turns with the first on the same prompts."""
+    changes = ats[0].way.drafter != results.drafter  # from round to round
     said = "; ".join(
-        f"{drafted(other, at)} at T = {at.temperature:g}, {at.speedup.value:.2f} times as fast as "
-        f"plain decoding, against {chain.speedup.value:.2f} for the chains above"
-        for at, chain in pairs
+        f"{at.way.shape}{' at most' * (changes and at.way.length == 'fixed')} at T = "
+        f"{at.way.temperature:g}, {at.speedup.value:.2f} times as fast as plain decoding, against "
+        f"{first.speedup.value:.2f} for the {first.way.title} above"
+        for at, first in zip(ats, results.asked, strict=True)
     )
+    if changes:
+        return [
+            f"## {name.capitalize()}",
+            f"This draft took turns with the one above on the same prompts: {said}. Its costs "
+            "change from round to round, so no speedup is predicted.",
+            by_temperature(ats, lambda at: _counted(at, results)),
+        ]
     return [
         "## In the shape expected to be fastest",
         f"The same draft was also measured, in turn, in that shape: {said}. What an engine that "
         "drafts chains accepts is in the tables for chains.",
-        by_temperature(other.temperatures, lambda at: _headline(at, other)),
-        *_costs(other),
-        *(line for at in other.temperatures for line in _learned(at, other.learned_on)),
+        by_temperature(ats, lambda at: _headline(at, results)),
+        *_costs(results, ats),
+        *(line for at in ats for line in _learned(at, results.learned_on)),
     ]
 
 
-def _also(results: Results | None) -> list[str]:
-    """Another draft that took turns with this one on the same prompts."""
-    if results is None:
-        return []
-    shape, fixed = drafted(results, results.temperatures[0]), results.length == "fixed"
-    return [
-        f"## {results.drafter.capitalize()}",
-        "This draft took turns with the one above on the same prompts, drafting "
-        f"{shape}{' at most' * fixed}. Its costs change from round to round, so no speedup is "
-        "predicted.",
-        by_temperature(results.temperatures, lambda at: _counted(at, results)),
-    ]
-
-
-def _learned(at: AtTemperature, learned_on: str) -> list[str]:
+def _learned(at: Measured, learned_on: str) -> list[str]:
     """What was chosen by measuring first, at which temperature, and on what."""
-    where = f"for T = {at.temperature:g} on {learned_on}, at that temperature"
+    where = f"for T = {at.way.temperature:g} on {learned_on}, at that temperature"
     learned, lines = at.learned, []
     if learned.paths:
-        kind = "chain" if at.chain else "tree"
+        kind = "chain" if at.way.chain else "tree"
         lines.append(f"The {kind} was chosen {where}: {learned.paths}.")
     if learned.acceptance_by_rank:
         shares = "; ".join(
@@ -197,11 +182,11 @@ def _learned(at: AtTemperature, learned_on: str) -> list[str]:
         given = f"c = {learned.c.text()} and v = {learned.v.text(2)}"
         lines.append(f"The length `optimal` was given {given}, measured {where}.")
     if learned.table is not None:
-        lines.append(f"Rounds were timed {where}: see cost-table-T{at.temperature:g}.json.")
+        lines.append(f"Rounds were timed {where}: see cost-table-T{at.way.temperature:g}.json.")
     if learned.classifier is not None:
         lines.append(
             f"The stop classifier was fitted {where}, to {learned.classifier.records:,} "
-            f"drafted tokens: see stop-classifier-T{at.temperature:g}.json."
+            f"drafted tokens: see stop-classifier-T{at.way.temperature:g}.json."
         )
     return lines
 
@@ -214,51 +199,51 @@ def _acceptance(results: Results) -> list[str]:
         "measured by teacher forcing at the anchors where this decoder's rounds started: the share "
         "of rounds that would accept depth k and all depths before it, as engines count it.",
     ]
-    for at in results.temperatures:
-        blocks += [f"### T = {at.temperature:g}", _by_depth(at), _compare(at)]
+    for at in results.asked:
+        blocks += [f"### T = {at.way.temperature:g}", _by_depth(at), _compare(at)]
     return blocks
 
 
-def _by_depth(at: AtTemperature) -> str:
-    depths = range(at.gamma)
-    shown = VARIANTS if at.temperature > 0 else {"greedy": VARIANTS["greedy"]}
+def _by_depth(at: Measured) -> str:
+    depths = range(at.way.gamma)
+    shown = VARIANTS if at.way.temperature > 0 else {"greedy": VARIANTS["greedy"]}
     sides = {"all positions, given the text": at.alpha.all, "visited anchors": at.alpha.visited}
     figures = {
-        f"{words}; {where}": getattr(alpha, variant)[: at.gamma]
+        f"{words}; {where}": getattr(alpha, variant)[: at.way.gamma]
         for where, alpha in sides.items()
         for variant, words in shown.items()
     }
     figures["**decoder's own count**"] = at.reached
     figures["decoder, given that all before were accepted"] = at.conditional_acceptance
     rows = {name: [x.text() for x in found] for name, found in figures.items()}
-    rows["all positions, n"] = [f"{x.n:,}" for x in at.alpha.all.greedy[: at.gamma]]
-    rows["visited anchors, n"] = [f"{x.n:,}" for x in at.alpha.visited.greedy[: at.gamma]]
+    rows["all positions, n"] = [f"{x.n:,}" for x in at.alpha.all.greedy[: at.way.gamma]]
+    rows["visited anchors, n"] = [f"{x.n:,}" for x in at.alpha.visited.greedy[: at.way.gamma]]
     rows["rounds"] = [f"{at.rounds:,}" for _ in depths]
     return table("", [f"depth {k}" for k in depths], rows)
 
 
-def _compare(at: AtTemperature) -> str:
+def _compare(at: Measured) -> str:
     """How the rows at visited anchors and the decoder's own count should compare."""
-    if not at.lossless:
-        return f"The rule {at.rule} is lossy, and accepts more than α says."
-    if not at.chain:
+    if not at.way.lossless:
+        return f"The rule {at.way.rule} is lossy, and accepts more than α says."
+    if not at.way.chain:
         return "α describes a chain at those anchors; the tree accepts more, thanks to siblings."
-    if at.temperature == 0:
+    if at.way.temperature == 0:
         return (
             "In float32 the row at visited anchors and the decoder's own count are equal, since "
             "they count the same rounds; in bfloat16 a near-tie may flip between the two passes."
         )
-    if at.rule == "rejection":
+    if at.way.rule == "rejection":
         return "The rule `rejection` should accept as often as the row at visited anchors says."
     return (
-        f"α describes the rule `rejection`; the decoder judges by `{at.rule}`, whose "
+        f"α describes the rule `rejection`; the decoder judges by `{at.way.rule}`, whose "
         "acceptance differs (that of `block` is never lower): see “What theory says”."
     )
 
 
 def _confidence(results: Results) -> list[str]:
     """How far the draft's confidence is from acceptance, where it has confidence."""
-    ats = [at for at in results.temperatures if at.confidence]
+    ats = [at for at in results.asked if at.confidence]
     if not ats:
         return []
     blocks = [
@@ -283,7 +268,7 @@ def _confidence(results: Results) -> list[str]:
                 rows[f"calibration error, {name}"] = [f"{x.error:.3f}" for x in found]
         rows["tokens tested"] = [f"{x.whole.weight:,.0f}" for x in at.confidence]
         depths = [f"depth {k}" for k in range(len(at.confidence))]
-        blocks.append(table(f"T = {at.temperature:g}", depths, rows))
+        blocks.append(table(f"T = {at.way.temperature:g}", depths, rows))
     return blocks
 
 
@@ -301,9 +286,9 @@ def _training(results: Results) -> list[str]:
     ]
 
 
-def _samples(at: AtTemperature) -> list[str]:
+def _samples(at: Measured) -> list[str]:
     """What the user said last, the turns before it, and the answer, at the first temperature."""
-    blocks = [f"## Samples, T = {at.temperature:g}"]
+    blocks = [f"## Samples, T = {at.way.temperature:g}"]
     for sample in at.samples[:SAMPLES]:
         said = [lines(sample.prompt)]
         if sample.earlier:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specdec.measure.results import AtTemperature, Results
+from specdec.measure.results import Measured, Results
 from specdec.report.markdown import by_temperature, claimed, table
 from specdec.theory import leviathan as paper
 from specdec.theory.intervals import Interval
@@ -22,10 +22,10 @@ def milliseconds(seconds: Interval) -> str:
     return through(seconds, lambda s: 1e3 * s).text(1)
 
 
-def foreseen_speedup(at: AtTemperature) -> Interval:
+def foreseen_speedup(at: Measured) -> Interval:
     """τ / (γc + v): the measured τ over what a round should cost."""
-    share = at.drafted_per_round.value / at.gamma if at.chain else 1.0
-    cost = paper.round_cost(at.gamma, at.costs.c.value, at.costs.v.value, share)
+    share = at.drafted_per_round.value / at.way.gamma if at.way.chain else 1.0
+    cost = paper.round_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
@@ -41,8 +41,8 @@ def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:
 
 def section(results: Results) -> list[str]:
     """The section of the report, in paragraphs."""
-    chains = [at for at in results.temperatures if at.chain and results.length == "fixed"]
-    c_hat = results.operations
+    chains = [at for at in results.asked if at.way.chain and at.way.length == "fixed"]
+    c_hat = results.asked[0].operations
     blocks = ["## What theory says"]
     if chains:
         note = (
@@ -53,7 +53,7 @@ def section(results: Results) -> list[str]:
         )
         if c_hat is not None:
             note += f" ĉ = {c_hat:.3f} (Definition 3.10), counted in matrix products."
-        if any(at.temperature > 0 for at in chains):
+        if any(at.way.temperature > 0 for at in chains):
             note += (
                 " At T > 0 the forms describe the rule `rejection`, whose acceptance at a position "
                 "is α; the decoder's own rule is named above."
@@ -64,15 +64,15 @@ def section(results: Results) -> list[str]:
             "The closed forms of Leviathan et al. (2023) describe chains of a fixed length, and "
             "this run drafted other shapes, so they are left out."
         )
-    for at in results.temperatures:
+    for at in results.asked:
         blocks += _measured_law(at)
     return blocks + _reads(results)
 
 
-def _closed_forms(at: AtTemperature, results: Results) -> dict[str, str]:
+def _closed_forms(at: Measured, results: Results) -> dict[str, str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
-    c_hat = results.operations
-    by_depth, gamma, c = at.alpha.all.of(at.temperature), at.gamma, at.costs.c.value
+    c_hat = at.operations
+    by_depth, gamma, c = at.alpha.all.of(at.way.temperature), at.way.gamma, at.costs.c.value
     alpha, known = by_depth[0], [a.value for a in by_depth]
     best = paper.best_gamma(alpha.value, c, FURTHEST, paper.pass_cost({gamma: at.costs.v.value}))
 
@@ -101,19 +101,19 @@ def _closed_forms(at: AtTemperature, results: Results) -> dict[str, str]:
     }
 
 
-def _measured_law(at: AtTemperature) -> list[str]:
+def _measured_law(at: Measured) -> list[str]:
     """What p and q at every position of the text predict at T > 0, without a closed form."""
     if (found := at.foreseen) is None:
         return []
-    blocks = [f"### p and q along the text, T = {at.temperature:g}"]
-    if at.chain:
+    blocks = [f"### p and q along the text, T = {at.way.temperature:g}"]
+    if at.way.chain:
         rows = {
             "rule `rejection`, expected": [found.rejection_tokens.text()],
             "rule `block`, expected (never less)": [found.block_tokens.text()],
-            f"rule `{at.rule}`, measured (τ)": [at.tau.text()],
+            f"rule `{at.way.rule}`, measured (τ)": [at.tau.text()],
         }
         blocks.append(table("tokens per pass at the visited anchors", [""], rows))
-    divergence = ", ".join(d.text() for d in found.divergence[: at.gamma])
+    divergence = ", ".join(d.text() for d in found.divergence[: at.way.gamma])
     lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
     plain = ""
     if found.non_iterative is not None:
@@ -128,12 +128,12 @@ def _measured_law(at: AtTemperature) -> list[str]:
 
 def _reads(results: Results) -> list[str]:
     """What a pass of the target reads, and how many positions a beam search would have it judge."""
-    at, blocks = results.temperatures[0], []
-    judged = paper.beam_passes(BEAMS, BEAMS, at.gamma)
+    at, blocks = results.asked[0], []
+    judged = paper.beam_passes(BEAMS, BEAMS, at.way.gamma)
     if results.weight_bytes:
         rows = {
             "plain step": of_pass(results, 1, at.costs.step_seconds),
-            "verification": of_pass(results, at.nodes + 1, at.costs.verify_seconds),
+            "verification": of_pass(results, at.way.nodes + 1, at.costs.verify_seconds),
         }
         blocks += [
             table("a pass of the target", PASS, rows),
@@ -143,5 +143,5 @@ def _reads(results: Results) -> list[str]:
     return [
         *blocks,
         f"A beam search of width {BEAMS} behind a draft beam of the same width would have the "
-        f"target judge {judged} positions per pass at γ = {at.gamma} (Appendix A.4).",
+        f"target judge {judged} positions per pass at γ = {at.way.gamma} (Appendix A.4).",
     ]

@@ -41,6 +41,32 @@ def ratio_interval(
     )
 
 
+def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
+    """The product of pooled ratios Σ numerators / Σ denominators. The ratios of a group belong to
+    the same observations, which are resampled together, and groups are resampled on their own: so
+    counts of many prompts can be combined with timings of few. Observations of a group in which a
+    denominator is 0 are left out; `n` counts those of the first group. Without any, all is 0."""
+    sides = []
+    for group in groups:
+        columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in group])  # [R, 2, n]
+        sides.append(columns[:, :, (columns[:, 1] > 0).all(0)])
+    sizes = [columns.shape[-1] for columns in sides]
+    if 0 in sizes:
+        return Interval(0.0, 0.0, 0.0, 0)
+
+    def figure(columns: np.ndarray, at: np.ndarray) -> np.ndarray:
+        sums = columns[..., at].sum(-1)
+        return (sums[:, 0] / sums[:, 1]).prod(0)
+
+    random = np.random.default_rng(0)
+    resampled = np.ones(RESAMPLES)
+    for columns, size in zip(sides, sizes, strict=True):
+        resampled = resampled * figure(columns, random.integers(0, size, (RESAMPLES, size)))
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value = np.prod([figure(columns, np.arange(size)) for columns, size in zip(sides, sizes)])
+    return Interval(float(value), float(low), float(high), sizes[0])
+
+
 def difference_interval(
     ours: tuple[Sequence[float], Sequence[float]],
     theirs: tuple[Sequence[float], Sequence[float]],

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from tests.drafters.families import make_target, text
 from tests.tiny import batch_of, compose, random_drafter
@@ -85,7 +87,7 @@ def test_a_round_is_one_invocation_of_the_merged_scheme(
     the paper is the own token of the last round and the drafts accepted in this one."""
     prompt, passes = prompts()[n], list[int]()
     hook = target.layers[0].register_forward_hook(lambda *_: passes.append(1))
-    found = generate(target, prompt, max_new_tokens=NEW, drafter=drafter, gamma=K - 1)
+    found = generate(target, prompt, Way(drafter, Chain(K - 1)), max_new_tokens=NEW)
     ours = len(passes)
     hook.remove()
     ids, sizes, invocations = blockwise(target, drafter, prompt, len(found.rounds))

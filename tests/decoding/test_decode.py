@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/decoding/test_decode.py
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,19 +21,20 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
-from specdec.measure.setup import Setup
-from specdec.measure.strategy import (
+from specdec.measure.choosing import (
     acceptance_by_rank,
     best_static,
     candidates,
+    chosen,
     fastest_shape,
     paths_of,
-    strategy,
 )
+from specdec.measure.setup import Setup
 from specdec.runtime.compiled import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
@@ -69,7 +71,7 @@ def near(target: Target, noise: float = 0.0) -> Drafter:
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 17])
 def test_max_new_tokens_is_exact(target: Target, drafter: Drafter, new: int) -> None:
     plain = generate(target, PROMPTS[0], max_new_tokens=32).ids
-    for g in decode(target, PROMPTS[:1] * 2, max_new_tokens=new, drafter=drafter):
+    for g in decode(target, PROMPTS[:1] * 2, Way(drafter), max_new_tokens=new):
         assert g.ids == plain[:new]
         assert len(g.ids) + len(g.overrun) == 1 + g.emitted
         assert new < 17 or drafter.config.name == "eagle3" or kept(g) > 0
@@ -81,7 +83,7 @@ def test_eos_within_an_accepted_run_ends_the_answer(target: Target) -> None:
     eos = plain[6]
     first = plain.index(eos)
     for shape in SHAPES:
-        g = generate(target, PROMPTS[0], max_new_tokens=32, drafter=oracle, shape=shape, eos=(eos,))
+        g = generate(target, PROMPTS[0], Way(oracle, shape), max_new_tokens=32, eos=(eos,))
         assert g.ids == plain[: first + 1] and kept(g) > 0
 
 
@@ -96,8 +98,8 @@ def test_streaming_gives_each_rows_answer_in_order(
         streamed.setdefault(row, []).extend(ids)
         rounds.setdefault(row, []).append(last)
 
-    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "eos": (5,)}
-    made = decode(target, PROMPTS, max_new_tokens=20, on_tokens=show, **options)
+    way = Way(drafter, shape)
+    made = decode(target, PROMPTS, way, max_new_tokens=20, on_tokens=show, eos=(5,))
     for row, g in enumerate(made):
         assert streamed[row] == g.ids
         assert rounds[row] == [None, *g.rounds]
@@ -111,7 +113,7 @@ def test_rejected_drafts_stand_before_what_corrects_them(
     of a tree; at T = 0 its first token is not the one that the target writes there."""
     words = CausalTarget(target.model, make_tokenizer(), "words")
     kinds: set[str] = set()
-    for g in decode(words, PROMPTS, max_new_tokens=20, drafter=drafter, shape=shape, eos=(5,)):
+    for g in decode(words, PROMPTS, Way(drafter, shape), max_new_tokens=20, eos=(5,)):
         at = 1
         for r in g.rounds:
             assert bool(r.rejected) is not r.bonus and len(r.rejected) <= r.drafted
@@ -135,8 +137,8 @@ def test_stop_strings_end_with_the_token_that_completes_one(target: Target) -> N
     wanted = said[9] + said[10]
     whole = "".join(said)
     end = next(n for n in range(1, 41) if wanted in words.tokenizer.decode(plain[:n]))
-    for options in ({}, {"drafter": drafter, "shape": Chain(4)}):
-        g = generate(words, PROMPTS[0], max_new_tokens=40, stop=["never!", wanted], **options)
+    for way in (None, Way(drafter, Chain(4))):
+        g = generate(words, PROMPTS[0], way, max_new_tokens=40, stop=["never!", wanted])
         assert g.ids == plain[:end]
     assert wanted in whole and end <= 11
 
@@ -147,8 +149,8 @@ def test_logits_processors_apply_to_target_and_draft(
 ) -> None:
     """Greedy with a repetition penalty and no repeated bigrams: what transformers generates."""
     processors = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2)]
-    options: dict[str, Any] = {"processors": processors, "drafter": drafter, "shape": shape}
-    made = decode(target, PROMPTS, max_new_tokens=16, **options)
+    way = Way(drafter, shape)
+    made = decode(target, PROMPTS, way, max_new_tokens=16, processors=processors)
     for prompt, g in zip(PROMPTS, made, strict=True):
         hf = target.model.generate(
             torch.tensor([prompt]),
@@ -160,7 +162,7 @@ def test_logits_processors_apply_to_target_and_draft(
         )[0, len(prompt) :].tolist()
         assert g.ids == hf
     oracle = near(target)
-    made = decode(target, PROMPTS, max_new_tokens=16, processors=processors, drafter=oracle)
+    made = decode(target, PROMPTS, Way(oracle), max_new_tokens=16, processors=processors)
     plain = decode(target, PROMPTS, max_new_tokens=16, processors=processors)
     assert [g.ids for g in made] == [g.ids for g in plain]
     assert all(r.accepted == r.tested for g in made for r in g.rounds)  # it says what p says
@@ -174,11 +176,9 @@ def test_a_processor_makes_sampled_drafts_follow_its_p(target: Target) -> None:
         for g in decode(
             target,
             PROMPTS * 4,
+            Way(drafter, sampler=Sampler(1.0), rule=rule),
             max_new_tokens=12,
-            drafter=drafter,
-            sampler=Sampler(1.0),
             processors=[processor],
-            rule=rule,
         ):
             ids = torch.tensor([g.prompt + g.ids])
             _, final = target.features(ids, drafter.needs)
@@ -191,10 +191,10 @@ def test_a_sampled_rows_draws_do_not_depend_on_its_neighbours(
     target: Target, drafter: Drafter
 ) -> None:
     for shape in (Chain(3), Static([[0], [1], [0, 0]])):
-        options: dict[str, Any] = {"drafter": drafter, "shape": shape, "sampler": Sampler(1.0)}
-        together = decode(target, PROMPTS, max_new_tokens=16, seeds=[7, 8, 9], **options)
+        way = Way(drafter, shape, Sampler(1.0))
+        together = decode(target, PROMPTS, way, max_new_tokens=16, seeds=[7, 8, 9])
         for seed, prompt, g in zip((7, 8, 9), PROMPTS, together, strict=True):
-            (alone,) = decode(target, [prompt], max_new_tokens=16, seeds=[seed], **options)
+            (alone,) = decode(target, [prompt], way, max_new_tokens=16, seeds=[seed])
             assert alone.ids == g.ids and alone.rounds == g.rounds
 
 
@@ -204,12 +204,9 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
 ) -> None:
     settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
     cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
-    how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
-    policy = how.length and how.length()
+    way = chosen(Setup.of(target, cfg), cfg, drafter, 0.0, PROMPTS).way
     plain = decode(target, PROMPTS, max_new_tokens=24)
-    made = decode(
-        target, PROMPTS, max_new_tokens=24, drafter=drafter, shape=how.shape, length=policy
-    )
+    made = decode(target, PROMPTS, way, max_new_tokens=24)
     assert [g.ids for g in made] == [g.ids for g in plain]
 
 
@@ -218,11 +215,12 @@ def test_acceptance_by_rank_is_counted_with_the_sampler_it_is_for(target: Target
     drawn from q = p is kept with min(1, p / q) = 1, so that no second one is ever judged; the
     likeliest token is kept with its p alone, and then others are."""
     same = near(target)
+    setup = Setup(target, max_new_tokens=24)
     for sampler in (Sampler(0.0), Sampler(1.0)):
-        setup = Setup(target, same, DecodeConfig(max_new_tokens=24), sampler)
-        found = acceptance_by_rank(setup, PROMPTS, 2, 3)
+        way = Way(same, Chain(2), sampler)
+        found = acceptance_by_rank(setup, way, PROMPTS, 3)
         assert found.tolist() == [[1, 0, 0], [1, 0, 0]]
-    found = acceptance_by_rank(setup, PROMPTS, 2, 3, greedy_draft=True)
+    found = acceptance_by_rank(setup, replace(way, greedy_draft=True), PROMPTS, 3)
     assert 0 < found[0, 0] < 1 and found[0, 1:].sum() > 0
 
 
@@ -276,12 +274,13 @@ def test_the_fastest_shape_weighs_tokens_against_seconds(
     [0, 1] .06, [1, 1] .02."""
     table = torch.tensor([[0.6, 0.2], [0.5, 0.1]])
 
-    def times(_: Setup, __: Any, shapes: list[Shape]) -> list[float]:
+    def times(_: Setup, ways: list[Way], __: Any) -> list[float]:
+        shapes = [way.shape for way in ways if way.shape is not None]
         return [draft[shape.depth - 1] + verify(shape.nodes) for shape in shapes]
 
-    monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
-    setup = Setup(target, make_drafter("lm", target), DecodeConfig(), Sampler(0.0))
-    shape = fastest_shape(setup, PROMPTS, table)
+    monkeypatch.setattr("specdec.measure.choosing.rounds_in_turn", times)
+    way = Way(make_drafter("lm", target), Chain(2))
+    shape = fastest_shape(Setup(target), way, PROMPTS, table)
     assert paths_of(shape) == paths
 
 
@@ -306,33 +305,35 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     """Where drafting on takes as long as 20 rounds, one level of siblings; where every node does,
     one token; and where trees take longer than chains, a chain."""
 
-    def times(setup: Setup, prompts: Any, shapes: list[Shape]) -> Any:
+    def times(_: Setup, ways: list[Way], __: Any) -> list[float]:
         found = []
-        for shape in shapes:
+        for shape in (way.shape for way in ways if way.shape is not None):
             draft = 1.0 + 20 * (shape.depth - 1) * (dear == "drafting")
             rest = 1.0 + 20 * shape.nodes * (dear == "nodes")
             rest += 20 * (dear == "trees" and isinstance(shape, Static))
             found.append(draft + rest)
         return found
 
-    monkeypatch.setattr("specdec.measure.strategy.rounds_in_turn", times)
+    monkeypatch.setattr("specdec.measure.choosing.rounds_in_turn", times)
     # of equally fast shapes the shortest is taken, so a chain of 3 must be accepted
     drafter = near(target) if dear == "trees" else make_drafter("lm", target, noise=0.3)
     cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
-    how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
+    choice = chosen(Setup.of(target, cfg), cfg, drafter, 0.0, PROMPTS)
+    shape = choice.way.shape
+    assert shape is not None
     if dear == "trees":
-        assert how.shape == Chain(3) and how.learned.paths == [[0], [0, 0], [0, 0, 0]]
+        assert shape == Chain(3) and choice.learned.paths == [[0], [0, 0], [0, 0, 0]]
     else:
-        assert how.shape.depth == 1 and (how.shape.nodes > 1) == (dear == "drafting")
+        assert shape.depth == 1 and (shape.nodes > 1) == (dear == "drafting")
 
 
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) -> None:
     drafter = make_drafter("lm", target, noise=0.1)
     cfg = DecodeConfig(tree=tree, nodes=14, gamma=3)
-    how = strategy(Setup(target, drafter, cfg, Sampler(0.0)), PROMPTS)
-    chain = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=Chain(3), eos=())
-    made = decode(target, PROMPTS, max_new_tokens=40, drafter=drafter, shape=how.shape, eos=())
+    way = chosen(Setup.of(target, cfg), cfg, drafter, 0.0, PROMPTS).way
+    chain = decode(target, PROMPTS, Way(drafter, Chain(3)), max_new_tokens=40, eos=())
+    made = decode(target, PROMPTS, way, max_new_tokens=40, eos=())
     assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)
     assert [g.ids for g in made] == [g.ids for g in chain]
 
@@ -408,10 +409,9 @@ def test_compiled_passes_decode_the_same(
         return call(one, cache, **inputs)
 
     monkeypatch.setattr(Compiled, "__call__", counted)
-    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "max_new_tokens": 6}
-    plain = decode(target, asked, **options)
+    plain = decode(target, asked, Way(drafter, shape), max_new_tokens=6)
     passes.clear()
-    fast = decode(target, asked, compiled=True, **options)
+    fast = decode(target, asked, Way(drafter, shape, compiled=True), max_new_tokens=6)
     assert [g.ids for g in fast] == [g.ids for g in plain]
     assert [g.rounds for g in fast] == [g.rounds for g in plain]
     assert set(passes) == {256} and len(passes) > max(len(g.rounds) for g in plain)

@@ -17,6 +17,7 @@ from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import RULES
 from specdec.decoding.stream import Stops
+from specdec.decoding.way import Way
 from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
@@ -46,7 +47,7 @@ def test_drafts_end_where_the_targets_positions_do(name: str, shape: Shape) -> N
     drafter = make_drafter(name, small, noise=0.05)
     prompt = text(0, 12)[0].tolist()
     plain = generate(small, prompt, max_new_tokens=20, eos=())
-    made = generate(small, prompt, max_new_tokens=20, drafter=drafter, shape=shape, eos=())
+    made = generate(small, prompt, Way(drafter, shape), max_new_tokens=20, eos=())
     assert made.ids == plain.ids and len(made.ids) == 20
     if name in ("lm", "eagle3"):  # the others find little in so short an answer
         assert any(r.accepted for r in made.rounds)
@@ -58,7 +59,7 @@ def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
     drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
     prompt = text(0, 12)[0].tolist()
     plain = generate(target, prompt, max_new_tokens=40, eos=())
-    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, gamma=3, eos=())
+    made = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=40, eos=())
     assert made.ids == plain.ids
     assert all(r.drafted == 0 for r in made.rounds if r.anchor >= 24)
     assert any(r.drafted == 3 for r in made.rounds)
@@ -83,7 +84,7 @@ def test_a_fixed_cache_has_room_for_all_that_is_grown(
     prompt = text(3, 180)[0].tolist()
     plain = generate(target, prompt, max_new_tokens=40, eos=()).ids
     monkeypatch.setattr(target, "new_cache", lambda capacity=None: cache)
-    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
+    made = generate(target, prompt, Way(drafter, shape), max_new_tokens=40, eos=())
     assert made.ids == plain
 
 
@@ -110,10 +111,9 @@ def test_rows_that_draft_less_draw_as_if_alone(
     settings = {"limit": 4, "threshold": 0.2}
 
     def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
-        options: dict[str, Any] = {"drafter": drafter, "shape": Chain(4), "sampler": T1}
-        if policy:
-            options["length"] = length(policy, settings)
-        return decode(target, prompts, max_new_tokens=24, seeds=seeds, rule=rule, **options)
+        how = length(policy, settings) if policy else None
+        way = Way(drafter, Chain(4), T1, rule, length=how)
+        return decode(target, prompts, way, max_new_tokens=24, seeds=seeds)
 
     repeated = [p * 2 for p in PROMPTS]  # something to copy
     together = run(repeated, seeds)
@@ -136,12 +136,12 @@ def test_processors_see_tokens_where_a_row_has_none(
 ) -> None:
     """Absent nodes, -1, are no index for a processor; those that are there draw as if alone."""
     drafter = make_drafter("lm", target, noise=0.05)
-    options: dict[str, Any] = {"drafter": drafter, "shape": shape, "sampler": sampler}
-    options |= {"processors": [RepetitionPenaltyLogitsProcessor(1.3)], "max_new_tokens": 12}
+    processors = [RepetitionPenaltyLogitsProcessor(1.3)]
 
     def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         how = length(policy, {"limit": 5, "threshold": 0.05}) if policy else None
-        return decode(target, prompts, seeds=seeds, length=how, **options)
+        way = Way(drafter, shape, sampler, length=how)
+        return decode(target, prompts, way, max_new_tokens=12, seeds=seeds, processors=processors)
 
     together = run(PROMPTS, [7, 8, 9])
     nodes = zip(*[[r.nodes for r in g.rounds] for g in together])
@@ -169,7 +169,7 @@ def test_rows_may_leave_before_anything_was_drafted(target: Target, name: str) -
     options: dict[str, Any] = {"max_new_tokens": 10, "eos": (first,)}
     plain = decode(target, PROMPTS, **options)
     for policy in (None, Pausing()):
-        made = decode(target, PROMPTS, drafter=drafter, shape=Chain(2), length=policy, **options)
+        made = decode(target, PROMPTS, Way(drafter, Chain(2), length=policy), **options)
         assert [g.ids for g in made] == [g.ids for g in plain]
 
 
@@ -192,10 +192,8 @@ def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> N
             return torch.zeros_like(token_B, dtype=torch.bool)
 
     processors = [RepetitionPenaltyLogitsProcessor(1.3)]
-    decode(
-        target, PROMPTS, max_new_tokens=12, drafter=drafter, length=Watching(),
-        processors=processors,
-    )  # fmt: skip
+    way = Way(drafter, length=Watching())
+    decode(target, PROMPTS, way, max_new_tokens=12, processors=processors)
     assert seen
 
 
@@ -232,7 +230,7 @@ def test_what_was_tested_is_the_kept_path_and_its_children(target: Target) -> No
     shape = Static([[0], [1], [0, 0], [0, 0, 0]])  # [1] is a leaf
     rounds = [
         r
-        for g in decode(target, PROMPTS, max_new_tokens=60, drafter=drafter, shape=shape, eos=())
+        for g in decode(target, PROMPTS, Way(drafter, shape), max_new_tokens=60, eos=())
         for r in g.rounds
     ]
     leaves = [r for r in rounds if r.path == (1,)]
@@ -265,8 +263,10 @@ def test_the_same_prompt_is_read_once_for_all_its_rows(
 ) -> None:
     drafter = make_drafter(name, target, noise=0.05)
     asked, seeds = [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], [3, 4, 5, 6]
-    options: dict[str, Any] = {"max_new_tokens": 12, "drafter": drafter, "sampler": T1}
-    alone = [decode(target, [p], seeds=[s], **options)[0] for p, s in zip(asked, seeds)]
+    way = Way(drafter, sampler=T1)
+    alone = [
+        decode(target, [p], way, max_new_tokens=12, seeds=[s])[0] for p, s in zip(asked, seeds)
+    ]
     read: list[int] = []
     features = target.features
 
@@ -275,7 +275,7 @@ def test_the_same_prompt_is_read_once_for_all_its_rows(
         return features(ids_BT, *args, **kwargs)
 
     monkeypatch.setattr(target, "features", counted)
-    made = decode(target, asked, seeds=seeds, **options)
+    made = decode(target, asked, way, max_new_tokens=12, seeds=seeds)
     assert read[0] == 2
     assert [(g.ids, g.rounds) for g in made] == [(g.ids, g.rounds) for g in alone]
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from specdec.decoding.config import DecodeConfig, beyond_training
-from specdec.decoding.decode import decode, fitting_rule, generate
+from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import length
 from specdec.decoding.rules import named
 from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.way import Way, fitting_rule
 from specdec.drafters import with_copying
 from specdec.errors import UserError
+from specdec.measure.choosing import chosen
 from specdec.measure.costs import costs
 from specdec.measure.setup import Setup
-from specdec.measure.strategy import strategy
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
@@ -51,7 +52,7 @@ def target() -> Target:
 def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
     drafter = make_drafter("lm", target)
     with pytest.raises(UserError, match=words):
-        strategy(Setup(target, drafter, DecodeConfig(**options), T1), PROMPTS)
+        chosen(Setup(target), DecodeConfig(**options), drafter, 1.0, PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "falcon", "spire"])
@@ -99,12 +100,11 @@ def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
 def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
     for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
         with pytest.raises(UserError, match="copies tokens"):
-            strategy(
-                Setup(target, make_drafter(name, target), DecodeConfig(**options), T1), PROMPTS
-            )
+            cfg = DecodeConfig(**options)
+            chosen(Setup(target), cfg, make_drafter(name, target), 1.0, PROMPTS)
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
-    how = strategy(Setup(target, make_drafter("early_exit", target), cfg, T1), PROMPTS)
-    assert how.shape.nodes == 4
+    choice = chosen(Setup.of(target, cfg), cfg, make_drafter("early_exit", target), 1.0, PROMPTS)
+    assert choice.way.shape is not None and choice.way.shape.nodes == 4
 
 
 @pytest.mark.parametrize("shape", [Chain(3), Static([[0], [1], [0, 0]])], ids=["chain", "tree"])
@@ -119,25 +119,26 @@ def test_a_verification_costs_all_that_the_shape_can_draft(
         return step(ids_BT, *args)
 
     monkeypatch.setattr(target, "step", recorded)
-    costs(Setup(target, make_drafter("ngram", target), DecodeConfig(), T1), [5], shape, turns=1)
+    costs(Setup(target), Way(make_drafter("ngram", target), shape, T1), [5], turns=1)
     assert widths == {1, 1 + shape.nodes}
 
 
-def test_no_gamma_is_the_trained_depth_and_0_is_plain(target: Target) -> None:
+def test_no_shape_is_the_trained_depth_and_no_way_is_plain(target: Target) -> None:
     drafter = make_drafter("lm", target, noise=0.05)
     options: dict[str, Any] = {"max_new_tokens": 12, "eos": ()}
-    made = [generate(target, PROMPTS[0], drafter=drafter, gamma=g, **options) for g in (None, 3, 0)]
+    ways = Way(drafter), Way(drafter, Chain(3)), Way()
+    made = [generate(target, PROMPTS[0], way, **options) for way in ways]
     assert made[0].rounds == made[1].rounds and made[0].rounds[0].drafted == drafter.depth == 3
     assert made[2].rounds == generate(target, PROMPTS[0], **options).rounds
 
 
 def test_a_length_that_would_not_be_asked_is_refused(target: Target) -> None:
     lm, copies = make_drafter("lm", target), make_drafter("ngram", target)
-    options: dict[str, Any] = {"max_new_tokens": 4, "length": length("confidence", {"limit": 2})}
+    policy = length("confidence", {"limit": 2})
     with pytest.raises(UserError, match="chains, not trees"):
-        decode(target, PROMPTS, drafter=lm, shape=Static([[0], [1]]), **options)
+        Way(lm, Static([[0], [1]]), length=policy)
     with pytest.raises(UserError, match="Confidence needs q, but ngram copies tokens"):
-        decode(target, PROMPTS, drafter=copies, **options)
+        Way(copies, length=policy)
 
 
 def test_the_rule_that_is_named_instead_does_fit(target: Target) -> None:
@@ -164,16 +165,12 @@ def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
     kept = [
         sum(g.emitted for g in made) / sum(len(g.rounds) for g in made)
         for factor in ("1", "0.2")
-        for made in [
-            decode(
-                target, PROMPTS * 4, max_new_tokens=24, drafter=drafter, sampler=T1, eos=(),
-                rule=f"lenience:factor={factor}",
-            )
-        ]
-    ]  # fmt: skip
+        for way in [Way(drafter, sampler=T1, rule=f"lenience:factor={factor}")]
+        for made in [decode(target, PROMPTS * 4, way, max_new_tokens=24, eos=())]
+    ]
     assert kept[1] > kept[0]
     zero = [
-        decode(target, PROMPTS, max_new_tokens=24, drafter=drafter, eos=(), rule=rule)
+        decode(target, PROMPTS, Way(drafter, rule=rule), max_new_tokens=24, eos=())
         for rule in ("auto", "typical", "lenience:factor=1", "lenience:factor=0.2")
     ]  # at T = 0
     ids = [[g.ids for g in made] for made in zero]
@@ -195,7 +192,7 @@ def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
 def test_seeds_are_one_a_row(target: Target) -> None:
     for seeds in ([1], [1, 2, 3, 4]):
         with pytest.raises(UserError, match="seeds"):
-            decode(target, PROMPTS, max_new_tokens=2, sampler=T1, seeds=seeds)
+            decode(target, PROMPTS, Way(sampler=T1), max_new_tokens=2, seeds=seeds)
 
 
 def test_a_row_draws_by_the_seed_and_its_place(target: Target) -> None:

@@ -8,7 +8,6 @@ import gc
 import itertools
 import weakref
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from transformers import CohereConfig, GraniteConfig, PreTrainedConfig
 
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.predictor import vocabulary
@@ -211,7 +211,7 @@ def test_oracle_draft_has_alpha_one_at_every_depth(kind: PreTrainedConfig) -> No
     assert valid.sum() > 90
     torch.testing.assert_close(alpha.sampled[valid], torch.ones(int(valid.sum())))
     assert (alpha.greedy[valid] == 1).all()
-    result = generate(target, ids[:8], max_new_tokens=30, drafter=drafter, gamma=3)
+    result = generate(target, ids[:8], Way(drafter, Chain(3)), max_new_tokens=30)
     assert all(r.accepted == r.drafted for r in result.rounds)
 
 
@@ -254,10 +254,10 @@ def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> N
     target = of_kind(kind)
     drafter = make_drafter(name, target, noise=0.05)
     prompts = [text(seed, length)[0].tolist() for seed, length in ((0, 4), (1, 14), (2, 8))]
-    options: dict[str, Any] = {"max_new_tokens": 20, "drafter": drafter, "shape": shape, "eos": EOS}
+    way, options = Way(drafter, shape), {"max_new_tokens": 20, "eos": EOS}
     plain = [greedy(kind, *p) for p in prompts]
-    alone = [decode(target, [p], **options)[0] for p in prompts]
-    together = decode(target, prompts, **options)
+    alone = [decode(target, [p], way, **options)[0] for p in prompts]
+    together = decode(target, prompts, way, **options)
     assert [g.ids for g in alone] == plain
     assert [g.ids for g in together] == plain
     assert [g.rounds for g in together] == [g.rounds for g in alone]
@@ -299,7 +299,7 @@ def test_every_family_accepts_and_stays_identical(target: Target, name: str) -> 
     drafter = taught(name, target, texts)
     for shape in SHAPES:
         prompts = [ids[:-40] for ids in texts]
-        fast = decode(target, prompts, max_new_tokens=40, drafter=drafter, shape=shape)
+        fast = decode(target, prompts, Way(drafter, shape), max_new_tokens=40)
         assert [p + g.ids for p, g in zip(prompts, fast, strict=True)] == texts
         assert sum(r.accepted for g in fast for r in g.rounds) >= 3, shape
 
@@ -373,12 +373,8 @@ def test_committed_tokens_follow_p(
         results = decode(
             target,
             [PROMPT] * 100,
+            Way(drafter, shape, sampler=SAMPLED, rule=rule, greedy_draft=greedy_draft),
             max_new_tokens=2,
-            drafter=drafter,
-            shape=shape,
-            sampler=SAMPLED,
-            rule=rule,
-            greedy_draft=greedy_draft,
             seeds=range(start, start + 100),
         )
         for result in results:
@@ -402,7 +398,7 @@ def test_the_memory_of_a_generation_is_free_when_it_ends(
     gc.disable()
     try:
         prompts = [text(1)[0].tolist(), text(2, 9)[0].tolist()]
-        decode(target, prompts, max_new_tokens=6, drafter=drafter, shape=Chain(drafter.depth))
+        decode(target, prompts, Way(drafter, Chain(drafter.depth)), max_new_tokens=6)
         alive = sum(cache() is not None for cache in made)
     finally:
         gc.enable()

@@ -12,6 +12,7 @@ import torch
 
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.copying.copy import Aligned, CopyConfig
 from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
@@ -325,7 +326,7 @@ def test_lookahead_keeps_greedy_answers_and_accepts(any_target: Target, shape: S
     drafter = build(LookaheadConfig(window=4, ngram=3), any_target)
     prompts = [text(1, 5), text(2, 12)]
     plain = [generate(any_target, p, max_new_tokens=60, eos=()).ids for p in prompts]
-    results = decode(any_target, prompts, max_new_tokens=60, drafter=drafter, shape=shape, eos=())
+    results = decode(any_target, prompts, Way(drafter, shape), max_new_tokens=60, eos=())
     assert [g.ids for g in results] == plain
     assert sum(r.accepted for g in results for r in g.rounds) > 0
 
@@ -339,10 +340,8 @@ def test_copied_trees_are_sampled_losslessly_as_fixed_children(target: Target, n
         results = decode(
             target,
             prompts,
+            Way(drafter, shape, sampler=Sampler(0.7)),
             max_new_tokens=12,
-            drafter=drafter,
-            shape=shape,
-            sampler=Sampler(0.7),
             seeds=[1, 2],
         )
         assert [len(g.ids) for g in results] == [12, 12]

@@ -12,6 +12,7 @@ import torch
 
 from specdec.context import Context, Needs
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.copying.copy import CopyConfig
 from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
@@ -59,7 +60,7 @@ def target() -> Target:
 def test_the_whole_target_accepts_itself(any_target: Target, config: Any, shape: Shape) -> None:
     """All layers, or a budget beyond the context: the draft is the target, α = 1."""
     drafter, prompts = build(config, any_target), [text(3, 5), text(4, 17)]
-    results = decode(any_target, prompts, max_new_tokens=24, drafter=drafter, shape=shape)
+    results = decode(any_target, prompts, Way(drafter, shape), max_new_tokens=24)
     for prompt, result in zip(prompts, results, strict=True):
         assert result.ids == generate(any_target, prompt, max_new_tokens=24).ids
         assert all(r.accepted == r.drafted == 3 for r in result.rounds)
@@ -209,8 +210,7 @@ def test_what_was_learned_is_saved(target: Target, tmp_path: Path, config: Any) 
     prompt = texts[0][:9]
     for shape in (Chain(3), TREE):
         ours, theirs = (
-            generate(target, prompt, max_new_tokens=20, drafter=d, shape=shape)
-            for d in (drafter, loaded)
+            generate(target, prompt, Way(d, shape), max_new_tokens=20) for d in (drafter, loaded)
         )
         assert ours.ids == theirs.ids and ours.rounds == theirs.rounds
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.way import Way
 from specdec.drafters.models.early_exit import EarlyExit, EarlyExitConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.errors import UserError
@@ -147,7 +148,7 @@ def test_it_decodes_as_the_target_with_a_cache_of_its_own(target: Target) -> Non
     assert cache is not None
     assert EarlyExit.build(EarlyExitConfig(layers=EXIT), target).new_cache() is None
     plain = [generate(target, ids, max_new_tokens=30).ids for ids in TEXTS]
-    fast = decode(target, TEXTS, max_new_tokens=30, drafter=drafter, shape=Chain(3))
+    fast = decode(target, TEXTS, Way(drafter, Chain(3)), max_new_tokens=30)
     assert [g.ids for g in fast] == plain
     ctx = Context(torch.tensor(TEXTS), lengths=[9, 5])
     drafter.begin(ctx, cache)

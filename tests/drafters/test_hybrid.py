@@ -13,11 +13,13 @@ import torch
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter, with_copying
 from specdec.drafters.hybrid import Hybrid, HybridConfig, cell, joined, replaced
 from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
+from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
@@ -26,7 +28,6 @@ from specdec.theory.leviathan import pass_cost
 from tests.drafters.families import V, context, make_drafter, make_target, text
 from tests.laws import law
 from tests.tiny import Tiny
-from train import pipeline
 
 HERE = [5, 6, 7, 8, 9, 5, 6, 7]  # 8 and 9 followed these three tokens before
 ELSEWHERE = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -176,7 +177,7 @@ def test_the_heads_cache_is_right_after_rounds_without_it(
     monkeypatch.setattr(Hybrid, "draft", checked)
     prompt = text(0, 12)[0].tolist()
     plain = generate(target, prompt, max_new_tokens=60)
-    made = decode(target, [prompt], max_new_tokens=60, drafter=drafter, shape=Chain(4))[0]
+    made = decode(target, [prompt], Way(drafter, Chain(4)), max_new_tokens=60)[0]
     assert made.ids == plain.ids
     changes = [a != b for a, b in pairwise(used)]
     assert sum(changes) >= 2 and True in used[used.index(False) :], "the head, a copy, the head"
@@ -215,9 +216,9 @@ def test_a_run_measures_its_draft_with_copying(tiny: Tiny, tmp_path: Path) -> No
     """`also` adds a second set of figures on the same prompts and a draft to decode with; a trained
     draft's folder is a head, whose noted α counts."""
     tiny.job(tmp_path / "run", "eagle3", "also=ngram", "decode.temperatures=[0]")
-    results = pipeline.Results.read(tmp_path / "run" / "report")
-    assert results.also is not None and results.also.drafter == "hybrid"
-    (head,), (both,) = results.temperatures, results.also.temperatures
+    results = Results.read(tmp_path / "run" / "report")
+    (head,), (both,) = results.asked, results.ways["hybrid"]
+    assert both.way.drafter == "hybrid"
     assert both.plain_tokens_per_second == head.plain_tokens_per_second
     assert both.identical == head.identical == results.prompts
     page = (tmp_path / "run" / "report" / "report.md").read_text()

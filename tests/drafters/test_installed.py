@@ -14,6 +14,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, family, with_copying
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
@@ -80,7 +81,7 @@ def test_an_installed_family_is_composed_built_saved_and_decoded_with(
     prompts = [[5, 9, 30], [7, 8]]
     plain = decode(target, prompts, max_new_tokens=12, eos=())
     for shape in (Chain(2), Dynamic(2, 8, 4)):
-        drafted = decode(target, prompts, max_new_tokens=12, eos=(), drafter=loaded, shape=shape)
+        drafted = decode(target, prompts, Way(loaded, shape), max_new_tokens=12, eos=())
         assert [a.ids for a in drafted] == [a.ids for a in plain]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.context import Context, Moment
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.drafters import with_copying
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.errors import UserError
@@ -21,6 +22,7 @@ from specdec.measure.evaluate import shift
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import process
@@ -139,7 +141,7 @@ def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -
         plain = own.model.generate(
             asked, attention_mask=torch.ones_like(asked), max_new_tokens=20, do_sample=False
         )
-        fast = generate(own, ids, max_new_tokens=20, drafter=loaded, gamma=2)
+        fast = generate(own, ids, Way(loaded, Chain(2)), max_new_tokens=20)
         assert fast.ids == plain[0, len(ids) :].tolist()
     with pytest.raises(UserError, match="adapted along with it: load both, with load_pair"):
         drafts.load(tmp_path / "best", target)
@@ -193,7 +195,7 @@ def test_two_stages_make_a_report_and_a_target_to_serve(
     assert results.shift is not None and results.shift.original == str(tiny.target)
     assert results.headline()["shift/kl"] == results.shift.kl.value > 0
     assert results.target == f"{tiny.target}, adapted with its draft"
-    assert results.temperatures[0].identical == results.prompts
+    assert results.asked[0].identical == results.prompts
     said = (run / "report" / "report.md").read_text()
     assert f"lossless with respect to the adapted target, not to {tiny.target}" in said
 

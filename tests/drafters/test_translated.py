@@ -17,6 +17,7 @@ from transformers.models.llama import LlamaForCausalLM
 from specdec.context import Context, Needs, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
+from specdec.decoding.way import Way
 from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.models.translated import Translated, TranslatedConfig
 from specdec.drafters.predictor import vocabulary
@@ -209,11 +210,9 @@ def test_speculation_is_greedy_decoding(
     many = prompts(target)
     eos = tuple(target.tokenizer.encode("h?", add_special_tokens=False))
     plain = [generate(target, p, max_new_tokens=20, eos=eos).ids for p in many]
-    options: dict[str, Any] = {
-        "max_new_tokens": 20, "drafter": drafter, "shape": shape, "eos": eos
-    }  # fmt: skip
-    alone = [decode(target, [p], **options)[0] for p in many]
-    together = decode(target, many, **options)
+    way, options = Way(drafter, shape), {"max_new_tokens": 20, "eos": eos}
+    alone = [decode(target, [p], way, **options)[0] for p in many]
+    together = decode(target, many, way, **options)
     assert [g.ids for g in alone] == plain
     assert [g.ids for g in together] == plain
     assert [g.rounds for g in together] == [g.rounds for g in alone]
@@ -228,7 +227,7 @@ def test_a_draft_that_is_the_target_is_always_right(folders: dict[str, Path], me
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
         prompt = torch.randint(4, 30, (9,), generator=draw).tolist()
-        result = generate(target, prompt, max_new_tokens=20, drafter=drafter, gamma=3, eos=(0, 1))
+        result = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=20, eos=(0, 1))
         text = result.ids[:-1] if result.ids[-1] < 2 else result.ids
         inside = [r for r in result.rounds if r.anchor + 3 < len(prompt) + len(text)]
         assert inside and all(r.accepted == r.drafted == 3 for r in inside)
@@ -317,7 +316,7 @@ def test_alpha_of_teacher_forcing_is_what_the_decoder_accepts(
         hits = dict(
             zip(table.anchors.position_N.tolist(), table.alpha.greedy.cumprod(-1).sum(-1).tolist())
         )
-        spec = generate(target, prompt, max_new_tokens=24, drafter=drafter, gamma=3, eos=())
+        spec = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=24, eos=())
         for r in spec.rounds:
             if r.anchor + 3 < len(ids):
                 assert r.accepted == hits[r.anchor]
@@ -389,7 +388,7 @@ def test_a_text_beyond_the_drafts_positions(
     prompt = prompts(target)[0]
     plain = generate(target, prompt, max_new_tokens=30, eos=())
     cache = drafter.new_cache()
-    fast = generate(target, prompt, max_new_tokens=30, drafter=drafter, gamma=3, eos=())
+    fast = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=30, eos=())
     assert fast.ids == plain.ids
     drafter.after_texts([prompt + plain.ids], cache)
     assert 8 <= len(cache.tokens[0]) <= 24  # of 32, a quarter is for the draft
@@ -409,7 +408,7 @@ def test_tokens_beyond_either_embedding_are_neither_read_nor_drafted(
     drafter.bridge.to_target = lambda *_: beyond  # type: ignore[method-assign]
     prompt = prompts(target)[0]
     plain = generate(target, prompt, max_new_tokens=8, eos=())
-    fast = generate(target, prompt, max_new_tokens=8, drafter=drafter, gamma=3, eos=())
+    fast = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=8, eos=())
     assert fast.ids == plain.ids
     if method == "slem":
         assert drafter._written([prompt], drafter.new_cache()) == [[3]]

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 
 from specdec.context import Context
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.drafters.models.lm import LM, LMConfig
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.errors import UserError
@@ -117,7 +118,7 @@ def test_a_draft_with_other_padding_computes_what_its_source_does(
     torch.testing.assert_close(q_BNV.sum(-1), torch.ones(1, 3))
 
     plain = generate(target, TEXT, max_new_tokens=16, eos=())
-    assert generate(target, TEXT, max_new_tokens=16, eos=(), drafter=drafter).ids == plain.ids
+    assert generate(target, TEXT, Way(drafter), max_new_tokens=16, eos=()).ids == plain.ids
     drafts.save(tmp_path / "best", drafter, target)
     loaded = drafts.load(tmp_path / "best", target, torch.float32)
     assert all(torch.equal(x, loaded.state_dict()[n]) for n, x in drafter.state_dict().items())
@@ -192,7 +193,7 @@ def test_an_encoder_decoder_with_other_padding(tmp_path: Path, rows: int, V: int
     ours = drafter.unembed(hidden[0, 0], 0)[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     plain = generate(target, text[:5], max_new_tokens=8, eos=())
-    fast = generate(target, text[:5], max_new_tokens=8, eos=(), drafter=drafter, gamma=2)
+    fast = generate(target, text[:5], Way(drafter, Chain(2)), max_new_tokens=8, eos=())
     assert fast.ids == plain.ids
     with_exchanged(tmp_path / "draft", "cat", "dog")
     with pytest.raises(UserError, match=f"token {CAT} is 'dog' there"):

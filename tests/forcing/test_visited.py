@@ -16,6 +16,7 @@ from rich.console import Console
 from specdec.decoding.answers import Generation
 from specdec.decoding.decode import decode
 from specdec.decoding.logs import log_rounds, rounds_of
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import Batch, Table, TeacherForcing
@@ -55,12 +56,7 @@ def made(name: str, temperature: float = 0.0) -> Made:
     drafter = make_drafter(name, target, noise=0.05)
     learn_greedy_text(drafter, target)
     answers = decode(
-        target,
-        PROMPTS,
-        max_new_tokens=NEW,
-        drafter=drafter,
-        sampler=Sampler(temperature),
-        eos=(),
+        target, PROMPTS, Way(drafter, sampler=Sampler(temperature)), max_new_tokens=NEW, eos=()
     )
     texts = [of_answer("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
     rows = pack([d for d in texts if d is not None], LENGTH)
@@ -292,8 +288,6 @@ def test_a_log_must_exist_and_have_rounds(tmp_path: Path) -> None:
 def test_trees_are_not_logged(tmp_path: Path) -> None:
     target = make_target()
     shape = Static([[0], [1], [0, 0]])
-    answers = decode(
-        target, PROMPTS[:1], max_new_tokens=4, drafter=make_drafter("lm", target), shape=shape
-    )
+    answers = decode(target, PROMPTS[:1], Way(make_drafter("lm", target), shape), max_new_tokens=4)
     with pytest.raises(UserError, match="chains only"):
         log_rounds(tmp_path / "a.jsonl", answers)

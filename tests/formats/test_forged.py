@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
@@ -246,7 +247,7 @@ def loads_whole_or_not_at_all(folder: Path, target: Target) -> None:
         assert torch.equal(x.to(state[name].dtype), state[name])
     depth = min(3, drafter.depth)
     try:
-        decode(target, [[5, 6, 7]], max_new_tokens=4, drafter=drafter, shape=Chain(depth))
+        decode(target, [[5, 6, 7]], Way(drafter, Chain(depth)), max_new_tokens=4)
     except UserError as error:  # such as positions that a draft does not have
         assert "\n" not in str(error)
 

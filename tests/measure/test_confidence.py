@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec.decoding.config import DecodeConfig
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
@@ -114,7 +115,7 @@ def test_at_zero_acceptance_is_the_decoders_own(target: Target) -> None:
     """In float32, the share accepted of the tokens that the decoder tested is equal, not just
     close."""
     cfg = replace(CFG, prompts=5, max_new_tokens=24, temperatures=[0.0])
-    (at,) = evaluate(Subject("run", target, lm(target), "prompts"), PROMPTS, cfg).temperatures
+    (at,) = evaluate(Subject("run", target, lm(target), "prompts"), PROMPTS, cfg).asked
     assert 0 < sum(at.accepted) < sum(at.drafted) and not at.calibrated
     for x, tested_k in zip(at.confidence, at.conditional_acceptance, strict=True):
         assert x.whole.observed == tested_k
@@ -125,8 +126,7 @@ def test_a_drawn_token_is_accepted_with_beta_on_average(target: Target) -> None:
     """Over 3 depths at 200 anchors: the spread of min(1, p/q) is below .5, so its mean is within
     .1 of that of β at nearly 5 standard errors. The draws are the same again."""
     drafter = lm(target)
-    setup = Setup(target, drafter, replace(CFG, max_new_tokens=200), Sampler(1.0))
-    (made,) = setup.answers(PROMPTS[:1], None, seeds=[0])
+    (made,) = Setup(target, 200).answers(PROMPTS[:1], Way(sampler=Sampler(1.0)), seeds=[0])
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     found, again = (along(forcing, target, made.prompt, made.ids) for _ in range(2))
     text = whole(found, len(made.ids), 3)
@@ -153,7 +153,7 @@ def test_calibration_on_other_prompts_lowers_the_error_and_is_reported(
     drafter.calibrations = calibrate(target, drafter, PROMPTS[3:], CFG)
     assert drafter.calibrations.prompts == 4
     results = evaluate(Subject("run", target, drafter, "prompts"), PROMPTS[:3], CFG)
-    greedy, sampled = results.temperatures
+    greedy, sampled = results.asked
     assert all(x.whole.observed.value == 1 for x in greedy.confidence)
     for raw, after in zip(greedy.confidence, greedy.calibrated, strict=True):
         assert after.error < raw.error / 2

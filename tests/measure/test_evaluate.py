@@ -13,13 +13,15 @@ import torch
 
 from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
+from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter, with_copying
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
+from specdec.measure import choosing, setup
 from specdec.measure import evaluate as module
-from specdec.measure import setup, strategy
 from specdec.measure.costs import Costs
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
@@ -27,8 +29,7 @@ from specdec.measure.setup import Setup
 from specdec.ranks import Ranks
 from specdec.report import sections
 from specdec.report.report import summary
-from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain, Shape
+from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.theory.intervals import Interval
 from tests.ranks import together
@@ -63,7 +64,7 @@ def test_visited_anchors_are_what_the_decoder_counts(
 ) -> None:
     """The same rounds on both sides, cut ones too: equal, not close. The draft is the target with
     noise, so that rounds accept any number of tokens."""
-    (at,) = measured(target, lm(target), replace(GREEDY, **change)).temperatures
+    (at,) = measured(target, lm(target), replace(GREEDY, **change)).asked
     visited = at.alpha.visited.greedy
     assert [x.value for x in visited] == [x.value for x in at.reached]
     assert {x.n for x in visited} == {at.rounds} and at.identical == 5
@@ -78,7 +79,7 @@ def test_a_walk_with_a_draft_that_is_the_target_commits_all(target: Target, gamm
     """γ + 1 tokens a round, at T = 0 and expected at T = 1, from the anchors of 12 tokens that 3
     others follow: 9, so 5 rounds of 2 tokens or 3 of 4."""
     cfg = replace(GREEDY, temperatures=[0.0, 1.0], gamma=gamma)
-    for at in measured(target, lm(target, 0.0), cfg).temperatures:
+    for at in measured(target, lm(target, 0.0), cfg).asked:
         rounds = {1: 5, 3: 3}[gamma]
         for p in at.prompts:
             assert p.walked == pytest.approx((rounds * (gamma + 1), rounds), rel=1e-4)
@@ -91,7 +92,7 @@ def test_what_a_copying_draft_copies_depends_on_gamma(target: Target, gamma: int
     copies = random_drafter(NgramConfig(depth=5), target, 0.0)
     prompts = [[5, 9, 7, 5, 9, 3, 8, 5, 9], [4, 6, 4, 6, 4], [11, 4, 11, 9, 11]]
     cfg = replace(GREEDY, prompts=3, max_new_tokens=60, temperatures=[0.0, 1.0], gamma=gamma)
-    greedy, at = evaluate(Subject("run", target, copies, "prompts"), prompts, cfg).temperatures
+    greedy, at = evaluate(Subject("run", target, copies, "prompts"), prompts, cfg).asked
     assert [x.value for x in greedy.alpha.visited.greedy] == [x.value for x in greedy.reached]
     assert sum(greedy.accepted) > 0 and len(greedy.alpha.all.greedy) == gamma
     assert at.foreseen is not None  # where nothing is copied, q has no mass, and D_LK is 1
@@ -108,7 +109,7 @@ def test_a_draft_of_fewer_positions_is_measured() -> None:
     with pytest.raises(Exception, match="16 positions"):
         evaluate(Subject("run", short, drafter, "prompts"), [PROMPTS[0] * 5], GREEDY)
     cfg = replace(GREEDY, max_new_tokens=14)
-    (at,) = evaluate(Subject("run", short, drafter, "prompts"), [PROMPTS[1]], cfg).temperatures
+    (at,) = evaluate(Subject("run", short, drafter, "prompts"), [PROMPTS[1]], cfg).asked
     assert [x.n for x in at.alpha.all.greedy] == [11, 11, 11]
     assert [x.value for x in at.alpha.visited.greedy] == [x.value for x in at.reached]
     assert at.identical == 1
@@ -118,11 +119,71 @@ def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
     """Of 5 prompts, in batches of 2, 2 and 1; random heads draft, so that rounds differ."""
     cfg = replace(GREEDY, temperatures=[0.0, 1.0])
     results = {b: measured(target, medusa(target), replace(cfg, batch=b)) for b in (1, 2)}
-    for one, two in zip(*(results[b].temperatures for b in (1, 2)), strict=True):
+    for one, two in zip(*(results[b].asked for b in (1, 2)), strict=True):
         for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "prompts", "alpha"):
             assert getattr(one, key) == getattr(two, key), key
         assert 0 < sum(one.accepted) < sum(one.drafted)
     assert results[2].batch == 2 and "batch 2," in sections.page(results[2], {})
+
+
+def test_all_prompts_are_counted_and_the_first_are_timed(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 prompts, 2 are timed, one at a time, and the others decoded together: τ and all counts
+    are those of each prompt alone. After the first prompt a plain token takes 2 s and a round 3 s,
+    after the second twice as long; the speedup takes the tokens of a round from all prompts."""
+
+    def clocked(target: Target, prompts: Any, way: Way, **options: Any) -> list[Generation]:
+        made = decode(target, prompts, way, **options)
+        for g in made:
+            seconds = 3.0 * len(g.rounds) if way.drafter else 2.0 * (len(g.ids) - 1)
+            g.seconds = seconds * (1 if g.prompt == PROMPTS[0] else 2)
+        return made
+
+    monkeypatch.setattr(setup, "decode", clocked)
+    drafter, ends = lm(target), {"max_new_tokens": 12}
+    cfg = replace(GREEDY, temperatures=[0.0, 1.0], timed=2)
+    results = measured(target, drafter, cfg)
+    assert (results.timed, results.prompts) == (2, 5)
+    for at in results.asked:
+        way = cfg.chains(drafter, at.way.temperature)
+        alone, plain = (
+            [decode(target, [p], each, seeds=[i * 1009], **ends)[0] for i, p in enumerate(PROMPTS)]
+            for each in (way, way.plain)
+        )
+        rounds = [r for g in alone for r in g.rounds]
+        assert at.rounds == len(rounds)
+        assert at.tau.value == sum(r.accepted + 1 for r in rounds) / len(rounds)
+        assert at.accepted_lengths == [sum(r.accepted == n for r in rounds) for n in range(4)]
+        assert at.accepted == [sum(r.accepted > k for r in rounds) for k in range(3)]
+        assert at.drafted == [sum(r.drafted > k for r in rounds) for k in range(3)]
+        assert [(p.emitted, p.rounds) for p in at.prompts] == [
+            (g.emitted, len(g.rounds)) for g in alone
+        ]
+        kept = sum(len(g.ids) - 1 for g in alone)
+        tokens, steps = ([len(g.ids) - 1 for g in plain[:2]], [len(g.rounds) for g in alone[:2]])
+        of_a_token = (2 * tokens[0] + 4 * tokens[1]) / sum(tokens)
+        of_a_round = (3 * steps[0] + 6 * steps[1]) / sum(steps)
+        in_a_round = kept / len(rounds)
+        assert at.speedup.value == pytest.approx(in_a_round * of_a_token / of_a_round)
+        assert at.tokens_per_second.value == pytest.approx(in_a_round / of_a_round)
+        assert at.plain_tokens_per_second.value == pytest.approx(1 / of_a_token)
+        assert at.speedup.n == 5  # counts of so many prompts
+        if at.way.temperature == 0:  # the same tokens, so the ratio of the seconds by hand
+            seconds = 2 * tokens[0] + 4 * tokens[1], 3 * steps[0] + 6 * steps[1]
+            assert at.timed_speedup.value == pytest.approx(seconds[0] / seconds[1])
+            assert at.identical == 5
+        assert at.timed_speedup.value != pytest.approx(at.speedup.value)
+
+
+def test_where_all_prompts_are_timed_the_speedup_is_that_of_the_clock(target: Target) -> None:
+    """A length policy learns from one answer to the next, so that with one all are timed."""
+    policy = {"length": "confidence", "settings": {"threshold": 0.2}}
+    for change in ({}, {"timed": 5, "batch": 2}, {"timed": 1} | policy):
+        results = measured(target, medusa(target), replace(GREEDY, **change))  # type: ignore[arg-type]
+        (at,) = results.asked
+        assert results.timed == results.prompts == 5
+        assert at.speedup == at.timed_speedup
 
 
 def test_a_lossy_rule_is_called_so(target: Target) -> None:
@@ -130,9 +191,9 @@ def test_a_lossy_rule_is_called_so(target: Target) -> None:
     for rule, lossy in (("typical", [False, True]), ("lenience:factor=0.1", [True, True])):
         cfg = DecodeConfig(prompts=3, max_new_tokens=8, rule=rule)
         results = measured(target, medusa(target), cfg)
-        at = results.temperatures
-        assert [not t.lossless for t in at] == lossy
-        assert at[0].rule == (rule if lossy[0] else "greedy") and at[1].rule == rule
+        at = results.asked
+        assert [not t.way.lossless for t in at] == lossy
+        assert at[0].way.rule == (rule if lossy[0] else "greedy") and at[1].way.rule == rule
         text = sections.page(results, {})
         assert text.count("LOSSY") == sum(lossy)
         assert (f"({rule} is lossy)" in text) == lossy[0]
@@ -142,13 +203,14 @@ def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
     """What was learned stands at each temperature: acceptance at T = 1 is not the greedy one."""
     cfg = DecodeConfig(prompts=2, max_new_tokens=9, tree="static", nodes=4, batch=2)
     results = measured(target, lm(target), cfg)
-    greedy, sampled = results.temperatures
+    greedy, sampled = results.asked
     for at in (greedy, sampled):
-        assert at.learned.paths and len(at.learned.paths) == at.nodes == 4 and not at.chain
+        assert at.learned.paths and len(at.learned.paths) == at.way.nodes == 4
+        assert not at.way.chain
     assert greedy.learned.acceptance_by_rank != sampled.learned.acceptance_by_rank
     text = sections.page(results, {})
     for at in (greedy, sampled):
-        assert f"chosen for T = {at.temperature:g} on 3 other prompts" in text
+        assert f"chosen for T = {at.way.temperature:g} on 3 other prompts" in text
     assert "Theorem 3.8" not in text and greedy.identical == 2
 
 
@@ -159,23 +221,25 @@ def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     """The rounds of a tree are said to take as long as those of chains, so that the largest tree
     commits the most, or far longer."""
 
-    def times(_: Any, __: Any, shapes: Sequence[Shape]) -> list[float]:
-        return [1.0 if tree or isinstance(s, Chain) else 99.0 for s in shapes]
+    def times(_: Any, ways: Sequence[Way], __: Any) -> list[float]:
+        return [1.0 if tree or isinstance(way.shape, Chain) else 99.0 for way in ways]
 
-    monkeypatch.setattr(strategy, "rounds_in_turn", times)
+    monkeypatch.setattr(choosing, "rounds_in_turn", times)
     cfg = DecodeConfig(prompts=2, max_new_tokens=9, gamma=2, fastest=True)
     head = lm(target)
     subject = Subject("run", target, head, "prompts", with_copying(head, "ngram", target, 2))
     results = evaluate(subject, PROMPTS, cfg)
-    (fastest, hybrid), chain = results.others.values(), results.temperatures
+    fastest, chain = results.ways["fastest"], results.asked
     assert list(results.others) == ["fastest", "hybrid"]
-    assert [results.drafter, fastest.drafter, hybrid.drafter] == ["lm", "lm", "hybrid"]
-    for i, at in enumerate(fastest.temperatures):
-        assert at.chain != tree and at.learned.paths and len(at.learned.paths) == at.nodes
-        assert chain[i].chain and chain[i].gamma == 2 and not chain[i].learned.paths
+    assert list(results.ways) == ["chains", "fastest", "hybrid"]
+    assert [of[0].way.drafter for of in results.ways.values()] == ["lm", "lm", "hybrid"]
+    for i, at in enumerate(fastest):
+        assert at.way.chain != tree and at.learned.paths
+        assert len(at.learned.paths) == at.way.nodes
+        assert chain[i].way.chain and chain[i].way.gamma == 2 and not chain[i].learned.paths
         assert at.plain_tokens_per_second == chain[i].plain_tokens_per_second
-    assert [way.temperatures[0].identical for way in (results, fastest, hybrid)] == [2, 2, 2]
-    tau = fastest.temperatures[0].tau
+    assert [of[0].identical for of in results.ways.values()] == [2, 2, 2]
+    tau = fastest[0].tau
     assert results.headline()["fastest/T0/tau"] == tau.value
     page = sections.page(results, {})
     assert "## In the shape expected to be fastest" in page and "## Hybrid" in page
@@ -215,15 +279,15 @@ def test_a_choice_takes_no_more_passes_than_a_plan_counts(
         return step(self, *args, **options)
 
     monkeypatch.setattr(type(target), "step", counted)
-    setup = Setup(target, lm(target), cfg, Sampler(0.0))
-    strategy.strategy(setup, [[5, 9, 7]] * strategy.LEARNING)
+    prompts = [[5, 9, 7]] * choosing.LEARNING
+    choosing.chosen(Setup.of(target, cfg), cfg, lm(target), 0.0, prompts)
     # the draft is nearly the target, so a pass commits up to 3 tokens; a plan counts one of each
-    assert 1 / 3 < passes[0] / strategy.steps_of_a_choice(cfg, 2) <= 1
+    assert 1 / 3 < passes[0] / choosing.steps_of_a_choice(cfg, 2) <= 1
 
 
 def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None:
     cfg = DecodeConfig(prompts=2, max_new_tokens=24, length="disco")
-    greedy, sampled = measured(target, lm(target), cfg).temperatures
+    greedy, sampled = measured(target, lm(target), cfg).asked
     assert greedy.learned.classifier and sampled.learned.classifier
     assert greedy.learned.classifier.weight != sampled.learned.classifier.weight
 
@@ -232,7 +296,7 @@ def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
     """D_LK is 1 - α, computed apart from it; block expects at least what rejection does, and both
     lie between one token and γ + 1; a more lenient rule accepts more, over all positions and at
     visited anchors; non-iterative rejection accepts less."""
-    greedy, at = measured(target, lm(target), replace(GREEDY, temperatures=[0.0, 1.0])).temperatures
+    greedy, at = measured(target, lm(target), replace(GREEDY, temperatures=[0.0, 1.0])).asked
     assert greedy.foreseen is None and at.foreseen is not None
     for d, alpha in zip(at.foreseen.divergence, at.alpha.all.sampled, strict=True):
         assert d.value == pytest.approx(1 - alpha.value, abs=1e-5) and d.n == alpha.n
@@ -256,12 +320,12 @@ def test_the_operations_of_a_step_are_those_of_its_products(target: Target) -> N
     weights = sum(m.weight.numel() for m in linears)
     attended = 4 * 4 * 2 * 2 * 8 * (len(PROMPTS[0]) + 1)
     assert 2 * weights <= results.target_operations <= 2 * weights + attended
-    assert results.operations == pytest.approx(1, abs=0.02)
+    assert results.asked[0].operations == pytest.approx(1, abs=0.02)
 
 
 def test_a_copying_draft_that_is_the_target_is_foreseen_whole(target: Target) -> None:
     """Of a draft that is the target, s = 1 everywhere: γ + 1 tokens by either rule, and D_LK 0."""
-    (at,) = measured(target, lm(target, 0.0), replace(GREEDY, temperatures=[1.0])).temperatures
+    (at,) = measured(target, lm(target, 0.0), replace(GREEDY, temperatures=[1.0])).asked
     assert at.foreseen is not None and at.tau.value == 4
     assert at.foreseen.block_tokens.value == pytest.approx(4, abs=1e-4)
     assert at.foreseen.rejection_tokens.value == pytest.approx(4, abs=1e-3)
@@ -280,7 +344,7 @@ def test_the_oracle_sees_long_rounds_and_uses_v(
             return Costs(*(Interval(x, x, x, 1) for x in (1.0, v, 0.1, 0.1, v)))
 
         monkeypatch.setattr(module, "costs", costs)
-        (at,) = measured(target, lm(target), replace(GREEDY, gamma=1)).temperatures
+        (at,) = measured(target, lm(target), replace(GREEDY, gamma=1)).asked
         assert at.oracle is not None and at.oracle.drafted == 8 and at.oracle.rounds > 0
         return at.oracle.speedup
 
@@ -295,19 +359,19 @@ def test_costs_and_seconds_are_those_of_the_batch(
     measure, decode = module.costs, setup.decode
 
     def costs(what: setup.Setup, *args: Any) -> Costs:
-        asked.append(what.cfg.batch)
+        asked.append(what.batch)
         return measure(what, *args)
 
-    def timed(*args: Any, **options: Any) -> list[Generation]:
-        made = decode(*args, **options)
+    def timed(target: Target, prompts: Any, way: Way, **options: Any) -> list[Generation]:
+        made = decode(target, prompts, way, **options)
         for i, g in enumerate(made):
-            g.seconds = (1 + i) * (0.5 if "drafter" in options else 1.0)
+            g.seconds = (1 + i) * (0.5 if way.drafter else 1.0)
         return made
 
     monkeypatch.setattr(module, "costs", costs)
     monkeypatch.setattr(setup, "decode", timed)
     cfg = DecodeConfig(batch=2, prompts=4, max_new_tokens=9, temperatures=[0.0])
-    (at,) = measured(target, medusa(target), cfg).temperatures
+    (at,) = measured(target, medusa(target), cfg).asked
     assert asked == [2]
     assert at.speedup.value == pytest.approx(2.0)
     assert at.plain_tokens_per_second.value == pytest.approx(2 * 8 / 2)
@@ -317,20 +381,27 @@ def test_samples_show_what_the_user_said(target: Target, tmp_path: Path) -> None
     cfg = replace(GREEDY, prompts=2)
     turns = [("user", "It is so."), ("assistant", "Indeed.")]
     results = measured(target, medusa(target), cfg, words=["Why?", "How?"], earlier=[turns, []])
-    (at,) = results.temperatures
+    (at,) = results.asked
     assert [(s.prompt, s.earlier) for s in at.samples] == [("Why?", turns), ("How?", [])]
     results.write(tmp_path)
     for sample in at.samples:
         shown = [text for kind, text in sample.pieces if kind != "rejected"]
         assert "".join(shown) == sample.answer
-    assert Results.read(tmp_path).temperatures[0].samples == at.samples
+    assert Results.read(tmp_path).asked[0].samples == at.samples
 
 
 # Several processes
 
 
-BY_THE_CLOCK = {"speedup", "tokens_per_second", "plain_tokens_per_second", "costs", "oracle"}
-BY_THE_CLOCK |= {"seconds_spent", "timed", "processes"}
+BY_THE_CLOCK = {
+    "speedup",
+    "timed_speedup",
+    "tokens_per_second",
+    "plain_tokens_per_second",
+    "costs",
+    "oracle",
+}
+BY_THE_CLOCK |= {"seconds_spent", "processes"}
 
 
 def counted(value: Any) -> Any:
@@ -343,11 +414,11 @@ def counted(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("world", "change", "timed", "others"),
     [
-        (2, {}, 3, True),
-        (2, {"batch": 2, "repeats": 2}, 4, False),  # one batch is left, for the first process
+        (2, {"timed": 3}, 3, True),
+        (2, {"batch": 2, "repeats": 2, "counting": 32}, 2, False),  # one batch is left
         (2, {"length": "confidence", "settings": {"threshold": 0.2}}, 5, False),
-        (3, {"tree": "static", "nodes": 3}, 2, True),
-        (6, {}, 2, True),  # for the sixth there is no prompt to answer
+        (3, {"tree": "static", "nodes": 3}, 1, True),
+        (6, {"timed": 2}, 2, True),  # of the 6, some have no prompt to answer
     ],
     ids=str,
 )
@@ -356,8 +427,7 @@ def test_processes_count_together_what_one_counts(
 ) -> None:
     """All have the same results, whose counts, texts and intervals are those of one process. Only
     the first times, and while it does so, no other one decodes; `others` do afterwards."""
-    cfg = replace(GREEDY, temperatures=[0.0, 1.0], **change)
-    monkeypatch.setattr(module, "TIMED", 1)
+    cfg = replace(GREEDY, **{"temperatures": [0.0, 1.0], "timed": 1, "counting": 1} | change)
     targets = [random_target(architectures(61, 2)["llama"]) for _ in range(world)]
     for target in targets:
         target.tokenizer = TOKENIZER

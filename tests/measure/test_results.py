@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/measure/test_results.py
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -12,25 +13,26 @@ import wandb
 from specdec.decoding.disco import StopClassifier
 from specdec.decoding.length import CostTable
 from specdec.errors import UserError
+from specdec.measure.choosing import Learned
 from specdec.measure.costs import Costs
 from specdec.measure.results import (
     Alpha,
-    AtTemperature,
     Bin,
     ByDepth,
     Curve,
+    Described,
     Forced,
     Foreseen,
     HeldOut,
     Lenient,
     Machine,
+    Measured,
     PromptCounts,
     Reliability,
     Results,
     Sample,
     Training,
 )
-from specdec.measure.strategy import Learned
 from specdec.report import report, sections
 from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
@@ -41,17 +43,22 @@ def at(value: float, spread: float = 0.05, n: int = 900) -> Interval:
     return Interval(value, value - spread, value + spread, n)
 
 
-def temperature(t: float) -> AtTemperature:
+def temperature(t: float) -> Measured:
     alpha = Alpha([at(0.4), at(0.3)], [at(0.35), at(0.25)], [at(0.45), at(0.33)])
-    return AtTemperature(
-        temperature=t,
-        rule="block" if t else "greedy",
-        lossless=True,
-        gamma=2,
-        nodes=2,
-        chain=True,
+    return Measured(
+        way=Described(
+            title="chains",
+            drafter="eagle3",
+            temperature=t,
+            gamma=2,
+            nodes=2,
+            chain=True,
+            rule="block" if t else "greedy",
+            lossless=True,
+        ),
         tau=at(1.5),
         speedup=at(1.2),
+        timed_speedup=at(1.2),
         tokens_per_second=at(57.0, 3),
         plain_tokens_per_second=at(48.0, 2),
         rounds=900,
@@ -60,7 +67,7 @@ def temperature(t: float) -> AtTemperature:
         drafted=[900, 900],
         accepted=[400, 150],
         repetition=at(0.06),
-        alpha=Forced(alpha, alpha),
+        forced=Forced(alpha, alpha),
         reached=[at(0.44), at(0.17)],
         conditional_acceptance=[at(0.44), at(0.375)],
         identical=None if t else 29,
@@ -68,6 +75,7 @@ def temperature(t: float) -> AtTemperature:
             at(0.02, 0.001, 31), at(0.022, 0.001, 31), at(0.003, 0.001, 31), at(0.07), at(1.1)
         ),
         learned=Learned([[0], [0, 0]], [[0.4, 0.1]], at(0.07), at(1.1), table(), classifier()),
+        operations=0.05,
         foreseen=Foreseen([at(0.6), at(0.7)], [Lenient(0.5, at(0.6))], at(1.4), at(1.5), at(0.1))
         if t
         else None,
@@ -93,6 +101,12 @@ def classifier() -> StopClassifier:
     return StopClassifier([1.0, 0, 0, 0, 0], 0.1, [0.0] * 5, [1.0] * 5, 70)
 
 
+def beside(one: Results, title: str, drafter: str, **way: Any) -> list[Measured]:
+    """The same figures again, as those of another way."""
+    described = {"title": title, "drafter": drafter} | way
+    return [replace(at, way=replace(at.way, **described)) for at in one.asked]
+
+
 def results() -> Results:
     held = HeldOut(1.57, 1.5, 0.4, 0.41, ByDepth([0.4, 0.3], [0.3, 0.2], [0.41, 0.3]), [900, 850])
     curve = Curve(
@@ -110,13 +124,9 @@ def results() -> Results:
         prompts=30,
         batch=1,
         max_new_tokens=48,
-        tree=None,
-        length="fixed",
-        compiled=False,
         machine=Machine("cpu", "EPYC with AVX512", 2, "bfloat16", "this CPU is fast", "2.13.0"),
-        temperatures=[temperature(0.0), temperature(1.0)],
+        measured=[temperature(0.0), temperature(1.0)],
         learned_on="6 other prompts",
-        operations=0.05,
         target_operations=270_000_000,
         weight_bytes=270_000_000,
         training=Training(924, 924, 442_977, 270.0, 1.57, held, False, curve, "1 nla"),
@@ -159,7 +169,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     [
         ("{", "damaged"),
         ('{"machine": {}}', "'name' is missing"),
-        ('{"temperatures": 3}', "'name' is missing.*; evaluate the draft again"),
+        ('{"measured": 3}', "'name' is missing.*; evaluate the draft again"),
     ],
 )
 def test_damaged_results_are_one_line(tmp_path: Path, text: str, words: str) -> None:
@@ -182,13 +192,12 @@ def test_the_closed_forms_stand_for_chains_alone() -> None:
     assert "| verification | 3 | 22.0 [21.0, 23.0] | 270 | 0.81 | 3.00 | 12.3 [" in chain
     assert "36.8 [" in chain and "rejection (Appendix A.2), 0.100 [0.050, 0.150]." in chain
     trees = results()
-    trees.tree = "dynamic"
-    trees.temperatures = [replace(t, nodes=6, chain=False) for t in trees.temperatures]
+    trees.measured = beside(trees, "trees", "eagle3", tree="dynamic", nodes=6, chain=False)
     page = sections.page(trees, {})
     assert "Theorem 3.8" not in page and "rule `block`, expected" not in page
     assert "a dynamic tree of 6 nodes, depth 2" in page
     shortened = results()
-    shortened.length = "confidence"
+    shortened.measured = beside(shortened, "chains", "eagle3", length="confidence")
     assert "Theorem 3.8" not in sections.page(shortened, {})
 
 
@@ -204,7 +213,7 @@ def test_a_sample_shows_the_turns_before_its_question() -> None:
     turns = [("user", "Write a *poem*."), ("assistant", "Roses are red.")]
     sample = Sample("Can you make it shorter?", "Roses.", 1.5, turns)
     first = results()
-    first.temperatures[0].samples = [sample]
+    first.asked[0].samples = [sample]
     shown = (
         "> **user:** Write a \\*poem\\*.\n>\n> **assistant:** Roses are red.\n>\n"
         "> **user:** Can you make it shorter?\n\nRoses. *(τ 1.50)*"
@@ -218,7 +227,7 @@ def test_a_sample_shows_the_turns_before_its_question() -> None:
     assert Sample("Why?", "So.", 1.5).conversation() == "Why?"
 
 
-def without_width(at: AtTemperature, *names: str) -> AtTemperature:
+def without_width(at: Measured, *names: str) -> Measured:
     """The figures as one observation gives them: their intervals have no width."""
     figures = {name: getattr(at, name) for name in names}
     return replace(at, **{n: replace(x, low=x.value, high=x.value) for n, x in figures.items()})
@@ -227,9 +236,9 @@ def without_width(at: AtTemperature, *names: str) -> AtTemperature:
 def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
     """In the report and in the terminal, and nothing that was measured is in bold."""
     first = results()
-    ats = [without_width(at, "tau", "speedup") for at in first.temperatures]
-    one = replace(first, prompts=1, timed=0, temperatures=ats)
-    one = replace(one, fastest=one, also=replace(one, drafter="hybrid"))
+    ats = [without_width(at, "tau", "speedup") for at in first.measured]
+    one = replace(first, prompts=1, timed=0, measured=ats)
+    one.measured += beside(one, "fastest", "eagle3") + beside(one, "hybrid", "hybrid")
     page, said = sections.page(one, {}), report.summary(one)
     remark = "1.20 (measured on 1 prompt: no interval)"
     row = f"| **speedup over plain decoding** | {remark} | {remark} |"
@@ -244,9 +253,9 @@ def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
 def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
     """τ has one, since it varies over the prompts of a batch."""
     first = results()
-    ats = [without_width(at, "speedup") for at in first.temperatures]
-    page = sections.page(replace(first, prompts=4, batch=4, timed=4, temperatures=ats), {})
-    remark = "1.20 (measured on 1 batch of 4 prompts: no interval)"
+    ats = [without_width(at, "speedup") for at in first.measured]
+    page = sections.page(replace(first, prompts=4, batch=4, timed=4, measured=ats), {})
+    remark = "1.20 (timed on 1 batch of 4 prompts: no interval)"
     assert f"| **speedup over plain decoding** | {remark} | {remark} |" in page
     assert "| τ (tokens per target pass, pooled) | 1.500 [" in page
 
@@ -254,17 +263,20 @@ def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
 @pytest.mark.parametrize("length", ["fixed", "optimal"])
 def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     first = results()
-    text = sections.page(replace(first, also=replace(first, also=None, length=length)), {})
+    first.measured += beside(first, "hybrid", "hybrid", length=length)
+    text = sections.page(first, {})
     (said,) = (line for line in text.splitlines() if line.startswith("This draft took turns"))
-    assert said.count("at most") == 1
+    assert said.count("at most") == len(first.asked)  # once for each temperature
 
 
 def test_wandb_takes_the_main_figures_of_whatever_was_measured() -> None:
     """At three temperatures, in two shapes and with a hybrid: 144 figures, of which an artifact
     takes 100 at most."""
     one = results()
-    one.temperatures.append(replace(one.temperatures[1], temperature=0.5))
-    many = replace(one, fastest=one, also=replace(one, drafter="hybrid"))
+    half = replace(one.measured[1], way=replace(one.measured[1].way, temperature=0.5))
+    one.measured.append(half)
+    others = beside(one, "fastest", "eagle3") + beside(one, "hybrid", "hybrid")
+    many = replace(one, measured=[*one.measured, *others])
     assert len(many.headline()) > 100
     artifact = wandb.Artifact("run-draft", type="model", metadata=main_figures(many))
     assert artifact.metadata["T0/tau"] == artifact.metadata["hybrid/T0/tau"] == 1.5

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
@@ -233,7 +234,7 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     assert target.fingerprint() == bare.fingerprint()
     expected = generate(bare, [1, 2, 3], max_new_tokens=20, eos=()).ids
     assert generate(target, [1, 2, 3], max_new_tokens=20, eos=()).ids == expected
-    made = generate(target, [1, 2, 3], max_new_tokens=20, eos=(), drafter=drafter)
+    made = generate(target, [1, 2, 3], Way(drafter), max_new_tokens=20, eos=())
     assert made.ids == expected and made.rounds
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.context import Context, Proposal
 from specdec.decoding.decode import decode
 from specdec.decoding.length import Confidence
+from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.drafters.hybrid import Hybrid, HybridConfig
 from specdec.drafters.predictor import vocabulary
@@ -93,10 +94,12 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
         made = decode(
             target,
             PROMPTS,
+            Way(
+                calibrated(drafter, of, shift),
+                sampler=SAMPLERS[variant],
+                length=Confidence(3, threshold=0.3),
+            ),
             max_new_tokens=12,
-            drafter=calibrated(drafter, of, shift),
-            length=Confidence(3, threshold=0.3),
-            sampler=SAMPLERS[variant],
         )
         lengths[of] = {r.drafted for g in made for r in g.rounds}
         assert drafted is None or lengths[of] == drafted
@@ -105,10 +108,12 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
     raw = decode(
         target,
         PROMPTS,
+        Way(
+            calibrated(drafter, variant, Calibration([1.0], [0.0], [0.5])),
+            sampler=SAMPLERS[variant],
+            length=Confidence(3, threshold=0.3),
+        ),
         max_new_tokens=12,
-        drafter=calibrated(drafter, variant, Calibration([1.0], [0.0], [0.5])),
-        length=Confidence(3, threshold=0.3),
-        sampler=SAMPLERS[variant],
     )
     assert {r.drafted for g in raw for r in g.rounds} == lengths["greedy_draft"]
 
@@ -146,7 +151,7 @@ def test_a_tree_by_calibrated_confidence_leaves_greedy_decoding_as_it_is(target:
     plain = decode(target, PROMPTS, max_new_tokens=16)
     drafter = make_drafter("eagle3", target, noise=0.05)
     calibrated(drafter, "greedy", Calibration([0.5, 2.0], [1.0, -1.0], [0.5, 0.5]))
-    made = decode(target, PROMPTS, max_new_tokens=16, drafter=drafter, shape=Dynamic(3, 8, 3))
+    made = decode(target, PROMPTS, Way(drafter, Dynamic(3, 8, 3)), max_new_tokens=16)
     assert [g.ids for g in made] == [g.ids for g in plain]
 
 

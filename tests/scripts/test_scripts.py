@@ -38,7 +38,7 @@ def test_homogeneity_of_two_samples() -> None:
 
 
 def test_every_prompt_warms_up_what_is_compiled() -> None:
-    from benches.turns import Answer, Way, in_turn, ratio
+    from benches.turns import Answer, Answerer, in_turn, ratio
 
     calls: dict[str, list[int]] = {"eager": [], "compiled": []}
 
@@ -46,22 +46,24 @@ def test_every_prompt_warms_up_what_is_compiled() -> None:
         calls[name].append(len(prompt))
         return Answer([1], 1.0)
 
-    ways = {name: Way(partial(answer, name), compiled=name == "compiled") for name in calls}
-    in_turn(ways, [[1] * n for n in (2, 5, 3)])
+    each = {name: Answerer(partial(answer, name), compiled=name == "compiled") for name in calls}
+    in_turn(each, [[1] * n for n in (2, 5, 3)])
     assert calls == {"eager": [2, 5, 2, 5, 3], "compiled": [2, 5, 3, 2, 5, 3]}
     assert ratio([3.0], [2.0]) == "1.50 (one prompt)"
     assert ratio([1.0, 2.0, 3.0, 4.0], [1.0] * 4) == "2.50 (1.25 to 3.75)"
 
 
-def test_a_way_stands_beside_the_fastest_of_its_rivals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answerer_stands_beside_the_fastest_of_its_rivals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Of two prompts, answered in 2 tokens each; τ = 1 + (3 + 1) / 4 accepted of 4 rounds."""
-    from benches.turns import Answer, Way, compare
+    from benches.turns import Answer, Answerer, compare
 
-    ways = {name: Way(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
-    ways["ours"] = Way(None, "2", ["slow", "fast"])  # type: ignore[arg-type]
+    each = {name: Answerer(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
+    each["ours"] = Answerer(None, "2", ["slow", "fast"])  # type: ignore[arg-type]
     made = {"slow": [Answer([1, 2], 8.0)] * 2, "fast": [Answer([1, 3], 4.0)] * 2}
     made["ours"] = [Answer([1, 3], 2.0, 2, [2, 1]), Answer([1, 2], 2.0, 2, [1])]
-    compare(ways, made)
+    compare(each, made)
     last = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
     figures = ["2.000", "0.750 0.250", "4", "1.0", "2.00 (2.00 to 2.00)"]
     assert last == ["ours", "2", *figures, "fast", "1 of 2"]
@@ -105,13 +107,13 @@ def test_identity_goes_on_where_it_was_interrupted(
     left = [2]  # calls until it is interrupted
     last = [0]  # what is added to the last token of a drafted answer
 
-    def counted(_target, part, **options):
+    def counted(_target, part, way=None, **options):
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         calls.append(len(part))
-        made = decode(target, part, **options)
-        if "drafter" in options:
+        made = decode(target, part, way, **options)
+        if way is not None:
             made[0].ids[-1] += last[0]
         return made
 
@@ -142,9 +144,9 @@ def test_identity_drafts_as_deep_as_asked(
 
     shapes: list[Shape | None] = []
 
-    def seen(*given, shape=None, **options):
-        shapes.append(shape)
-        return decode(*given, shape=shape, **options)
+    def seen(target, prompts, way=None, **options):
+        shapes.append(way and way.shape)
+        return decode(target, prompts, way, **options)
 
     target = random_target(architectures(16, 2)["llama"])
     stood_in(monkeypatch, target, [[1, 2, 3]], seen)

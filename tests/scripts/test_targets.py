@@ -67,7 +67,7 @@ def outcomes(name: str, runs: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
     from benches import targets, tiny
 
     monkeypatch.setattr(Figure, "savefig", lambda _, path: Path(path).touch())
-    monkeypatch.setattr(pipeline, "_finish", pipeline._finish)  # so that it is set back
+    monkeypatch.setattr(pipeline, "finished", pipeline.finished)  # so that it is set back
     arch = next(arch for arch in tiny.architectures() if arch.name == name)
     return list(targets.outcomes_of(arch, runs, folder))
 

@@ -53,7 +53,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         assert made.training is not None
         made.training.tokens += int(given["loop.seed"])  # a seed orders rows of unlike lengths
         accepted = [10 * share, 0.0]
-        for at in made.temperatures:
+        for at in made.asked:
             found = PromptCounts(12, 10, [10, 10], accepted, [0.0, 9.0], (10 + 10 * share, 10.0))
             at.prompts = [found] * 4
         folder = tmp_path / "runs" / given["name"] / "report"
@@ -151,15 +151,15 @@ def test_families_are_trained_once_and_stand_in_one_table(
     assert rows["seq2seq_lm"][0].startswith("not measured") and "such as T5" in said[1]
     for name in ("medusa", "bigram"):
         chain, tree = (Results.read(runs / name / of) for of in ("report", "tree"))
-        (zero, one), trees = chain.temperatures, tree.temperatures
+        (zero, one), trees = chain.asked, tree.asked
         alphas = [*one.alpha.all.sampled[:3], *zero.alpha.all.greedy[:3]]
-        taus = [at.tau for at in (*chain.temperatures, *trees)]
+        taus = [at.tau for at in (*chain.asked, *trees)]
         assert rows[name][3:14] == [str(x) for x in (*alphas, *taus, zero.costs.c)]
-        for cell, at in zip(rows[name][14:16], chain.temperatures, strict=True):
+        for cell, at in zip(rows[name][14:16], chain.asked, strict=True):
             expected = at.tau.value / (3 * at.costs.c.value + at.costs.v.value)
             assert float(cell.split()[0]) == pytest.approx(expected, abs=0.0051)
-        assert rows[name][16:] == [at.speedup.text(2) for at in chain.temperatures]
-        assert all(not at.chain and at.nodes == 12 and at.gamma == 3 for at in trees)
+        assert rows[name][16:] == [at.speedup.text(2) for at in chain.asked]
+        assert all(not at.way.chain and at.way.nodes == 12 and at.way.gamma == 3 for at in trees)
         assert [s.prompt for s in trees[0].samples] == [s.prompt for s in zero.samples]
     head = Medusa.build(Medusa.Config(depth=4), random_target(architectures(90, 4)["llama"]))
     assert rows["medusa"][0] == f"{sum(p.numel() for p in head.parameters()):,}"
@@ -206,33 +206,34 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
         if len(row) > 1:
             rows.setdefault(row[0], []).append(row[1:])
     for name, made in found.items():
-        zero, one = made.temperatures
+        zero, one = made.asked
         alphas = [zero.alpha.all.greedy[0], one.alpha.all.sampled[0]]
         assert [*map(str, alphas), f"{alphas[1].n:,}"] in rows[name]
-        for at, alpha in zip(made.temperatures, alphas):
+        for at, alpha in zip(made.asked, alphas):
             ((gamma, a, c, _, tau, expected, _, speedup, _), *_) = rows[
-                f"{name}, T = {at.temperature:g}"
+                f"{name}, T = {at.way.temperature:g}"
             ]
             assert (gamma, a, c) == ("3", f"{alpha.value:.3f}", f"{at.costs.c.value:.3f}")
             assert (tau, speedup) == (str(at.tau), at.speedup.text(2))
             tokens = sum(alpha.value**n for n in range(4))
             by_hand = tokens / (3 * at.costs.c.value + 1)
             assert float(expected.split()[0]) == pytest.approx(by_hand, abs=0.0051)
-    best = max("2-layer-LM", "medusa", key=lambda name: found[name].temperatures[0].speedup.value)
+    best = max("2-layer-LM", "medusa", key=lambda name: found[name].asked[0].speedup.value)
     run, base = runs / best, found[best]
     for gamma in (1, 2):
-        (at,) = Results.read(run / f"gamma-{gamma}").temperatures
-        assert at.gamma == gamma and base.operations
+        (at,) = Results.read(run / f"gamma-{gamma}").asked
+        assert at.way.gamma == gamma and base.asked[0].operations
         (after, in_a_pass) = (rows[f"γ = {gamma}"][i] for i in (0, 1))
         assert after[1] == str(at.tau) and after[3] == at.speedup.text(2)
-        grown = (gamma * base.operations + gamma + 1) / at.tau.value
+        grown = (gamma * base.asked[0].operations + gamma + 1) / at.tau.value
         assert float(after[4].split()[0]) == pytest.approx(grown, abs=0.0051)
         assert in_a_pass[0] == str(gamma + 1)
-    (lenient,) = Results.read(run / "lenience-factor=0.1").temperatures
-    assert lenient.rule == "lenience:factor=0.1" and not lenient.lossless and lenient.foreseen
+    (lenient,) = Results.read(run / "lenience-factor=0.1").asked
+    assert lenient.way.rule == "lenience:factor=0.1" and not lenient.way.lossless
+    assert lenient.foreseen
     (row,) = rows["`lenience:factor=0.1`"]
     assert row[0] == str(lenient.foreseen.lenience[-1].visited) and row[2] == str(lenient.tau)
-    (plain,) = Results.read(run / "non_iterative").temperatures
+    (plain,) = Results.read(run / "non_iterative").asked
     (row,) = rows["`non_iterative`"]
     assert row[:3] == ["—", str(plain.conditional_acceptance[0]), str(plain.tau)]
     steps, passes = (int(rows[how][0][0]) for how in ("plain", "with the draft"))
@@ -283,7 +284,7 @@ def test_the_papers_translation_stands_on_the_page(
     found = [row for row in tables(pages[0]) if row[:1] == ["T5, 1 of 2 layers"]]
     made = Results.read(runs / "translation-seq2seq_lm-3" / "report")
     assert made.target == str(runs / "t5") and made.training
-    zero, one = made.temperatures
+    zero, one = made.asked
     alphas = [zero.alpha.all.greedy[0], one.alpha.all.sampled[0]]
     assert found == [["T5, 1 of 2 layers", *map(str, alphas), f"{alphas[1].n:,}"]]
     assert zero.identical == made.prompts == 2
@@ -344,8 +345,8 @@ def test_heads_of_several_sizes_and_their_frontier(
     def report_of(name: str, overrides: list[str], own: list[str], said: str) -> Results:
         tau, c, v = figures[name.removeprefix("sizes/").replace("layers-2_a-1", "wide")]
         made, one = results(), Interval(0.5, 0.5, 0.5, 9)
-        for at in made.temperatures:
-            at.gamma, at.tau = 2, replace(one, value=tau)
+        for at in made.asked:
+            at.way, at.tau = replace(at.way, gamma=2), replace(one, value=tau)
             at.conditional_acceptance = [replace(one, value=x) for x in (0.6, 0.4)]
             at.costs = replace(at.costs, c=replace(one, value=c), v=replace(one, value=v))
         asked.append(own)

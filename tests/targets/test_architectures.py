@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 
 from specdec.context import Needs
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.copying.counts import BigramConfig
 from specdec.drafters.copying.ngram import NgramConfig
@@ -93,7 +94,7 @@ def test_longrope_on_either_side_of_its_line(length: int) -> None:
     expected = transformers_ids(target, prompt, new)
     drafter = DRAFTERS["ngram"].build(NgramConfig(depth=6, min_ngram=1), target)
     for draft in (None, drafter):
-        made = generate(target, prompt, max_new_tokens=new, drafter=draft, eos=())
+        made = generate(target, prompt, Way(draft), max_new_tokens=new, eos=())
         assert made.ids == expected
 
 
@@ -121,7 +122,7 @@ def test_layers_may_read_the_keys_of_others(family: str, shape: Any) -> None:
         config = SparseConfig(depth=2, budget=3, window=2, refresh=3, sink=1, pool=3)
     drafter = DRAFTERS[family].build(config, target)
     learn(drafter, [prompt + plain, [plain[0], plain[3]] * 3])
-    made = generate(target, prompt, max_new_tokens=40, drafter=drafter, shape=shape, eos=())
+    made = generate(target, prompt, Way(drafter, shape), max_new_tokens=40, eos=())
     assert made.ids == plain
     assert any(r.accepted for r in made.rounds)
 
@@ -144,7 +145,7 @@ def test_kept_layers_keep_their_kind(first: str) -> None:
     for part in (target.layers[0].self_attn.o_proj, target.layers[0].mlp.down_proj):
         nn.init.zeros_(part.weight)
     drafter = DRAFTERS["lm"].build(LMConfig(depth=3, layers=[1, 2, 3]), target).float().eval()
-    made = generate(target, list(range(3, 30)), max_new_tokens=40, drafter=drafter, eos=())
+    made = generate(target, list(range(3, 30)), Way(drafter), max_new_tokens=40, eos=())
     assert all(r.accepted == 3 for r in made.rounds)
 
 
@@ -349,7 +350,7 @@ def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths(
     drafter = DRAFTERS["bigram"].build(BigramConfig(depth=2), target)
     learn(drafter, [prompts[0] + expected[0], [*expected[1][::2], *prompts[0]]])
     shape = Static([[0], [1], [2], [0, 0], [1, 0]])
-    made = decode(target, prompts, max_new_tokens=20, drafter=drafter, shape=shape, eos=())
+    made = decode(target, prompts, Way(drafter, shape), max_new_tokens=20, eos=())
     assert [answer.ids for answer in made] == expected
     assert any(r.accepted for answer in made for r in answer.rounds)
 

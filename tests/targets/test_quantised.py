@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import Needs
 from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
@@ -269,7 +270,7 @@ def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -
     eagle = DRAFTERS["eagle3"].build(Eagle3Config([1, 2, 3], draft_vocab=None), target)
     answer = generate(target, ids[0].tolist(), max_new_tokens=12, eos=())
     for draft in (drafter, eagle):
-        drafted = generate(target, ids[0].tolist(), max_new_tokens=12, eos=(), drafter=draft)
+        drafted = generate(target, ids[0].tolist(), Way(draft), max_new_tokens=12, eos=())
         assert drafted.ids == answer.ids
         assert draft is eagle or all(r.accepted == r.drafted for r in drafted.rounds)
     assert target.checksum() == before
@@ -372,4 +373,4 @@ def test_checkpoints_of_other_libraries(tmp_path: Path, library: str) -> None:
     ids = list(range(3, 12))
     answer = generate(whole, ids, max_new_tokens=8, eos=()).ids
     drafter = DRAFTERS["lm"].build(LMConfig(), parts).to(torch.bfloat16).eval()
-    assert generate(whole, ids, max_new_tokens=8, eos=(), drafter=drafter).ids == answer
+    assert generate(whole, ids, Way(drafter), max_new_tokens=8, eos=()).ids == answer

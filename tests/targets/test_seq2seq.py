@@ -30,6 +30,7 @@ from specdec.context import Context, Needs, Proposal
 from specdec.decoding.beam import beam_search
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
@@ -167,9 +168,9 @@ def test_speculation_is_greedy_decoding(kind: str, name: str, shape: Shape) -> N
     many = prompts(target)
     eos = tuple(range(3, 9))
     plain = [generate(target, p, max_new_tokens=20, eos=eos).ids for p in many]
-    options = {"max_new_tokens": 20, "drafter": drafter, "shape": shape, "eos": eos}
-    alone = [decode(target, [p], **options)[0] for p in many]  # type: ignore[arg-type]
-    together = decode(target, many, **options)  # type: ignore[arg-type]
+    way, options = Way(drafter, shape), {"max_new_tokens": 20, "eos": eos}
+    alone = [decode(target, [p], way, **options)[0] for p in many]  # type: ignore[arg-type]
+    together = decode(target, many, way, **options)  # type: ignore[arg-type]
     assert [g.ids for g in alone] == plain
     assert [g.ids for g in together] == plain
     assert [g.rounds for g in together] == [g.rounds for g in alone]
@@ -187,7 +188,7 @@ def test_only_the_decoders_own_tokens_take_its_positions() -> None:
         for n in (1, 2)
     )
     medusa = make_drafter("medusa", target)
-    made = generate(target, prompt, max_new_tokens=12, drafter=medusa, gamma=3, eos=())
+    made = generate(target, prompt, Way(medusa, Chain(3)), max_new_tokens=12, eos=())
     assert made.ids == generate(target, prompt, max_new_tokens=12, eos=()).ids == theirs
     assert all(r.drafted == 3 for r in made.rounds)
     assert beam_search(target, prompt, beams=2, max_new_tokens=12, eos=()).ids == beams
@@ -211,7 +212,7 @@ def test_the_memory_of_a_generation_is_free_when_it_ends(monkeypatch: pytest.Mon
     gc.collect()
     gc.disable()
     try:
-        decode(target, prompts(target), max_new_tokens=6, drafter=drafter)
+        decode(target, prompts(target), Way(drafter), max_new_tokens=6)
         alive = [cache() is not None for cache in made]
     finally:
         gc.enable()
@@ -270,7 +271,7 @@ def test_alpha_of_the_decoder_is_alpha_of_teacher_forcing(tmp_path: Path) -> Non
     torch.testing.assert_close(table.alpha.sampled[valid], torch.ones(int(valid.sum())))
     for sampler in (Sampler(0.0), Sampler(1.0)):
         results = decode(
-            target, many, max_new_tokens=20, drafter=same, sampler=sampler, rule="rejection", eos=()
+            target, many, Way(same, sampler=sampler, rule="rejection"), max_new_tokens=20, eos=()
         )
         assert all(r.accepted == r.drafted == 3 for g in results for r in g.rounds)
 
@@ -283,7 +284,7 @@ def test_alpha_of_the_decoder_is_alpha_of_teacher_forcing(tmp_path: Path) -> Non
     }
     kept = 0
     for b, prompt in enumerate(many):
-        spec = generate(target, prompt, max_new_tokens=24, drafter=drafter, gamma=3, eos=())
+        spec = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=24, eos=())
         for r in spec.rounds:
             if r.anchor + 3 < len(texts[b]):
                 assert r.accepted == hits[b, r.anchor]
@@ -359,7 +360,7 @@ def test_mistakes_are_told_in_one_line() -> None:
     with pytest.raises(UserError, match="no decoder start token"):  # not even in a batch,
         decode(target, [[5, 6, 1, 0, 9], [5, 6]], max_new_tokens=3)  # where it is padded with 0
     with pytest.raises(UserError, match="leave compiled off"):
-        decode(target, prompts(target), max_new_tokens=3, compiled=True)
+        decode(target, prompts(target), Way(compiled=True), max_new_tokens=3)
     with pytest.raises(UserError, match="the target's tokenizer"):
         config = Seq2SeqLMConfig(source="random", overrides={"vocab_size": 7})
         Seq2SeqLM.build(config, target)
@@ -427,7 +428,7 @@ def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
         "drafter.depth=2",
         "drafter.overrides={num_layers: 1, num_decoder_layers: 1}",
     )
-    at = Results.read(tmp_path / "run" / "report").temperatures[0]
+    at = Results.read(tmp_path / "run" / "report").asked[0]
     assert at.identical == 2  # float32, greedy
     assert tau >= 1
     assert [x.value for x in at.alpha.visited.greedy] == [x.value for x in at.reached]

@@ -113,7 +113,9 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_finish", lambda *_: None)  # what follows training is not at stake
+        patch.setattr(
+            pipeline, "finished", lambda *_: None
+        )  # what follows training is not at stake
         yield Runs(tmp_path_factory.mktemp("runs"))
 
 

@@ -32,12 +32,11 @@ from tests.runs import (
     final_state,
     require_learning,
     require_same_run,
-    rows_of,
 )
 from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
-from train import pipeline
 from train.features.source import Online
-from train.loop import Diverged, LoopConfig, _plan
+from train.features.store import Disk
+from train.loop import Diverged, LoopConfig, steps_of
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,8 +71,8 @@ def test_whole_job(
     objective = tiny.job(tmp_path / "run", name, f"data.answers={answers}")
     assert math.isfinite(objective) and objective >= 1  # τ counts the bonus token
     results = Results.read(tmp_path / "run" / "report")
-    greedy, sampled = results.temperatures
-    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
+    greedy, sampled = results.asked
+    assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
     assert greedy.identical == results.prompts, "greedy speculation changed an answer"
     fresh = load_target(tiny.config().target)
     for target in loaded:
@@ -223,17 +222,17 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     root = tmp_path / "features"
     more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]
     tiny.job(tmp_path / "whole", "medusa", *more)
-    order = list(_plan(LoopConfig(), lambda _: rows_of(12), 2))
-    bad, step = order[4][1][1], 5  # the second row of the fifth step
-    batch = pipeline.Disk.batch
+    orders, _ = steps_of(LoopConfig(), [1] * 12, 0, 0, 2)
+    bad, step = orders[4][1], 5  # the second row of the fifth step
+    batch = Disk.batch
 
-    def spoiled(source: pipeline.Disk, indices: Sequence[int]) -> Batch:
+    def spoiled(source: Disk, indices: Sequence[int]) -> Batch:
         found = batch(source, indices)
         if len(source.rows) == 12 and bad in indices:  # the training side's
             found.final_BTD[list(indices).index(bad)] = math.nan
         return found
 
-    monkeypatch.setattr(pipeline.Disk, "batch", spoiled)
+    monkeypatch.setattr(Disk, "batch", spoiled)
     updates: list[int] = []
     adamw = torch.optim.AdamW.step
     monkeypatch.setattr(
@@ -255,7 +254,7 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     with pytest.raises(Diverged):  # again: it stops in the same place and touches nothing
         tiny.job(run, "medusa", *more)
     assert snapshot(run) == before
-    monkeypatch.setattr(pipeline.Disk, "batch", batch)  # the cause is gone: it goes on to its end
+    monkeypatch.setattr(Disk, "batch", batch)  # the cause is gone: it goes on to its end
     tiny.job(run, "medusa", *more)
     require_same_run(run, tmp_path / "whole")
 

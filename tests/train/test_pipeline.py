@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 import train
 from specdec import progress
+from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
 from specdec.files import read_lines
@@ -168,12 +169,12 @@ def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
     """Of 5 held-out prompts, 2 or all are measured; if all are, none is left to calibrate on."""
     tiny.job(tmp_path / "two", "bigram")
     found = Results.read(tmp_path / "two" / "report")
-    assert found.calibrated_on == 3 and all(at.calibrated for at in found.temperatures)
+    assert found.calibrated_on == 3 and all(at.calibrated for at in found.asked)
     kept = json.loads((tmp_path / "two" / "best" / checkpoint.CALIBRATION).read_text())
     assert kept["prompts"] == 3 and kept["greedy"] and kept["sampled"] and kept["greedy_draft"]
     tiny.job(tmp_path / "all", "bigram", "decode.prompts=5")
     found = Results.read(tmp_path / "all" / "report")
-    assert found.calibrated_on == 0 and found.temperatures[0].confidence
+    assert found.calibrated_on == 0 and found.asked[0].confidence
     assert not (tmp_path / "all" / "best" / checkpoint.CALIBRATION).exists()
 
 
@@ -218,7 +219,7 @@ def test_what_an_export_refuses_is_told_before_any_text_is_read(
     def read(*_: object) -> None:
         raise Read
 
-    monkeypatch.setattr(pipeline, "texts_of", read)
+    monkeypatch.setattr(pipeline, "split_of", read)
     with pytest.raises(UserError, match=r"drafter\.modules=1.*export=null"):
         tiny.job(tmp_path / "run", "mtp", "drafter.modules=2")
     with pytest.raises(Read):
@@ -383,9 +384,9 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     """Also sampled, of ids that look alike, one by one or together, and after damage."""
     target, asked = TargetOnDemand(tiny.config().target), list[int]()
 
-    def counting(target: Target, prompts: Any, **options: Any) -> Any:
+    def counting(target: Target, prompts: Any, way: Way, **options: Any) -> Any:
         asked.append(len(prompts))
-        return decode(target, prompts, **options)
+        return decode(target, prompts, way, **options)
 
     decode = answers.decode
     monkeypatch.setattr(answers, "decode", counting)
@@ -410,10 +411,11 @@ def test_answers_are_kept_by_the_prompt_they_answer(
 def test_a_job_measured_in_three_ways_is_logged_offline(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """144 figures, more than an artifact of W&B takes. A tiny job draws no real pictures."""
+    """More figures than the 100 that an artifact of W&B takes. A tiny job draws no pictures."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb, "Image", lambda path: str(path))
     ways = ["also=suffix", "decode.fastest=true", "decode.gamma=2"]
+    ways += ["decode.temperatures=[0,0.5,1,1.5]"]
     tiny.job(tmp_path / "run", "eagle3", *ways, "track=wandb", "drafter.depth=4", "export=hf")
     results = Results.read(tmp_path / "run" / "report")
     assert list(results.others) == ["fastest", "hybrid"] and len(results.headline()) > 100

@@ -14,9 +14,11 @@ from specdec.errors import UserError
 from specdec.files import read_record
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
+from train.budget import timed
 from train.plan import (
     AFTER,
     BESIDE,
+    COUNTING,
     FEWEST,
     FORWARD,
     IN_TURN,
@@ -28,11 +30,19 @@ from train.plan import (
     Speeds,
     Work,
     fitted,
-    timed,
 )
 
 SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
-WORK = Work(epochs=3, new=100, kept=False, prompts=FEWEST, decoded=15, learned=20, watched=0.001)
+WORK = Work(
+    epochs=3,
+    new=100,
+    kept=False,
+    prompts=FEWEST,
+    timed=FEWEST,
+    decoded=15,
+    learned=20,
+    watched=0.001,
+)
 DECODED = 0.05 * IN_TURN  # seconds a token of the final evaluation takes
 FIXED = (FEWEST * 15 + 20) * DECODED + AFTER  # of the final evaluation, whatever is trained on
 
@@ -72,8 +82,8 @@ def test_the_floor_is_used_however_slow_the_machine() -> None:
 
 def test_a_slow_machine_measures_fewer_prompts() -> None:
     more = dataclasses.replace(WORK, prompts=30)
-    each = 15 * DECODED
-    room = (20 * each + 20 * DECODED + AFTER) / MEASURED  # for the evaluation of 20 prompts
+    each = 15 * 0.01 * COUNTING  # of a prompt that is not timed, but counted
+    room = (FIXED + (20 - FEWEST) * each) / MEASURED  # for the evaluation of 20 prompts
     assert plan(math.inf, work=more).prompts == 30, "without a budget all are measured"
     assert plan(room + 1e-6, work=more).prompts == 20
     assert plan(room - 1e-6, work=more).prompts == 19

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "training_alone")
 def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("reference") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.pipeline._finish", lambda *_: None)
+        patch.setattr("train.pipeline.finished", lambda *_: None)
         tiny.job(run, "medusa", "objective=kl", "loop.epochs=1")
     return run / "best"
 

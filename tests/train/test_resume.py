@@ -33,9 +33,9 @@ from tests.lives import Kill, Life, Lives
 from tests.processes import environment, process
 from tests.runs import draft, require_equal, require_same_run
 from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
-from train import pipeline
 from train.data.packing import Row
 from train.data.template import Document
+from train.features import fill
 from train.features import store as features
 from train.features.source import Source
 
@@ -169,7 +169,7 @@ def test_a_finished_run_is_measured_again_only_if_something_changed(
     """With the same settings its results stay, times included, though it is exported again."""
     folder, few = tmp_path / "run", ["decode.prompts=2", "decode.max_new_tokens=8"]
     results, first = folder / "report" / "results.json", tiny.job(folder, "medusa", *few)
-    times = json.loads(results.read_text())["temperatures"][0]["speedup"]
+    times = json.loads(results.read_text())["measured"][0]["speedup"]
     shutil.rmtree(folder / "export")
     if change == "damaged":
         results.write_text(results.read_text().replace("1", "2", 1))
@@ -180,7 +180,7 @@ def test_a_finished_run_is_measured_again_only_if_something_changed(
     capsys.readouterr()
     assert tiny.job(folder, "medusa", *few) == first
     said = " ".join(capsys.readouterr().out.split())
-    again = json.loads(results.read_text())["temperatures"][0]["speedup"]
+    again = json.loads(results.read_text())["measured"][0]["speedup"]
     assert (times == again) == (not change)
     assert (f"its report is {folder / 'report' / 'report.md'}; to measure" in said) == (not change)
     assert (folder / "export").exists()
@@ -302,11 +302,10 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     def share(rank: int) -> Source:
         everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
-            job: Any = SimpleNamespace(cfg=cfg, target=target, accelerator=everyone, progress=bar)
-            return pipeline._sources(job, drafter, texts)[0]
+            return fill.Features.of(cfg, target, everyone, bar).sources(drafter, texts)[0]
 
     texts: list[list[Document]] = [[]]
-    monkeypatch.setattr(pipeline, "pack", lambda *_: rows)
+    monkeypatch.setattr(fill, "pack", lambda *_: rows)
     monkeypatch.setattr(features.Store, "missing", missing)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(share, 1)
@@ -367,7 +366,7 @@ SEVERAL = """
 import json, sys
 from tests.tiny import compose
 from train import launcher, pipeline
-pipeline._finish = lambda *_: {"temperatures": []}
+pipeline.finished = lambda *_: None
 with launcher.last_work():
     for overrides, folder in json.loads(sys.argv[1]):
         pipeline.run(compose(overrides), folder)

@@ -10,8 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from specdec.drafters.capabilities import finished
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
+from specdec.targets.loading import TargetConfig
 from tests.drafters.families import make_drafter, make_target, text
 from tests.processes import process
 from tests.runs import draft
@@ -95,7 +94,7 @@ def test_accelerate_launch_trains_as_one_process_does(
     )
     assert texts[0]["of"] == texts[1]["of"] and texts[0]["records"] == texts[1]["records"]
     assert [found["processes"] for found in results] == [2, 1]
-    ours, theirs = (found["temperatures"][0] for found in results)
+    ours, theirs = (found["measured"][0] for found in results)
     for name in ("rounds", "accepted_lengths", "drafted", "accepted", "identical"):
         assert ours[name] == theirs[name]
     for ours_of, theirs_of in zip(ours["prompts"], theirs["prompts"], strict=True):
@@ -116,7 +115,7 @@ def test_fsdp_of_the_first_version_is_refused(tiny: Tiny, tmp_path: Path) -> Non
 def test_other_kinds_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(UserError, match=r"is not supported: .* sharded by FSDP2"):
-        processes.accelerator_of(SimpleNamespace())  # type: ignore[arg-type]
+        processes.accelerator_of(TargetConfig())
 
 
 def test_two_sharded_processes_equal_the_whole() -> None:
@@ -190,17 +189,13 @@ def require_equal_precision(dtype: str, precision: str) -> None:
     last bit may round to a neighbour, 2^-8 away). accelerate's own policy rounds log Z, some 30
     here, to a multiple of 1/8, which moves p by up to 6 %: α is then off by more than 3 %."""
     sampler, rank = Sampler(1.0), dist.get_rank()
-    cfg: Any = SimpleNamespace(
-        target=SimpleNamespace(dtype=dtype, device="auto"),
-        loop=SimpleNamespace(precision=precision),
-    )
     ids, mask = text(rank, 20)[0].tolist(), [False] * 4 + [True] * 16
 
     def computed(sharded: bool) -> list[torch.Tensor]:
         """The loss, the statistics, held-out α, the gradient's norm, and the loss after a step."""
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
         os.environ |= OF_A_LAUNCHER
-        accelerator = processes.accelerator_of(cfg)
+        accelerator = processes.accelerator_of(TargetConfig(dtype=dtype), precision)
         assert accelerator.gradient_accumulation_steps == 1
         target = make_target()
         target.head.weight.mul_(10)  # log Z is about 30, so rounding it to bfloat16 moves p by 6 %

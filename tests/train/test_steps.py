@@ -17,10 +17,10 @@ from specdec.drafters.base import Sizes
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.targets.loading import load_target
-from tests.runs import require_learning_that_resumes, rows_of
+from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, batch_of, losses, records
 from train import optim
-from train.loop import OBJECTIVES, LoopConfig, _plan
+from train.loop import OBJECTIVES, LoopConfig, steps_of
 from train.optim import OptimConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,8 +231,14 @@ def test_the_gradient_is_clipped_to_its_bound(
 
 def plan(cfg: LoopConfig, *counts: int) -> list[tuple[list[int], int]]:
     """Rows and planned length of every step of 2 rows; epoch e has `counts[e]` rows."""
-    steps = _plan(cfg, lambda epoch: rows_of(counts[min(epoch, len(counts) - 1)]), 2)
-    return [(rows, planned) for _, rows, planned in steps]
+    steps: list[tuple[list[int], int]] = []
+    for epoch in range(cfg.epochs):
+        lengths = [100] * counts[min(epoch, len(counts) - 1)]
+        orders, planned = steps_of(cfg, lengths, epoch, len(steps), 2)
+        steps += [(rows, planned) for rows in orders]
+        if cfg.max_tokens is not None and len(steps) == planned:
+            break
+    return steps
 
 
 def test_rows_of_a_run_by_hand() -> None:

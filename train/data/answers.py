@@ -20,6 +20,7 @@ from specdec.decoding.alone import write_alone
 from specdec.decoding.decode import decode
 from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, Rounds, rounds_of
+from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, is_out_of_memory, require, require_within
 from specdec.files import make_folder, record, sealed_lines, write_whole
@@ -111,6 +112,9 @@ def answered(
     whose = "draft's" if alone else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
+    way = Way(sampler=sampler)
+    if author and author.rule is not None:
+        way = Way(author.drafter, Chain(author.gamma), sampler, author.rule)
 
     def write(batch: Sequence[str]) -> list[dict[str, Any]]:
         """The answers to prompts that are given by name."""
@@ -124,11 +128,8 @@ def answered(
         answers = decode(
             target.whole(),
             asking,
+            way,
             max_new_tokens=cfg.max_new_tokens,
-            drafter=author.drafter if author else None,
-            shape=Chain(author.gamma) if author else None,
-            rule=(author and author.rule) or "auto",
-            sampler=sampler,
             seeds=seeds,
             on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
             record=keep.record(target.whole()) if keep else None,

@@ -214,7 +214,7 @@ def test_a_job_on_pairs_with_an_encoder_decoder(tmp_path: Path, answers: str) ->
     given += ["drafter.overrides={num_layers: 1, num_decoder_layers: 1}"]
     job.job(tmp_path / "run", "seq2seq_lm", *given)
     results = Results.read(tmp_path / "run" / "report")
-    zero, one = results.temperatures
+    zero, one = results.asked
     assert zero.identical == results.prompts == 2
     assert 0 < one.alpha.all.sampled[0].value < 1 and one.alpha.all.sampled[0].n > 8
     sources = {"we go " + pair["source"] for pair in pairs(29)}
@@ -237,13 +237,13 @@ def test_a_job_on_text_with_a_target_without_a_template(tmp_path: Path, answers:
     for _ in range(2):  # the second time, it is finished
         tiny.job(tmp_path / "run", "eagle3", *more)
     results = Results.read(tmp_path / "run" / "report")
-    assert results.temperatures[0].identical == results.prompts == 2 and results.training
+    assert results.asked[0].identical == results.prompts == 2 and results.training
     asked = list(held_out_prompts(data_of_run(tmp_path / "run"), make_tokenizer(None)))
     assert len(asked) > 2
     assert all(
         any(text.startswith(p.words) and len(p.words) <= 20 for text in texts) for p in asked
     )
-    assert {s.prompt for s in results.temperatures[0].samples} <= {p.words for p in asked}
+    assert {s.prompt for s in results.asked[0].samples} <= {p.words for p in asked}
     if answers == "data":
         done = process(["scripts/generate", str(tmp_path / "run" / "best"), "we go"])
         assert done.returncode == 0, done.stderr

@@ -3,9 +3,8 @@ anew at each temperature, as acceptance differs: a tree by the acceptance of eac
 of whole rounds, a draft length by costs or a stop classifier. Letters: D depths, R sibling ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.disco import Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, length
-from specdec.decoding.policy import Length
+from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Weighs
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
@@ -42,90 +41,101 @@ class Learned:
     classifier: StopClassifier | None = None
 
 
-@dataclass
-class Strategy:
-    """The shape a round drafts, and a maker of length policies (None: always the whole shape)."""
+@dataclass(frozen=True)
+class Choice:
+    """A way of decoding with its shape and length, and what was measured to choose them."""
 
-    shape: Shape
-    length: Callable[[], Length] | None = None
+    way: Way
     learned: Learned = field(default_factory=Learned)
 
 
-def strategy(setup: Setup, prompts: Sequence[Sequence[int]]) -> Strategy:
-    """The shape and the length policy that `setup.cfg` asks for. Where a choice needs measurements,
-    they are taken on the first of `prompts`, which should not be those of the evaluation. Raises
-    UserError as `require_fitting` does."""
-    cfg, drafter, learning = setup.cfg, setup.drafter, prompts[:LEARNING]
+def chosen(
+    setup: Setup,
+    cfg: DecodeConfig,
+    drafter: Drafter,
+    temperature: float,
+    prompts: Sequence[Sequence[int]],
+) -> Choice:
+    """The way in which `cfg` has a drafter decode at a temperature. Where a choice needs
+    measurements, they are taken on the first of `prompts`, which should not be those of the
+    evaluation. Raises UserError as `require_fitting` does."""
     require_fitting(cfg, drafter)
-    gamma = drafter.depth if cfg.gamma is None else cfg.gamma
+    chains, learning = cfg.chains(drafter, temperature), prompts[:LEARNING]
+    assert chains.shape is not None
+    gamma = chains.shape.depth
     if isinstance(drafter, Weighs):
-        weigh(setup, drafter, learning, gamma)
+        weigh(setup, drafter, chains, learning)
     if cfg.tree == "dynamic":
-        return Strategy(Dynamic(gamma, cfg.nodes or NODES, cfg.branches))
+        return Choice(chains.drafting(Dynamic(gamma, cfg.nodes or NODES, cfg.branches)))
     if cfg.tree == "best_first":
-        return Strategy(BestFirst(gamma, cfg.nodes or NODES))
+        return Choice(chains.drafting(BestFirst(gamma, cfg.nodes or NODES)))
     if cfg.tree == "static" and cfg.paths:
-        return Strategy(Static(cfg.paths))
+        return Choice(chains.drafting(Static(cfg.paths)))
     if cfg.tree == "static":
-        found_DR = acceptance_by_rank(setup, learning, gamma)
+        acceptance_DR = acceptance_by_rank(setup, chains, learning)
         if cfg.nodes is None:
-            shape = fastest_shape(setup, learning, found_DR)
+            shape = fastest_shape(setup, chains, learning, acceptance_DR)
         else:
-            shape = best_static(found_DR, cfg.nodes)
-        return Strategy(shape, None, Learned(paths_of(shape), found_DR.tolist()))
-    chain, settings = Chain(gamma), {"limit": gamma} | dict(cfg.settings)
+            shape = best_static(acceptance_DR, cfg.nodes)
+        learned = Learned(paths_of(shape), acceptance_DR.tolist())
+        return Choice(chains.drafting(shape), learned)
+    settings, learned = {"limit": gamma} | dict(cfg.settings), Learned()
     if cfg.length == "fixed":
-        return Strategy(Chain(length("fixed", settings).limit))
-    if not is_measured(cfg):
-        return Strategy(chain, lambda: length(cfg.length, settings))
-    if cfg.length == "optimal":
-        found = costs(setup, prompts[0], chain)
-        settings |= {"c": found.c.value, "v": {gamma: found.v.value}}
-        learned = Learned(c=found.c, v=found.v)
-        return Strategy(chain, lambda: length(cfg.length, settings), learned)
-    if cfg.length == "goodput":
-        table = cost_table(setup, prompts[0], gamma)
-        return Strategy(chain, lambda: length(cfg.length, settings, table), Learned(table=table))
+        return Choice(chains.drafting(Chain(length("fixed", settings).limit)))
+    figures: CostTable | StopClassifier | None = None
+    if is_measured(cfg) and cfg.length == "optimal":
+        cost = costs(setup, chains, prompts[0])
+        settings |= {"c": cost.c.value, "v": {gamma: cost.v.value}}
+        learned = Learned(c=cost.c, v=cost.v)
+    elif is_measured(cfg) and cfg.length == "goodput":
+        figures = table = cost_table(setup, chains, prompts[0])
+        learned = Learned(table=table)
+    elif is_measured(cfg):
 
-    def classified() -> StopClassifier:
-        recorder = Recorder(gamma)  # records what this rule accepts at this temperature
-        setup.rounds(learning, gamma, recorder)
-        return fit(*recorder.records())
+        def classified() -> StopClassifier:
+            recorder = Recorder(gamma)  # records what this rule accepts at this temperature
+            setup.rounds(learning, replace(chains, length=recorder, compiled=False))
+            return fit(*recorder.records())
 
-    classifier = setup.ranks.first(classified)
-    learned = Learned(classifier=classifier)
-    return Strategy(chain, lambda: length(cfg.length, settings, classifier), learned)
+        figures = classifier = setup.ranks.first(classified)
+        learned = Learned(classifier=classifier)
+    return Choice(replace(chains, length=length(cfg.length, settings, figures)), learned)
 
 
-def weigh(setup: Setup, drafter: Weighs, prompts: Sequence[Sequence[int]], gamma: int) -> None:
+def weigh(setup: Setup, drafter: Weighs, way: Way, prompts: Sequence[Sequence[int]]) -> None:
     """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
-        found = costs(replace(setup, drafter=member), prompts[0], Chain(gamma), OF_A_CHOICE)
-        return found.c.value, found.v.value
+        alone = Way(member, Chain(gamma), compiled=way.compiled)
+        cost = costs(setup, alone, prompts[0], OF_A_CHOICE)
+        return cost.c.value, cost.v.value
 
-    new = min(WEIGHED, setup.cfg.max_new_tokens)
+    new = min(WEIGHED, setup.max_new_tokens)
     seeds = range(len(prompts))
-    made = setup.ranks.first(lambda: setup.answers(prompts, None, max_new_tokens=new, seeds=seeds))
-    texts = [[*g.prompt, *g.ids] for g in made]
-    masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in made]
-    drafter.weigh(cost, texts, masks, setup.variant(Chain(gamma)))
+    answers = setup.ranks.first(
+        lambda: setup.answers(prompts, way.plain, max_new_tokens=new, seeds=seeds)
+    )
+    texts = [[*g.prompt, *g.ids] for g in answers]
+    masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in answers]
+    drafter.weigh(cost, texts, masks, way.variant)
 
 
 def acceptance_by_rank(
-    setup: Setup, prompts: Sequence[Sequence[int]], depth: int, width: int = 6, **options: Any
+    setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = 6
 ) -> Tensor:
-    """Acceptance by depth and rank [D, R]: of the rounds that reached a node of the first-ranked
-    chain, the share that went on to its child of that rank, where each node of that chain has
-    `width` children. Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or
-    `greedy_draft`), else the r-th token drawn. `options` are those of `decode`."""
+    """Acceptance by depth and rank [D, R], up to the depth of the way's shape: of the rounds that
+    reached a node of the first-ranked chain, the share that went on to its child of that rank,
+    where each node of that chain has `width` children. Rank r is the r-th likeliest token if
+    siblings are picked (greedy decoding, or `greedy_draft`), else the r-th token drawn."""
+    assert way.shape is not None
+    depth = way.shape.depth
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
-    options = {"seeds": [0], "compiled": False} | options
+    wide = replace(way, shape=Static(paths), compiled=False)
 
     def rounds(prompt: Sequence[int]) -> list[Round]:
-        (made,) = setup.answers([prompt], Static(paths), **options)
-        return made.rounds
+        (answer,) = setup.answers([prompt], wide, seeds=[0])
+        return answer.rounds
 
     for of_prompt in setup.ranks.shared(prompts, rounds):
         for r in of_prompt:
@@ -162,11 +172,14 @@ def candidates(acceptance_DR: Tensor, sizes: Sequence[int]) -> list[Shape]:
     return [*chains, *map(Static, sorted(sorted(trees), key=len))]
 
 
-def fastest_shape(setup: Setup, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor) -> Shape:
+def fastest_shape(
+    setup: Setup, way: Way, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor
+) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
     given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds on `prompts`."""
     shapes = candidates(acceptance_DR, SIZES.get(setup.target.device.type, MORE))
-    seconds = rounds_in_turn(setup, prompts, shapes)
+    ways = [replace(way, shape=shape, rule="auto") for shape in shapes]
+    seconds = rounds_in_turn(setup, ways, prompts)
 
     tokens = [expected_static(acceptance_DR, paths_of(shape)) for shape in shapes]
     rates = [n / of_round for n, of_round in zip(tokens, seconds, strict=True)]

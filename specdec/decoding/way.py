@@ -1,0 +1,108 @@
+"""`Way`: one way of decoding. The configuration builds it, `decode` takes it, evaluation measures
+it, and reports name it."""
+
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from specdec.decoding.policy import Length
+from specdec.decoding.rules import Rule, named
+from specdec.drafters.base import Drafter
+from specdec.drafters.capabilities import Copies
+from specdec.errors import require
+from specdec.sampling.confidence import variant_of
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Shape
+
+
+@dataclass(frozen=True)
+class Way:
+    """What proposes tokens and in what shape, how p and q follow from logits, and how drafts are
+    judged. `Way()` is greedy plain decoding.
+
+    `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
+    a policy that shortens chains, and may learn from one answer to the next. `rule` judges drafts
+    (see `fitting_rule`). `greedy_draft` drafts the likeliest token at T > 0, as engines do by
+    default. `compiled` runs the passes of target and draft through `torch.compile`, over caches of
+    fixed size. Raises UserError as `require_draftable` and `fitting_rule` do, and for a policy
+    beside a tree.
+    """
+
+    drafter: Drafter | None = None  # None: plain decoding
+    shape: Shape | None = None
+    sampler: Sampler = field(default_factory=lambda: Sampler(temperature=0.0))
+    rule: str | Rule = "auto"
+    greedy_draft: bool = False
+    length: Length | None = None
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None:
+            shape = self.shape or Chain(self.drafter.depth)
+            object.__setattr__(self, "shape", shape)
+            require_draftable(self.drafter, shape.depth, type(self.length or Length()))
+            require(
+                isinstance(shape, Chain) or self.length is None,
+                "a length policy shortens chains, not trees: leave one out",
+            )
+        _ = self.judge  # raises if the rule does not fit
+
+    @property
+    def judge(self) -> Rule:
+        """The rule that judges drafts."""
+        return fitting_rule(self.rule, self.shape, self.sampler, self.greedy_draft)
+
+    @property
+    def variant(self) -> str:
+        """The variant of α by which drafts are accepted."""
+        picked = self.greedy_draft or self.judge.siblings == "fixed"
+        return variant_of(self.sampler.greedy, picked)
+
+    @property
+    def plain(self) -> "Way":
+        """Plain decoding with the same sampler."""
+        return Way(sampler=self.sampler, compiled=self.compiled)
+
+    def drafting(self, shape: Shape, length: Length | None = None) -> Self:
+        """This way with another shape, and with this length policy."""
+        return replace(self, shape=shape, length=length)
+
+    def fresh(self) -> Self:
+        """This way with a copy of its length policy, which learns on its own from here on."""
+        return replace(self, length=deepcopy(self.length))
+
+
+def fitting_rule(
+    name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
+) -> Rule:
+    """The verification rule of this name. "auto" is block for chains, recursive for trees drawn
+    from q, point_mass for other trees. Raises UserError for a rule that does not fit the shape."""
+    if isinstance(name, Rule):
+        return name
+    tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
+    best = "point_mass" if picked else "recursive"  # the best rule for a tree
+    if name == "auto":
+        name = "block" if not tree else "point_mass" if greedy_draft else best
+    rule = named(name)
+    if tree and not sampler.greedy:
+        require(rule.trees, f"decode.rule={name} judges chains only: give {best} for this tree")
+        require(
+            not picked or rule.siblings == "fixed",
+            f"decode.rule={name} needs siblings drawn from q, but this tree picks the likeliest: "
+            "give decode.rule=point_mass, or a static tree",
+        )
+    return rule
+
+
+def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
+    """Raise UserError if the drafter cannot draft so deep, or lacks the q that the policy reads."""
+    name, most = drafter.config.name, drafter.limits.depth
+    require(
+        most is None or depth <= most,
+        f"decode.gamma={depth} (or a tree of that depth) is too deep: this {name} drafts at most "
+        f"{most} tokens in a row",
+    )
+    require(
+        not length.reads_q or not isinstance(drafter, Copies),
+        f"{length.__name__} needs q, but {name} copies tokens: give another decode.length",
+    )

@@ -1,0 +1,184 @@
+"""How much of a run's data fits `budget.minutes` on this machine.
+
+`timed` times the target's passes and the drafter's training steps for a few seconds, and
+`plan.fitted` makes a plan of these speeds. The plan is kept in the run's folder, so that a resumed
+run keeps its size.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from specdec.decoding.decode import decode
+from specdec.drafters.capabilities import Solves
+from specdec.drafters.trainable import Trainable
+from specdec.files import read_record, write_json
+from specdec.forcing.teacher import TeacherForcing
+from specdec.measure import costs
+from specdec.measure.choosing import LEARNING, steps_of_a_choice
+from specdec.measure.confidence import AT_ONCE, CALIBRATING
+from specdec.progress import console
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand
+from train import optim
+from train.config import Config
+from train.data.packing import pack
+from train.data.template import Document, Prompt
+from train.features.source import Online
+from train.plan import SAID, Plan, Speeds, Work, fitted, minutes
+from train.stages import StageConfig, starting
+
+# tokens of each timed text if the target answers none, and new tokens timed after a batch of them
+TOKENS, NEW = 48, 5
+SINGLE = 25  # new tokens timed on a single row, as the final evaluation decodes
+STEPS = 3  # training steps that are timed, after a warm-up step
+POOR = 300  # with fewer training conversations, a head has hardly begun to learn
+PLANNED = 0.92  # share of the time left that is planned: stages overran their plan by up to 5 %
+
+
+def planned(
+    cfg: Config,
+    folder: Path,
+    train: Sequence[Document | Prompt],
+    held_out: Sequence[Document | Prompt],
+    target: TargetOnDemand,
+    accelerator: Accelerator,
+    started: float,
+) -> tuple[int, int]:
+    """The numbers of training conversations and of final prompts that fit the budget (all, if there
+    is no budget). Prints the numbers and the time that each stage should take. A resumed run keeps
+    to the numbers in its plan.json. `started` is when the run did, by time.monotonic."""
+    path = folder / "plan.json"
+    if path.exists():
+        kept = read_record(Plan, path, "give another name=, or delete that folder")
+        prompts = min(kept.prompts or cfg.decode.prompts, cfg.decode.prompts)
+        console.print(
+            f"{path}: {kept.conversations:,} training conversations, as planned before, and "
+            f"{prompts} measured prompts"
+        )
+        return kept.conversations, prompts
+    if cfg.budget.minutes is None:
+        return len(train), cfg.decode.prompts
+    console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for a few seconds")
+    answering, whole = cfg.data.answers == "target", target.whole()
+    batch = cfg.answers.batch if answering else cfg.decode.counting
+    rehearsed, regresses = rehearsal(cfg, whole, train, accelerator)
+    context = TOKENS  # a text that is being answered has on average half an answer so far
+    if answering:
+        asked = statistics.mean(len(t.ids) for t in train)
+        context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
+    speeds = timed(whole, [t.ids.tolist() for t in train], batch, rehearsed, context)
+    drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
+    calibrating = min(CALIBRATING, max(0, len(held_out) - cfg.decode.prompts))
+    gamma = cfg.decode.gamma or cfg.drafter.depth
+    rows = cfg.loop.rows * cfg.loop.accumulate * accelerator.num_processes
+    step = rows * cfg.data.max_length  # tokens, at most
+    work = Work(
+        epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
+        new=cfg.answers.max_new_tokens if answering else 0,
+        kept=answering and cfg.stores_features,
+        prompts=min(cfg.decode.prompts, len(held_out)),
+        timed=max(cfg.decode.timed, cfg.decode.batch),
+        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted * cfg.decode.repeats,
+        # for the oracle, the calibration and the choice of a shape
+        learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
+        + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
+        watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
+        regresses=regresses and cfg.stage.draft is None,
+    )
+    used = cfg.budget.spent + time.monotonic() - started
+    left = PLANNED * (60 * cfg.budget.minutes - used)
+    lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
+    plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
+    plan = broadcast_object_list([plan])[0]  # every process uses the first one's plan
+    console.print(str(plan))
+    if plan.seconds > (room := max(0.0, left / PLANNED)):
+        measuring = plan.measuring > plan.seconds / 2
+        lower = "decode.max_new_tokens or decode.prompts" if measuring else "budget.floor"
+        console.print(
+            f"that is more than the {minutes(room)} left of budget.minutes="
+            f"{cfg.budget.minutes:g}{', most of it for measuring' * measuring}: give more minutes, "
+            f"or lower {lower}"
+        )
+    if plan.conversations < POOR:
+        console.print(
+            f"that is fewer than {POOR} conversations: the figures will be poor; "
+            f"{_for_more(plan, cfg.data.limit)} for better ones"
+        )
+    if accelerator.is_main_process:
+        write_json(path, asdict(plan))
+    return plan.conversations, plan.prompts
+
+
+def _for_more(plan: Plan, limit: int | None) -> str:
+    """What to do to train on more conversations."""
+    if plan.conversations < plan.available:
+        return "give a larger budget.minutes"
+    raised = f", or raise data.limit={limit}," if limit is not None else ""
+    return f"all of them are used already, so give more data{raised}"
+
+
+def rehearsal(
+    cfg: Config, target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
+) -> tuple[Callable[[], int], bool]:
+    """A function that does a training step of a throwaway draft, on texts as long as the run's, and
+    returns the number of tokens read; and whether such a draft `regresses`."""
+    documents = []
+    if not cfg.trains:
+        return lambda: 1, False
+    for text in texts[: 8 * cfg.loop.rows]:
+        if isinstance(text, Prompt):  # its answer is not written yet: repeat the prompt instead
+            ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
+            text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
+        documents.append(text)
+    drafter = starting(StageConfig(), cfg.drafter, target, documents, 0)
+    assert isinstance(drafter, Trainable)
+    rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
+    batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
+    reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
+    optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
+
+    def step() -> int:
+        anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in rows]
+        with accelerator.autocast():
+            loss, _ = forcing(batch, anchors)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(len(r.ids) for r in rows)
+
+    return step, isinstance(drafter, Solves) and drafter.regresses
+
+
+def timed(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    train_step: Callable[[], int],
+    context: int = TOKENS,
+) -> Speeds:
+    """Time the target on prompts that are cut or repeated to `context` tokens, in one batch of
+    `batch` rows and on a single row; and time `train_step`, which does one training step and
+    returns how many tokens it read."""
+    rows = [np.resize(p, context).tolist() for p in prompts[:batch]]
+    many = decode(target, rows, max_new_tokens=NEW, eos=())
+    one = decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0]
+    last = max(many, key=lambda g: g.seconds)
+    steps = [costs.timed(train_step, target.device) for _ in range(1 + STEPS)]
+    times = [seconds / tokens for seconds, tokens in steps]
+    return Speeds(
+        read=last.prefill_seconds / len(rows) / max(map(len, rows)),
+        answered=last.seconds / (NEW - 1) / len(rows),
+        step=one.seconds / (SINGLE - 1),
+        trained=statistics.median(times[1:]),
+    )

@@ -1,0 +1,103 @@
+"""The target's features for the rows of a run: read from a store, which is filled first, or
+computed whenever they are requested. Training does not know which.
+
+A store has fillers: the target in this process (`Online` is the source that it is filled from), as
+it reads texts or while it answers prompts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from specdec.context import Needs
+from specdec.drafters import family
+from specdec.drafters.base import Drafter
+from specdec.errors import memory_for
+from specdec.progress import bars, console
+from specdec.sampling.sampler import Sampler
+from specdec.targets.loading import TargetOnDemand
+from specdec.targets.parts import Parts
+from train.config import Config
+from train.data.packing import Row, pack
+from train.data.template import Document
+from train.features.source import Online, Source
+from train.features.store import Disk, Store, megabytes
+
+
+def needs_of(config: Any, parts: Parts) -> Needs:
+    """What a drafter of this configuration reads of the target, known before it is built."""
+    kind = family(config.name)
+    sizes = kind.plan(config, parts)  # not on the meta device, since it may load the target
+    with torch.device("meta"):
+        return kind(config, sizes).needs
+
+
+@dataclass
+class Features:
+    """Where the rows of a run get the target's features from. `store` is None if they are computed
+    whenever they are requested."""
+
+    target: TargetOnDemand
+    needs: Needs
+    sampler: Sampler
+    length: int  # of a packed row, at most
+    store: Store | None
+    keeps_layers: bool  # whether the target's layers are needed after the store is filled
+    accelerator: Accelerator
+    progress: Progress
+
+    @classmethod
+    def of(
+        cls,
+        cfg: Config,
+        target: TargetOnDemand,
+        accelerator: Accelerator,
+        progress: Progress,
+    ) -> "Features":
+        """Raises UserError if the store holds features of another kind."""
+        needs, store = needs_of(cfg.drafter, target.parts) if cfg.trains else Needs(), None
+        if cfg.stores_features:
+            store = Store(cfg.features, target.parts, needs, cfg.sampler)
+        where = target, needs, cfg.sampler, cfg.data.max_length, store, cfg.needs_layers
+        return cls(*where, accelerator, progress)
+
+    def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
+        """A source of packed rows for each list of documents. If there is a store, the missing
+        features are computed first; then the target's layers are freed, unless they are needed."""
+        if drafter.needs != self.needs:
+            raise RuntimeError("a drafter reads other features than its plan says: a bug")
+        sides = [pack(side, self.length) for side in texts]
+        if (store := self.store) is None:
+            return [self._online(rows) for rows in sides]
+        store.refresh()
+        missing = store.missing([row for rows in sides for row in rows])
+        if missing:
+            size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
+            console.print(f"feature cache {store.folder}: {size} to be added")
+        self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        if mine := missing[rank::world]:
+            with memory_for("computing the target's features", "lower data.max_length"):
+                store.fill(self._online(mine), self.progress)
+        self.accelerator.wait_for_everyone()
+        store.refresh()
+        if not self.keeps_layers:
+            self.target.release()
+            drafter.attach(self.target.parts)
+        device = self.target.parts.device
+        return [Disk(store, self.needs, rows, device, self._again) for rows in sides]
+
+    def _online(self, rows: Sequence[Row]) -> Online:
+        return Online(self.target.whole(), self.needs, self.sampler, rows)
+
+    def _again(self, row: Row) -> None:
+        """Store the features of a row that turned out to be damaged."""
+        assert self.store is not None
+        with bars(console, False) as quiet:
+            self.store.fill(self._online([row]), quiet)
+        if not self.keeps_layers:
+            self.target.release()
