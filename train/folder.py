@@ -16,8 +16,10 @@ from accelerate.utils import gather_object
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
 from specdec.errors import UserError, located, require
-from specdec.files import folder_for, read_json, record, write_whole
+from specdec.files import folder_for, read_json, record, write_json, write_whole
+from specdec.formats import draft as drafts
 from specdec.formats.draft import upgraded
+from specdec.integrity import of_value
 from specdec.runtime.probes import native_dtype
 from specdec.targets.loading import resolved
 from train import checkpoint
@@ -27,6 +29,7 @@ from train.data.split import SHARE, trained_openings
 from train.data.template import Document
 from train.loop import LoopConfig
 from train.portion import Portion
+from train.texts import Texts
 
 # the parts of a configuration that must stay the same when a run is continued
 GROUPS = ["target", "drafter", "stage", "rounds", "data", "answers", "sampler", "objective"]
@@ -111,6 +114,27 @@ def require_same_texts(folder: Path, of: dict[str, str]) -> None:
             f"{folder}: the {name} changed since this run began: give another name=, or delete "
             "that folder",
         )
+
+
+def describe(
+    cfg: Config, folder: Path, identity: str, portion: Portion, fingerprint: str, texts: Texts
+) -> None:
+    """Write the run's config.json, unless the folder holds a run of other texts or models: then
+    raise UserError. Until here, an error leaves the folder free for another run."""
+    of = {"target": fingerprint, "training data": digest(texts.train)}
+    of["held-out data"] = digest(texts.held_out)
+    if cfg.stage.draft is not None:
+        of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
+    if cfg.objective.reference is not None:
+        of["reference draft"] = drafts.digest(cfg.objective.reference)
+    if (plan := folder / "plan.json").exists():
+        of["plan"] = of_value(read_json(plan))
+    require_same_texts(folder, of)
+    described = asdict(cfg) | {"of": of, "records": texts.records, "identity": identity}
+    described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
+    described["processes"] = portion.processes
+    described["data"] |= {"held_out": texts.share}
+    write_json(folder / "config.json", described)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

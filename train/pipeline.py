@@ -10,41 +10,32 @@ from uuid import uuid4
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.decoding.alone import require_alone
-from specdec.decoding.config import beyond_training, require_fitting
-from specdec.decoding.decode import require_room
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Solves
-from specdec.errors import memory_for, require
-from specdec.files import folder_for, make_folder, read_json, write_json
+from specdec.errors import memory_for
+from specdec.files import folder_for, make_folder
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
-from specdec.formats import export
-from specdec.integrity import of_value
 from specdec.measure.results import Training
 from specdec.progress import bars, console
 from specdec.targets.loading import TargetOnDemand, opening
-from specdec.targets.parts import Parts
 from train import checkpoint, loop
 from train.budget import planned
+from train.checks import check, check_target, check_texts
 from train.config import Config
-from train.data.split import require_readable
 from train.features.fill import Features
 from train.folder import (
     alone,
     config_of,
-    digest,
+    describe,
     note_date,
     portion_of,
-    require_same_run,
-    require_same_texts,
     with_date,
     with_dtype,
     with_share,
 )
 from train.measurement import finished
-from train.portion import Portion
-from train.processes import accelerator_of, from_main, ranks_of
+from train.processes import accelerator_of, ranks_of
 from train.rounds import draft_of_round, written
 from train.stages import starting
 from train.start import regress
@@ -75,13 +66,13 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     # Check: the settings, the run's folder and the data, before the target is loaded.
     cfg = with_share(with_date(cfg, folder), folder)
     cfg = replace(cfg, objective=cfg.objective.for_tree(cfg.decode.paths))
-    ranks.first(lambda: _check(cfg, folder))
+    ranks.first(lambda: check(cfg, folder))
     portion = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
     shared, spread = ranks.first(lambda: portion.shared(cfg.loop, ranks.world))
     cfg = replace(cfg, loop=shared)
 
     with ExitStack() as held:
-        from_main(accelerator, lambda: held.enter_context(alone(folder)))
+        ranks.first(lambda: held.enter_context(alone(folder)))
         make_folder(folder)  # on another machine it may not be the one that is locked
         if cfg.data.answers == "target":
             held.enter_context(folder_for(Path(cfg.answers.root)))
@@ -98,7 +89,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.needs_layers:
             target.whole()
         console.print(opening(target.parts, cfg.target, reason))
-        ranks.first(lambda: _check_target(cfg, target.parts))
+        ranks.first(lambda: check_target(cfg, target.parts))
         if spread:
             console.print(spread)
         identity = ranks.first(lambda: config_of(folder).get("identity") or uuid4().hex)
@@ -117,8 +108,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
         # Start: fresh weights, or those of an earlier draft. Now the folder is this run's.
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
-        ranks.first(lambda: _check_texts(cfg, drafter, target.parts, texts))
-        ranks.first(lambda: _record(cfg, folder, identity, portion, fingerprint, texts))
+        ranks.first(lambda: check_texts(cfg, drafter, target.parts, texts))
+        ranks.first(lambda: describe(cfg, folder, identity, portion, fingerprint, texts))
         tracker.begin(cfg.track, cfg.name, asdict(cfg))
 
         # Train, round by round.
@@ -139,62 +130,6 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     if training is not None:
         return training.objective
     return results.asked[0].tau.value if results else 0.0
-
-
-def _check(cfg: Config, folder: Path) -> None:
-    """Everything that can be checked before the target is loaded, by one process: the settings, the
-    run's folder and the data. Raises UserError."""
-    require_same_run(folder, cfg)
-    cfg.check()
-    require_readable(cfg.data)
-    if cfg.objective.reference is not None:
-        drafts.read_card(cfg.objective.reference)
-
-
-def _check_target(cfg: Config, parts: Parts) -> None:
-    """Raise UserError for an export that this target does not have."""
-    if cfg.export is not None and export.layout_names(cfg.drafter.name):
-        export.require_exportable(cfg.drafter, parts, cfg.export)
-
-
-def _check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> None:
-    """Raise UserError for texts that are too long, and for decoding that would fail later."""
-    documents = [*texts.train, *texts.held_out]
-    longest = max(parts.placed(d.ids.tolist()) for d in documents)
-    for name, room in (("target", parts.positions), ("drafter", drafter.limits.positions)):
-        require(
-            room is None or longest <= room,
-            f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
-            f"give data.max_length={room}",
-        )
-    if cfg.rounds.data.endswith("alone"):
-        require_alone(drafter)
-    require_fitting(cfg.decode, drafter)
-    if warning := beyond_training(cfg.decode, drafter):
-        console.print(warning)
-    prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
-    require_room(parts, prompts, cfg.decode.max_new_tokens)
-
-
-def _record(
-    cfg: Config, folder: Path, identity: str, portion: Portion, fingerprint: str, texts: Texts
-) -> None:
-    """Write the run's config.json, unless the folder holds a run of other texts or models: then
-    raise UserError. Until here, an error leaves the folder free for another run."""
-    of = {"target": fingerprint, "training data": digest(texts.train)}
-    of["held-out data"] = digest(texts.held_out)
-    if cfg.stage.draft is not None:
-        of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
-    if cfg.objective.reference is not None:
-        of["reference draft"] = drafts.digest(cfg.objective.reference)
-    if (plan := folder / "plan.json").exists():
-        of["plan"] = of_value(read_json(plan))
-    require_same_texts(folder, of)
-    described = asdict(cfg) | {"of": of, "records": texts.records, "identity": identity}
-    described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
-    described["processes"] = portion.processes
-    described["data"] |= {"held_out": texts.share}
-    write_json(folder / "config.json", described)
 
 
 def _trained(

@@ -1,0 +1,54 @@
+"""What is checked before work begins, each at the first moment at which it can be: the settings and
+the data, what they ask of the target, and what the texts ask of target and draft. A check changes
+nothing; each raises UserError."""
+
+from pathlib import Path
+
+from specdec.decoding.alone import require_alone
+from specdec.decoding.config import beyond_training, require_fitting
+from specdec.decoding.decode import require_room
+from specdec.drafters.base import Drafter
+from specdec.errors import require
+from specdec.formats import draft as drafts
+from specdec.formats import export
+from specdec.progress import console
+from specdec.targets.parts import Parts
+from train.config import Config
+from train.data.split import require_readable
+from train.folder import require_same_run
+from train.texts import Texts
+
+
+def check(cfg: Config, folder: Path) -> None:
+    """Everything that can be checked before the target is loaded, by one process: the settings, the
+    run's folder and the data. Raises UserError."""
+    require_same_run(folder, cfg)
+    cfg.check()
+    require_readable(cfg.data)
+    if cfg.objective.reference is not None:
+        drafts.read_card(cfg.objective.reference)
+
+
+def check_target(cfg: Config, parts: Parts) -> None:
+    """Raise UserError for an export that this target does not have."""
+    if cfg.export is not None and export.layout_names(cfg.drafter.name):
+        export.require_exportable(cfg.drafter, parts, cfg.export)
+
+
+def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> None:
+    """Raise UserError for texts that are too long, and for decoding that would fail later."""
+    documents = [*texts.train, *texts.held_out]
+    longest = max(parts.placed(d.ids.tolist()) for d in documents)
+    for name, room in (("target", parts.positions), ("drafter", drafter.limits.positions)):
+        require(
+            room is None or longest <= room,
+            f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
+            f"give data.max_length={room}",
+        )
+    if cfg.rounds.data.endswith("alone"):
+        require_alone(drafter)
+    require_fitting(cfg.decode, drafter)
+    if warning := beyond_training(cfg.decode, drafter):
+        console.print(warning)
+    prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
+    require_room(parts, prompts, cfg.decode.max_new_tokens)
