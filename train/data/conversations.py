@@ -29,7 +29,7 @@ class DataConfig:
     .tsv file, by the names in its header or, if it has none, by numbers from 1. `prefix` is put
     before every source. "paragraphs" and "lines" read plain texts: the paragraphs or the lines of
     .txt files, or the key "text" of records. A text's prompt is its first `beginning` characters,
-    cut back to whole words. `held_out` null is 5 %, or a larger share of small data: enough for 24
+    cut back to whole words. `held_out` null is 5 %, or a larger share of small data: enough for 120
     conversations, at most a fifth. `rounds` is a file, or a folder of files, that scripts/generate
     or scripts/evaluate wrote with --log-rounds. The draft is then trained on these rounds of a
     decoder, and only the held-out side comes from `path`. `date` is the time that a chat template

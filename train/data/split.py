@@ -19,7 +19,7 @@ from train.data.sources import files_of, records
 from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require_spans
 
 SHARE = 0.05  # of the conversations of large data that are held out
-ENOUGH = 24  # conversations to hold out of small data: to measure on, and to choose a shape on
+ENOUGH = 120  # conversations to hold out of small data: to measure, to calibrate, to choose a shape
 MOST = 0.2  # of the conversations of small data that are held out
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
 ACCEPTED = (

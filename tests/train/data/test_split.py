@@ -175,10 +175,10 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    ("count", "held"), [(4, 1), (20, 4), (62, 12), (120, 24), (1, 0), (600, None)]
+    ("count", "held"), [(4, 1), (20, 4), (62, 12), (300, 60), (700, 120), (1, 0), (2500, None)]
 )
 def test_more_of_small_data_is_held_out(tmp_path: Path, count: int, held: int | None) -> None:
-    """24 conversations, but at most a fifth; of large data 5 %, as always."""
+    """120 conversations, but at most a fifth; of large data 5 %, as always."""
     path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(count)))
     split = split_of(path=path)
     assert held is None or len(split.held_out) == held
