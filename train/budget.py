@@ -110,18 +110,20 @@ def planned(
     if plan.conversations < POOR:
         console.print(
             f"that is fewer than {POOR} conversations: the figures will be poor; "
-            f"{_for_more(plan, cfg.data.limit)} for better ones"
+            f"{_for_more(plan, len(held_out), cfg.data.limit)} for better ones"
         )
     if accelerator.is_main_process:
         write_json(path, asdict(plan))
     return plan.conversations, plan.prompts
 
 
-def _for_more(plan: Plan, limit: int | None) -> str:
-    """What to do to train on more conversations."""
+def _for_more(plan: Plan, held_out: int, limit: int | None) -> str:
+    """What to do to train on more conversations. The limit was reached if nearly as many are there:
+    near duplicates of held-out prompts were left out."""
     if plan.conversations < plan.available:
         return "give a larger budget.minutes"
-    raised = f", or raise data.limit={limit}," if limit is not None else ""
+    reached = limit is not None and plan.available + held_out > 0.8 * limit
+    raised = f", or raise data.limit={limit}," if reached else ""
     return f"all of them are used already, so give more data{raised}"
 
 

@@ -187,16 +187,23 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
 
 
 @pytest.mark.parametrize(
-    ("floor", "advice"),
+    ("floor", "limit", "advice"),
     [
-        (5, "give a larger budget.minutes"),
-        (1000, "all of them are used already, so give more data, or raise data.limit=60,"),
+        (5, 60, "give a larger budget.minutes"),
+        (1000, 28, "all of them are used already, so give more data, or raise data.limit=28,"),
+        (1000, 60, "all of them are used already, so give more data"),
     ],
 )
 def test_a_poor_plan_advises_what_would_help(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], floor: int, advice: str
+    tiny: Tiny,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    floor: int,
+    limit: int,
+    advice: str,
 ) -> None:
-    options = ["budget.minutes=0.001", f"budget.floor={floor}", "data.limit=60"]
+    """Of 29 conversations."""
+    options = ["budget.minutes=0.001", f"budget.floor={floor}", f"data.limit={limit}"]
     tiny.job(tmp_path / "run", "ngram", *options)
     said = " ".join(capsys.readouterr().out.split())
     assert f"the figures will be poor; {advice} for better ones" in said
