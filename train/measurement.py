@@ -3,6 +3,7 @@ reported and exported."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 
 from rich.progress import Progress
 
@@ -68,6 +69,8 @@ def finished(
     if training is not None:
         seen = curve(folder / "metrics.jsonl")
         results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
+    results.draft = quote(str(folder / "best"))
+    results.also = quote(str(folder / f"with-{cfg.also}")) if cfg.also else ""
     ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
     ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
     return results
@@ -117,7 +120,7 @@ def _write(
     """Write and log the report, and export the draft."""
     pictures = report.write(folder / "report", results)
     tracker.report(results, pictures, folder / "best")
-    console.print(report.summary(results))
+    report.show(results, console)
     console.print(f"report: {folder / 'report' / 'report.md'}")
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
         checked = export.write(folder / "export", drafter, target, cfg.export)

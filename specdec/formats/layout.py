@@ -44,6 +44,7 @@ class Layout:
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
     whole_model: bool = False  # it is written with the target's tokenizer
     parallel: bool = False  # vLLM's option `parallel_drafting`
+    served: bool = True  # whether vLLM offers the method, and not only code that loads the weights
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, Target], Description] | None = None
 

@@ -53,6 +53,12 @@ def read(drafter: Mlp, tensors: Tensors) -> Tensors:
 PREFIXES = {heads.HEAD: "speculator.head.", "": "speculator."}
 LAYOUTS = {
     "hf": Layout(
-        "mlp_speculator", config, write, read, objection=heads.objection, prefixes=PREFIXES
+        "mlp_speculator",
+        config,
+        write,
+        read,
+        objection=heads.objection,
+        prefixes=PREFIXES,
+        served=False,
     )
 }

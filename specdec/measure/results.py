@@ -266,6 +266,8 @@ class Results:
     calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
+    draft: str = ""  # its folder, quoted for a shell, as a command is given it; empty if unknown
+    also: str = ""  # the same for the second draft: its folder, or the first one with options
     training: Training | None = None
     shift: Shift | None = None  # of the target, if it was trained too
 

@@ -5,16 +5,18 @@ it as it is, and `escaped` does so for every text in a dataclass.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_inline import StateInline
+from markdown_it.token import Token
 
 from specdec.measure.results import Measured
-from specdec.terminal import one_line
+from specdec.terminal import one_line, plain
 
 T = TypeVar("T")
 MARKUP = re.compile(
@@ -26,13 +28,50 @@ MARKUP = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 
-NBSP = "\N{NO-BREAK SPACE}"
-STYLE = (
-    "body{max-width:64rem;margin:2rem auto;padding:0 1rem;font:16px/1.5 sans-serif;color:#1f2937}"
-    "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:14px}"
-    "th,td{border-bottom:1px solid #e5e7eb;padding:.3rem .7rem .3rem 0;text-align:left}"
-    "img{max-width:100%}blockquote{margin-left:0;padding-left:1rem;border-left:3px solid #e5e7eb}"
-)
+NBSP, BREAK = "\N{NO-BREAK SPACE}", "\\\n"  # a hard line break
+STYLE = """
+:root{color-scheme:light dark;--text:#1f2937;--page:#fff;--soft:#f3f4f6;--line:#d1d5db;
+--accepted:#15803d;--rejected:#b91c1c;--corrected:#92400e;--bonus:#1d4ed8}
+@media(prefers-color-scheme:dark){
+:root{--text:#e5e7eb;--page:#111827;--soft:#1f2937;--line:#4b5563;
+--accepted:#4ade80;--rejected:#fca5a5;--corrected:#fbbf24;--bonus:#93c5fd}}
+*{box-sizing:border-box}
+body{max-width:60rem;margin:0 auto;padding:1rem;font:16px/1.5 system-ui,sans-serif;
+color:var(--text);background:var(--page);overflow-wrap:anywhere}
+h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.2rem;margin:2rem 0 .5rem}
+h3,h4{font-size:1rem;margin:1rem 0 .5rem}
+h1+p{font-size:1.1rem}
+pre,blockquote{margin:.5rem 0;padding:.6rem .8rem;background:var(--soft);border-radius:6px}
+pre{font-size:.875rem;overflow-x:auto;overflow-wrap:normal}
+blockquote{border-left:4px solid var(--line)}blockquote p{margin:.2rem 0}
+img{max-width:100%;background:#fff;padding:.3rem;border-radius:6px}
+table{display:block;overflow-x:auto;border-collapse:collapse;font-size:.875rem;margin:.5rem 0;
+overflow-wrap:normal}
+th,td{border-bottom:1px solid var(--line);padding:.3rem .9rem .3rem 0;text-align:left;
+vertical-align:top;white-space:nowrap}
+th:first-child,td:first-child{white-space:normal;min-width:8rem}
+samp,var{font:inherit}samp{color:var(--accepted)}var{color:var(--bonus)}
+del{color:var(--rejected)}ins{color:var(--corrected)}
+details{border-top:1px solid var(--line);padding:.5rem 0}
+summary{cursor:pointer}summary h3{display:inline}
+details img{max-height:24rem}details p{overflow-x:auto}
+@media(max-width:40rem){h1{font-size:1.25rem}h1+p{font-size:1rem}
+details img{max-width:none;max-height:15rem}}
+@media print{
+:root{--text:#000;--page:#fff;--soft:#f3f4f6;--line:#9ca3af;
+--accepted:#15803d;--rejected:#b91c1c;--corrected:#92400e;--bonus:#1d4ed8}
+@page{margin:1.5cm}
+body{max-width:none;padding:0;font-size:10pt}
+details::details-content{content-visibility:visible;display:block;height:auto}
+summary{list-style:none}
+pre{white-space:pre-wrap}table{display:table;font-size:8pt}th,td{white-space:normal}
+img,details img{max-width:100%;max-height:9cm}
+pre,blockquote,tr,img{break-inside:avoid}h2,h3,h4,summary{break-after:avoid}}
+"""
+FOLDED = "h3"  # the level of the headings whose sections HTML folds
+# the tags that mark what became of the tokens of an answer; no other HTML is written or read
+TAGS = {"accepted": "samp", "rejected": "del", "corrected": "ins", "bonus": "var"}
+TAG = re.compile(rf"</?(?:{'|'.join(TAGS.values())})>")
 
 
 def text(value: str) -> str:
@@ -46,16 +85,45 @@ def lines(value: str) -> str:
     is part of one paragraph, whatever is in the text: line breaks are hard ones, and blank lines,
     white space at the start of a line and several spaces in a row are of spaces that do not
     break."""
-    return "\\\n".join(map(_line, value.replace("\r\n", "\n").strip("\n").split("\n")))
+    return marked([("", value)])
 
 
-def _line(value: str) -> str:
-    words = [part for part in re.split(r"(\s+)", value.expandtabs(4)) if part]
-    shown = "".join(
-        text(part) if not part.isspace() else " " if n > 0 and len(part) == 1 else NBSP * len(part)
-        for n, part in enumerate(words)
-    )
-    return shown or NBSP
+def marked(pieces: Iterable[tuple[str, str]]) -> str:
+    """The pieces of an answer, each with its kind, as `lines` shows their whole. The words of a
+    piece are within the tags of its kind, if it has any."""
+    shown = ""
+    for kind, value in pieces:
+        value = value.replace("\r\n", "\n").expandtabs(4)
+        words = value.strip()
+        before, after = value.split(words, 1) if words else (value, "")
+        opening, closing = (f"<{TAGS[kind]}>", f"</{TAGS[kind]}>") if kind in TAGS else ("", "")
+        shown = _with(shown, before)
+        shown = _with(shown + opening, words) + closing if words else shown
+        shown = _with(shown, after)
+    rows = shown.split(BREAK)
+    while len(rows) > 1 and not rows[-1]:
+        rows.pop()
+    while len(rows) > 1 and not rows[0]:
+        rows.pop(0)
+    return BREAK.join(row or NBSP for row in rows)
+
+
+def _with(shown: str, value: str) -> str:
+    """Markdown with a further text, its white space as `lines` shows it."""
+    for part in filter(None, re.split(r"(\n|[^\S\n]+)", value)):
+        if part == "\n":
+            shown += BREAK
+        elif part.isspace():
+            begins = not shown or shown.endswith("\n")
+            shown += NBSP * len(part) if begins or len(part) > 1 else " "
+        else:
+            shown += text(part)
+    return shown
+
+
+def code(lines: Sequence[str]) -> str:
+    """Lines of code, shown as they are, with control characters as escapes."""
+    return "\n".join("    " + plain(line).replace("\n", "\\n") for line in lines)
 
 
 def escaped(value: T) -> T:
@@ -103,8 +171,41 @@ def by_temperature(ats: Sequence[Measured], column: Callable[[Measured], dict[st
 def write(path: Path, page: str) -> None:
     """Write a page as Markdown to `path`, and beside it as HTML. Foreign text is `escaped`."""
     path.write_text(page)
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(page)
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    parser.inline.ruler.before("autolink", "marks", _tag)
+    body = parser.renderer.render([*_folded(parser.parse(page))], parser.options, {})
     first = page.partition("\n")[0].removeprefix("# ")
     title = escape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", first))
-    head = f"<meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
-    path.with_suffix(".html").write_text(f"<!doctype html>{head}\n{body}")
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'>"
+    head += f"<title>{title}</title><style>{STYLE}</style>"
+    path.with_suffix(".html").write_text(f"<!doctype html><html lang=en>{head}\n{body}")
+
+
+def _tag(state: StateInline, silent: bool) -> bool:
+    """A rule of the parser: one of the `TAGS` is taken over as it is."""
+    if (found := TAG.match(state.src, state.pos)) is None:
+        return False
+    if not silent:
+        state.push("html_inline", "", 0).content = found[0]
+    state.pos = found.end()
+    return True
+
+
+def _folded(tokens: Sequence[Token]) -> Iterator[Token]:
+    """The parsed page, in which a reader opens each section below a heading of level `FOLDED`."""
+    within = False
+    for token in tokens:
+        if token.type == "heading_open" and token.tag <= FOLDED:
+            if within:
+                yield _html("</details>\n")
+            if within := token.tag == FOLDED:
+                yield _html("<details><summary>")
+        yield token
+        if token.type == "heading_close" and token.tag == FOLDED:
+            yield _html("</summary>\n")
+    if within:
+        yield _html("</details>\n")
+
+
+def _html(markup: str) -> Token:
+    return Token("html_block", "", 0, content=markup)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import AutoLocator, MaxNLocator
 
 from specdec.measure.results import Curve, Results
+from specdec.report import verdict
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#16a34a", "#9ca3af"
 PALETTE = (BLUE, ORANGE, GREEN, "#9333ea", "#0891b2", "#dc2626", "#ca8a04", "#be185d", GREY)
@@ -33,6 +35,50 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 140,
     "text.parse_math": False,  # a name with dollars is no formula
 }
+
+
+def speedups(path: Path, results: Results) -> None:
+    """The speedup of each way of decoding over plain decoding, with its interval. What is served at
+    a temperature is green. The picture is narrow, so that a phone shows it legibly."""
+    served = [choice.served for choice in verdict.choices(results)]
+    by_temperature = [
+        [one for one in results.measured if one.way.temperature == first.way.temperature]
+        for first in results.asked
+    ]
+    rows = [row for group in by_temperature for row in (None, *group)]  # None: a heading
+    names: list[str] = []
+    with _axes(path, (4.4, 0.9 + 0.36 * len(rows)), 1, 1) as (ax,):
+        for y, (one, after) in enumerate(pairwise([*rows, None])):
+            if one is None:
+                names.append(f"T = {after.way.temperature:g}" if after else "")
+                continue
+            names.append(verdict.named(one.way, results))
+            x, (colour, weight) = (
+                one.speedup,
+                (GREEN, "bold") if one in served else (BLUE, "normal"),
+            )
+            ax.plot([x.low, x.high], [y, y], color=colour, linewidth=3, alpha=0.45)
+            ax.plot(x.value, y, "o", color=colour, markersize=7)
+            ax.annotate(
+                f"{x.value:.2f}",
+                (x.value, y),
+                (0, 8),
+                textcoords="offset points",
+                ha="center",
+                color=colour,
+                weight=weight,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
+        ax.axvline(1, color="black", linewidth=1, zorder=1)
+        ax.set_yticks(range(len(rows)), names)
+        for row, label in zip(rows, ax.get_yticklabels(), strict=True):
+            label.set_fontweight("bold" if row is None else "normal")
+        ax.set(ylim=(len(rows) - 0.5, -0.6), xlabel="times as fast as plain decoding")
+        ax.tick_params("y", length=0)
+        ax.xaxis.set_major_locator(AutoLocator())
+        ax.grid(axis="x")
+        ax.grid(visible=False, axis="y")
+        ax.margins(x=0.08)
 
 
 def alpha_by_depth(path: Path, results: Results) -> None:
@@ -162,7 +208,8 @@ def _axes(
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         yield grid[0]
         handles, labels = grid[0, -1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        if handles:
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         figure.savefig(path)
         plt.close(figure)
 

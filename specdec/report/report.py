@@ -3,8 +3,12 @@ cost tables that were measured."""
 
 from pathlib import Path
 
-from specdec.measure.results import Measured, Results
-from specdec.report import markdown, plots, sections
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from specdec.measure.results import Results
+from specdec.report import markdown, plots, sections, verdict
 
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
@@ -13,7 +17,8 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
     `--length goodput --settings table=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     results.write(folder)
-    pictures = {name: folder / f"{name}.png" for name in ("alpha", "accepted")}
+    pictures = {name: folder / f"{name}.png" for name in ("speedup", "alpha", "accepted")}
+    plots.speedups(pictures["speedup"], results)
     plots.alpha_by_depth(pictures["alpha"], results)
     plots.accepted_lengths(pictures["accepted"], results)
     if any(depth.bins for at in results.asked for depth in at.confidence):
@@ -31,29 +36,20 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
     return pictures
 
 
-def summary(results: Results) -> str:
-    """A few lines for the terminal."""
-    lines = [f"measured on {results.machine}"]
-    for at in results.asked:
-        variant = "greedy" if at.way.temperature == 0 else "sampled"
-        alpha = at.alpha.all.of(at.way.temperature)[0]
-        lines.append(
-            f"T={at.way.temperature:g}: α ({variant}, depth 0) {alpha}   τ {at.tau}   "
-            f"{_speedup(at, results)}   {at.tokens_per_second.value:.0f} tokens/s "
-            f"against {at.plain_tokens_per_second.value:.0f} plain"
-        )
-    if results.shift is not None:
-        lines.append(sections.shifted(results))
-    for name, ats in results.others.items():
-        for at in ats:
-            said = at.way.shape if at.way.drafter == results.drafter else name
-            lines.append(
-                f"T={at.way.temperature:g}, {said}: τ {at.tau}   "
-                f"{_speedup(at, results)}   {at.tokens_per_second.value:.0f} tokens/s; "
-                f"repeated 4-grams {at.repetition.text(2)}"
-            )
-    return "\n".join(lines)
-
-
-def _speedup(at: Measured, results: Results) -> str:
-    return markdown.remarked(f"speedup {at.speedup.text(2)}×", results.times_without_interval)
+def show(results: Results, console: Console) -> None:
+    """What a terminal shows at the end: τ, the speedup and tokens/s of each way of decoding, then
+    what to serve, and by which command. All else is in the report."""
+    plain = ", ".join(
+        f"{one.plain_tokens_per_second.value:.0f} tokens/s at T = {one.way.temperature:g}"
+        for one in results.asked
+    )
+    rows = Table("", "T", "τ", "speedup", "tokens/s", box=box.SIMPLE_HEAD)
+    served = [choice.served for choice in verdict.choices(results)]
+    for one in sorted(results.measured, key=lambda one: one.way.temperature):
+        figures = one.tau.text(2), one.speedup.text(2), f"{one.tokens_per_second.value:.0f}"
+        cells = verdict.named(one.way, results), f"{one.way.temperature:g}", *figures
+        rows.add_row(*cells, style="bold" if one in served else "")
+    console.print(rows, soft_wrap=False)
+    console.print(f"plain decoding: {plain}", verdict.sentence(results), sep="\n")
+    for command in verdict.commands(results) if any(served) else ():
+        console.print(command.does, *command.lines, sep="\n  ")

@@ -40,24 +40,19 @@ def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:
 
 
 def section(results: Results) -> list[str]:
-    """The section of the report, in paragraphs."""
+    """The section of the report, in blocks of Markdown."""
     chains = [at for at in results.asked if at.way.chain and at.way.length == "fixed"]
     c_hat = results.asked[0].operations
-    blocks = ["## What theory says"]
+    blocks = []
     if chains:
         note = (
-            "The closed forms (Leviathan et al. 2023) assume that every position accepts with the "
-            "α of depth 0, independently of the others; Theorem 3.8 also assumes that verification "
-            "costs one plain step. In reality acceptance falls with depth, and each round starts "
-            "where the last one failed. The intervals of these forms are those of α."
+            "Closed forms of Leviathan et al. (2023), with one α for all depths; their intervals "
+            "are those of α."
         )
         if c_hat is not None:
             note += f" ĉ = {c_hat:.3f} (Definition 3.10), counted in matrix products."
         if any(at.way.temperature > 0 for at in chains):
-            note += (
-                " At T > 0 the forms describe the rule `rejection`, whose acceptance at a position "
-                "is α; the decoder's own rule is named above."
-            )
+            note += " At T > 0 they describe the rule `rejection`."
         blocks += [by_temperature(chains, lambda at: _closed_forms(at, results)), note]
     else:
         blocks.append(
@@ -105,7 +100,7 @@ def _measured_law(at: Measured) -> list[str]:
     """What p and q at every position of the text predict at T > 0, without a closed form."""
     if (found := at.foreseen) is None:
         return []
-    blocks = [f"### p and q along the text, T = {at.way.temperature:g}"]
+    blocks = [f"#### p and q along the text, T = {at.way.temperature:g}"]
     if at.way.chain:
         rows = {
             "rule `rejection`, expected": [found.rejection_tokens.text()],
@@ -120,8 +115,8 @@ def _measured_law(at: Measured) -> list[str]:
         plain = f"; by non-iterative rejection (Appendix A.2), {found.non_iterative.text()}"
     return [
         *blocks,
-        f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; it is 1 − α of the "
-        "sampled variant (Corollary 3.6), computed independently of α.",
+        f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; by Corollary 3.6 it is "
+        "1 − α of the sampled variant.",
         f"With lenience l (Appendix A.5, lossy), α at depth 0 would be {lenience}{plain}.",
     ]
 
@@ -137,11 +132,10 @@ def _reads(results: Results) -> list[str]:
         }
         blocks += [
             table("a pass of the target", PASS, rows),
-            "A pass reads the weights once, however many tokens it multiplies them with (Section "
-            "3.4); the cache is left out.",
+            "The cache is left out (Section 3.4).",
         ]
     return [
         *blocks,
-        f"A beam search of width {BEAMS} behind a draft beam of the same width would have the "
-        f"target judge {judged} positions per pass at γ = {at.way.gamma} (Appendix A.4).",
+        f"A beam search of width {BEAMS} behind a draft beam as wide would judge {judged} "
+        f"positions per pass at γ = {at.way.gamma} (Appendix A.4).",
     ]

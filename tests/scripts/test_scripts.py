@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/scripts/test_scripts.py
 """
 
 import json
+import shlex
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
 from specdec.drafters import with_copying
 from specdec.drafters.models.lm import LMConfig
@@ -18,9 +20,12 @@ from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
+from specdec.measure.results import Measured
+from specdec.report import verdict
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.base import Target
 from tests.processes import process
+from tests.report.test_verdict import GAIN, at, of, tree
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 from tests.told import require_one_line
 
@@ -264,6 +269,35 @@ def test_a_hybrid_that_a_run_made_keeps_its_own_length(tmp_path: Path) -> None:
     run.write_text(json.dumps({"decode": {"gamma": "two"}, "drafter": {"name": "hybrid"}}))
     with pytest.raises(UserError, match=r"config\.json: the shape .* give --gamma"):
         decoding(parser.parse_args([str(folder)]))
+
+
+def test_the_commands_of_a_verdict_decode_as_was_measured(tmp_path: Path) -> None:
+    """Whatever the draft's own run drafted, in chains of 9."""
+    from command_line import add_decoding, decoding, parser_of
+
+    target, best = random_target(architectures(16, 2)["llama"]), tmp_path / "with space" / "best"
+    checkpoint.save(best, random_drafter(EagleConfig(depth=3), target, 0.0), target)
+    run = {"decode": {"gamma": 9}, "drafter": {"name": "eagle"}}
+    (best.parent / "config.json").write_text(json.dumps(run))
+
+    def read(one: Measured) -> DecodeConfig:
+        command, *_ = verdict.commands(of(one, draft=shlex.quote(str(best))))
+        parser = parser_of("")
+        parser.add_argument("--chat", action="store_true")
+        parser.add_argument("--temperature", type=float, default=0.0)
+        add_decoding(parser, DecodeConfig().max_new_tokens)
+        name, *words = shlex.split(*command.lines)
+        args = parser.parse_args(words)
+        assert name == "scripts/generate" and args.draft == best and args.chat
+        assert args.temperature == one.way.temperature
+        return decoding(args)[0]
+
+    assert read(at(GAIN)) == DecodeConfig(gamma=2)
+    paths = [[0], [1], [0, 0]]
+    assert read(tree(GAIN, 1.0)) == DecodeConfig(tree="static", paths=paths)
+    more: dict[str, Any] = dict(top_k=5, top_p=0.9, greedy_draft=True)
+    typical = at(GAIN, 0.7, rule="typical", lossless=False, compiled=True, **more)
+    assert read(typical) == DecodeConfig(gamma=2, rule="typical", compile=True, **more)
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""The first screen of a report: what was trained on what, the verdict, a picture of all ways of
+decoding, how to serve the best, and a few answers."""
+
+from pathlib import Path
+
+from specdec.measure.results import Measured, Results, Sample
+from specdec.report import verdict
+from specdec.report.markdown import TAGS, code, escaped, lines, marked, text
+
+SAMPLES = 3
+MARKED = {kind: marked([(kind, kind)]) for kind in TAGS}
+LEGEND = (
+    f"Drafted tokens were {MARKED['accepted']}, or {MARKED['rejected']} and "
+    f"{MARKED['corrected']} by the target, which adds a {MARKED['bonus']} to a whole draft."
+)
+
+
+def title(results: Results) -> str:
+    """What was trained on what, in a line."""
+    done = "measured on" if results.training is None else "trained on"
+    return f"{results.name}: {results.drafter} for {results.target}, {done} {results.data}"
+
+
+def screen(results: Results, picture: Path | None) -> list[str]:
+    """The first screen, in blocks of Markdown."""
+    escaped_results, commands = escaped(results), verdict.commands(results)
+    blocks = [f"# {title(escaped_results)}", f"**{verdict.sentence(escaped_results)}**"]
+    if picture is not None:
+        blocks.append(f"![speedup of each way over plain decoding]({picture.name})")
+    if commands:
+        gains = verdict.gains(results)
+        blocks.append("## How to serve it" if gains else "## How to try it in an engine")
+    for command in commands:
+        blocks += [text(command.does), code(command.lines)]
+    return blocks + _answers(results.asked[0])
+
+
+def _answers(one: Measured) -> list[str]:
+    """What the user said last, the turns before it, and the answer."""
+    if not one.samples:
+        return []
+    blocks = [f"## Answers at T = {one.way.temperature:g}"]
+    if any(sample.pieces for sample in one.samples[:SAMPLES]):
+        blocks.append(LEGEND)
+    for sample in one.samples[:SAMPLES]:
+        said = [lines(sample.prompt)]
+        if sample.earlier:
+            turns = [*sample.earlier, ("user", sample.prompt)]
+            said = [f"**{text(role)}:** {lines(words)}" for role, words in turns]
+        blocks.append("\n>\n".join(f"> {turn}".replace("\n", "\n> ") for turn in said))
+        blocks.append(f"{_answer(sample)} *(τ {sample.tau:.2f})*")
+    return blocks
+
+
+def _answer(sample: Sample) -> str:
+    """An answer with what became of its drafted tokens, if that is known. A rejected draft does not
+    break a line of the answer."""
+    if not sample.pieces:
+        return lines(sample.answer)
+    return marked(
+        (kind, words.replace("\n", "↵") if kind == "rejected" else words)
+        for kind, words in sample.pieces
+    )

@@ -1,0 +1,185 @@
+"""The verdict on a draft: in which way to serve the target at each temperature, in words and by
+which commands.
+
+A way gains something if the interval of its speedup over plain decoding lies above 1. The fastest
+of those that gain is served. A speedup without an interval claims nothing.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.formats.export import LAYOUTS
+from specdec.formats.layout import OVERRIDES
+from specdec.measure.results import Described, Measured, Results
+
+LAYOUT = "hf"  # of the export that vLLM loads by its method
+OWN = {"greedy", "block", "recursive", "point_mass"}  # rules that decoding uses by itself
+EXPORT, TARGET = "my-head", "my-target"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to serve at a temperature."""
+
+    temperature: float
+    served: Measured | None  # the fastest way that gains something; None: the target alone
+    unclaimed: str = ""  # why nothing is claimed
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command does, in words, and its lines."""
+
+    does: str
+    lines: tuple[str, ...]
+
+
+def choices(results: Results) -> list[Choice]:
+    """What to serve at each measured temperature."""
+    return [_choice(results, one.way.temperature) for one in results.asked]
+
+
+def gains(results: Results) -> bool:
+    """Whether something is gained at any temperature."""
+    return any(choice.served for choice in choices(results))
+
+
+def _choice(results: Results, temperature: float) -> Choice:
+    ways = [one for one in results.measured if one.way.temperature == temperature]
+    claiming = [one for one in ways if one.speedup.low < one.speedup.high]
+    if results.times_without_interval or not claiming:
+        return Choice(temperature, None, results.times_without_interval or "no interval")
+    gaining = [one for one in claiming if one.speedup.low > 1]
+    return Choice(temperature, max(gaining, key=lambda one: one.speedup.value, default=None))
+
+
+def named(way: Described, results: Results) -> str:
+    """A way of decoding in a few words."""
+    if way.drafter != results.drafter:
+        return way.title
+    size = way.gamma if way.chain else way.nodes
+    tokens = f"{size} token{'s' * (size != 1)}{' at most' * (way.length != 'fixed')}"
+    return f"chains of {tokens}" if way.chain else f"a tree of {tokens}"
+
+
+def sentence(results: Results) -> str:
+    """The verdict in a sentence, with another for whatever restricts it."""
+    choice = choices(results)
+    served = [c.served for c in choice if c.served]
+    idle = [f"T = {c.temperature:g}" for c in choice if not (c.served or c.unclaimed)]
+    silent = [f"T = {c.temperature:g}" for c in choice if c.unclaimed]
+    parts = [f"with {_gain(ways, results)}" for ways in _by_name(served, results).values()]
+    if idle:
+        parts.append(f"at {' and '.join(idle)} nothing is gained")
+    if silent:
+        why = next(c.unclaimed for c in choice if c.unclaimed)
+        parts.append(f"nothing can be claimed at {' and '.join(silent)} ({why})")
+    said = "; ".join(parts)
+    if served:
+        said = f"Serve it {said}"
+    elif idle:
+        said = f"Serve the target alone: {said}"
+    if served or idle:
+        where = "one prompt at a time" if results.batch == 1 else f"at batch {results.batch}"
+        said += f" (measured {where})"
+    said = f"{said[0].upper()}{said[1:]}."
+    lossy = [one.way for one in served if not one.way.lossless]
+    if lossy:
+        at = " and ".join(f"T = {way.temperature:g}" for way in lossy)
+        said += f" The rule {lossy[0].rule} is lossy: answers at {at} are not the target's own."
+    if served and results.shift is not None:
+        said += (
+            f" The target was adapted along with the draft: {results.shift.same.value:.0%} of "
+            "the original's greedy answers stay the same."
+        )
+    return said
+
+
+def _by_name(measured: Sequence[Measured], results: Results) -> dict[str, list[Measured]]:
+    """Figures by the words for their way."""
+    by_name: dict[str, list[Measured]] = {}
+    for one in measured:
+        by_name.setdefault(_article(one.way, results), []).append(one)
+    return by_name
+
+
+def _article(way: Described, results: Results) -> str:
+    return f"the {way.title}" if way.drafter != results.drafter else named(way, results)
+
+
+def _gain(measured: Sequence[Measured], results: Results) -> str:
+    """A way, and how fast it is at each temperature."""
+    name, times = _article(measured[0].way, results), [_times(one) for one in measured]
+    first = measured[0].way.temperature
+    if len(measured) == 1:
+        return f"{name} at T = {first:g}: {times[0]}"
+    each = (f"{t} at T = {one.way.temperature:g}" for t, one in zip(times, measured, strict=True))
+    return f"{name}: {', '.join(each)}"
+
+
+def _times(one: Measured) -> str:
+    value, brackets, interval = one.speedup.text(2).partition(" [")
+    return f"{value} times as fast{brackets}{interval}"
+
+
+def commands(results: Results) -> list[Command]:
+    """How to serve what the verdict says, and what an engine makes of the draft. Empty if nobody
+    said where the draft is."""
+    if not results.draft:
+        return []
+    served = [choice.served for choice in choices(results) if choice.served]
+    own = [
+        Command(f"With {name}, by our own decoder:", (_generate(ways[0], results),))
+        for name, ways in _by_name(served, results).items()
+    ]
+    return [*own, *_vllm(results)]
+
+
+def _generate(one: Measured, results: Results) -> str:
+    """The command that decodes as was measured. A shape that the run's settings describe, such as
+    a dynamic tree, is left to them."""
+    way, options = one.way, ["--chat"]
+    draft = results.draft if way.drafter == results.drafter else results.also
+    if way.drafter == results.drafter:
+        if way.chain and way.length == "fixed":
+            options.append(f"--gamma {way.gamma}")
+        elif one.learned.paths:
+            paths = json.dumps(one.learned.paths, separators=(",", ":"))
+            options.append(f"--tree static --paths {shlex.quote(paths)}")
+    settings: dict[str, tuple[bool, object]] = {
+        "--temperature": (way.temperature > 0, f"{way.temperature:g}"),
+        "--top-k": (way.top_k > 0, way.top_k),
+        "--top-p": (way.top_p < 1, way.top_p),
+        "--rule": (way.rule not in OWN, way.rule),
+        "--greedy-draft": (way.greedy_draft, ""),
+        "--compile": (way.compiled, ""),
+    }
+    options += [f"{name} {value}".strip() for name, (given, value) in settings.items() if given]
+    return " ".join(["scripts/generate", draft, *options])
+
+
+def _vllm(results: Results) -> list[Command]:
+    """How vLLM serves the draft, if it does. It drafts chains, whatever is fastest here."""
+    layout = LAYOUTS.get((results.drafter, LAYOUT))
+    chains = [one for one in results.measured if one.way.drafter == results.drafter]
+    chains = [one for one in chains if one.way.chain and one.way.length == "fixed"]
+    if layout is None or not layout.served or not chains:
+        return []
+    gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
+    alike = {one.way.temperature: one for one in chains if one.way.gamma == gamma}
+    here = ", ".join(f"{_times(one)} at T = {t:g}" for t, one in alike.items())
+    settings = {"method": layout.method, "model": EXPORT, "num_speculative_tokens": gamma}
+    settings |= {"parallel_drafting": True} if layout.parallel else {}
+    overrides = f' --hf-overrides "$(cat {EXPORT}/{OVERRIDES})"' if layout.overrides else ""
+    return [
+        Command(
+            f"In vLLM, which drafts chains (here, chains of {gamma} are {here}):",
+            (
+                f"scripts/export {results.draft} --to {EXPORT} --with-target {TARGET}",
+                f"vllm serve {TARGET}{overrides} --speculative-config \\",
+                f"  '{json.dumps(settings)}'",
+            ),
+        )
+    ]
