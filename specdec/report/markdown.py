@@ -44,7 +44,7 @@ h1+p{font-size:1.1rem}
 pre,blockquote{margin:.5rem 0;padding:.6rem .8rem;background:var(--soft);border-radius:6px}
 pre{font-size:.875rem;overflow-x:auto;overflow-wrap:normal}
 blockquote{border-left:4px solid var(--line)}blockquote p{margin:.2rem 0}
-img{max-width:100%;background:#fff;padding:.3rem;border-radius:6px}
+img{max-width:100%;max-height:21rem;background:#fff;padding:.3rem;border-radius:6px}
 table{display:block;overflow-x:auto;border-collapse:collapse;font-size:.875rem;margin:.5rem 0;
 overflow-wrap:normal}
 th,td{border-bottom:1px solid var(--line);padding:.3rem .9rem .3rem 0;text-align:left;
