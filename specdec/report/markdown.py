@@ -64,7 +64,7 @@ details img{max-width:none;max-height:15rem}}
 body{max-width:none;padding:0;font-size:10pt}
 details::details-content{content-visibility:visible;display:block;height:auto}
 summary{list-style:none}
-pre{white-space:pre-wrap}table{display:table;font-size:8pt}th,td{white-space:normal}
+pre{white-space:pre-wrap;font-size:9pt}h1{font-size:16pt}table{display:table;font-size:8pt}th,td{white-space:normal}
 img,details img{max-width:100%;max-height:9cm}
 pre,blockquote,tr,img{break-inside:avoid}h2,h3,h4,summary{break-after:avoid}}
 """
