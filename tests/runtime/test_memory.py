@@ -5,7 +5,7 @@ Run alone: python -m pytest tests/runtime/test_memory.py (a few seconds)
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from specdec.decoding import fitting
+from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
 from specdec.runtime import memory
 from tests.tiny import Tiny, architectures, random_target
 from tests.told import require_one_line
-from train import pipeline
+from train import loop, measurement
 from train.data import answers
 
 ERRORS = [
@@ -58,10 +59,15 @@ def test_an_allocation_that_no_machine_can_make_is_recognised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "function", "parts"),
+    ("stage", "where", "function", "parts"),
     [
-        ("training", "train", [r"loop\.rows", "continues from the last checkpoint"]),
-        ("measuring the draft", "evaluate", [r"decode\.batch", "training is complete"]),
+        ("training", loop, "train", [r"loop\.rows", "continues from the last checkpoint"]),
+        (
+            "measuring the draft",
+            measurement,
+            "evaluate",
+            [r"decode\.batch", "training is complete"],
+        ),
     ],
 )
 def test_a_stage_names_what_to_lower(
@@ -69,13 +75,14 @@ def test_a_stage_names_what_to_lower(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
+    where: ModuleType,
     function: str,
     parts: list[str],
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise ERRORS[1]
 
-    monkeypatch.setattr(pipeline, function, failing)
+    monkeypatch.setattr(where, function, failing)
     with pytest.raises(UserError, match=f"memory ran out while {stage}") as caught:
         tiny.job(tmp_path / "run", "medusa")
     require_one_line(f"error: {caught.value}", *parts)
@@ -125,11 +132,11 @@ def test_answers_are_those_of_smaller_batches(
     are the same in float32."""
     sizes: list[int] = []
 
-    def decode(target: Any, prompts: Any, **options: Any) -> Any:
+    def decode(target: Any, prompts: Any, way: Way, **options: Any) -> Any:
         sizes.append(len(prompts))
         if kind == "an error" and len(prompts) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return decoding(target, prompts, **options)
+        return decoding(target, prompts, way, **options)
 
     decoding, options = answers.decode, ["data.answers=target", "export=null"]
     roots = [f"answers.root={tmp_path / name}" for name in ("whole", "small")]
