@@ -139,15 +139,15 @@ def require_file(path: Path) -> None:
 
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The records with these keys in JSON lines that a run wrote; damaged lines are left out."""
-    found = []
+    records = []
     for line in path.read_bytes().splitlines():
         try:
             value = json.loads(line)
         except ValueError:
             continue
         if isinstance(value, dict) and all(key in value for key in keys):
-            found.append(value)
-    return found
+            records.append(value)
+    return records
 
 
 def sealed_lines(
@@ -155,7 +155,7 @@ def sealed_lines(
 ) -> tuple[list[dict[str, Any]], int]:
     """The records with these keys in JSON lines that were sealed one by one, and the number of
     lines that are damaged: they are not JSON, lack a key, or do not fit their checksum."""
-    found, damaged = [], 0
+    records, damaged = [], 0
     for line in path.read_bytes().splitlines():
         try:
             value = unsealed(json.loads(line), context)
@@ -163,9 +163,9 @@ def sealed_lines(
             value = None
         whole = isinstance(value, dict) and all(key in value for key in keys)
         if whole:
-            found.append(value)
+            records.append(value)
         damaged += not whole
-    return found, damaged
+    return records, damaged
 
 
 def write_json(path: Path, value: Mapping[str, Any], context: str = "") -> None:
@@ -237,8 +237,8 @@ def _as(kind: Any, value: Any, where: str) -> Any:
         raise errors[0]
     if plain is float and type(value) is int and abs(value) < 2**53:
         return float(value)
-    found = tuple(value) if plain is tuple and isinstance(value, list) else value
-    if type(found) is not plain:
+    converted = tuple(value) if plain is tuple and isinstance(value, list) else value
+    if type(converted) is not plain:
         name = NAMES.get(plain, getattr(plain, "__name__", str(plain)))
         raise UserError(f"{where}: expected {name}, found {_shown(value)}")
     if plain is str:
@@ -249,10 +249,12 @@ def _as(kind: Any, value: Any, where: str) -> Any:
         named = zip(keys, value.values(), strict=True)
         return {_as(args[0], k, where): _as(args[1], x, f"{where}.{k}") for k, x in named}
     if plain in (list, tuple) and args:
-        of = [args[0]] * len(found) if plain is list or args[-1] is ... else args
-        require(len(of) == len(found), f"{where}: expected {len(of)} values, found {len(found)}")
-        return plain(_as(a, found[i], f"{where}[{i}]") for i, a in enumerate(of))
-    return found
+        of = [args[0]] * len(converted) if plain is list or args[-1] is ... else args
+        require(
+            len(of) == len(converted), f"{where}: expected {len(of)} values, found {len(converted)}"
+        )
+        return plain(_as(a, converted[i], f"{where}[{i}]") for i, a in enumerate(of))
+    return converted
 
 
 def _shown(value: Any) -> str:

@@ -51,10 +51,10 @@ def believed(text: Text, variant: str, gamma: int) -> Believed:
     """The first γ tokens drafted at the anchors of a text that the target wrote. To weigh the
     tokens after it, a drafted token counts as accepted if it is the text's own. If drafts are drawn
     from q, the text's token x, drawn from p, stands for it with weight min(1, q(x) / p(x))."""
-    found, drawn = text.found, variant == "sampled"
-    accepted = found.kept if drawn else getattr(found.alpha, variant)
-    went_on = found.ratio.clamp_max(1) if drawn else found.written
-    c = found.drawn if drawn else found.picked
+    measured, drawn = text.measured, variant == "sampled"
+    accepted = measured.kept if drawn else getattr(measured.alpha, variant)
+    went_on = measured.ratio.clamp_max(1) if drawn else measured.written
+    c = measured.drawn if drawn else measured.picked
     c, accepted, went_on = (x[text.anchors, :gamma] for x in (c, accepted, went_on))
     before = torch.ones_like(went_on)
     before[:, 1:] = went_on[:, :-1].cumprod(-1)
@@ -77,7 +77,7 @@ def calibrate(
         not isinstance(drafter, Copies), f"{name} copies tokens: it has no confidence to calibrate"
     )
     assert isinstance(drafter, Calibrated)
-    found: dict[str, list[Believed]] = {}
+    beliefs: dict[str, list[Believed]] = {}
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
@@ -88,8 +88,8 @@ def calibrate(
         for answers in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
             for by_variant in answers:
                 for variant, answer in zip(variants, by_variant, strict=True):
-                    found.setdefault(variant, []).append(answer)
-    fitted = {name: fit(answers) for name, answers in found.items()}
+                    beliefs.setdefault(variant, []).append(answer)
+    fitted = {name: fit(answers) for name, answers in beliefs.items()}
     return replace(drafter.calibrations, **fitted, prompts=len(prompts))
 
 
@@ -104,29 +104,29 @@ def _believed(
     """For each answer to the `AT_ONCE` prompts from `first` on: its drafted tokens, by variant."""
     assert way.shape is not None
     gamma = way.shape.depth
-    some, seed, found = prompts[first : first + AT_ONCE], setup.seed + first, []
+    some, seed, beliefs = prompts[first : first + AT_ONCE], setup.seed + first, []
     seeds = range(seed, seed + len(some))
     for answer in setup.answers(some, way, seeds=seeds):
         read = along(forcing, setup.target, answer.prompt, [*answer.ids, *answer.overrun])
         text = decoded(read, answer, gamma, way.sampler.greedy)
-        found.append([believed(text, variant, gamma) for variant in variants])
-    return found
+        beliefs.append([believed(text, variant, gamma) for variant in variants])
+    return beliefs
 
 
 def fit(answers: Sequence[Believed]) -> Calibration:
     """The calibration that minimises, depth by depth, the cross-entropy with acceptance. Log scale
     and shift are drawn towards those of the depth before (at depth 0: 0, which changes nothing), so
     a depth that was seldom reached is calibrated much like the one before."""
-    map_2, found, shares = torch.zeros(2, dtype=torch.float64), list[Tensor](), [0.5]
+    map_2, maps, shares = torch.zeros(2, dtype=torch.float64), list[Tensor](), [0.5]
     with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
         for k in range(answers[0].confidence.shape[1]):
             columns = (torch.cat([x[:, k] for x in xs]) for xs in zip(*answers, strict=True))
             whole = Believed(*(x.double().cpu().clone() for x in columns))
             map_2 = _fitted(whole, map_2)
-            found.append(map_2)
+            maps.append(map_2)
             kept, seen = float((whole.weight * whole.accepted).sum()), float(whole.weight.sum())
             shares.append((PRIOR * shares[-1] + kept) / (PRIOR + seen))
-    log_scale_K, shift_K = torch.stack(found, 1)
+    log_scale_K, shift_K = torch.stack(maps, 1)
     return Calibration(log_scale_K.exp().tolist(), shift_K.tolist(), shares[1:])
 
 
@@ -149,7 +149,7 @@ def reliability(
     answers: Sequence[Believed], calibration: Calibration | None = None
 ) -> list[Reliability]:
     """Confidence, as the draft gives it or calibrated, beside acceptance at each depth."""
-    found = []
+    by_depth = []
     for k in range(answers[0].confidence.shape[1]):
         sums: list[list[list[float]]] = []  # by answer and bin: weight, confidence, acceptance
         for answer in answers:
@@ -164,8 +164,8 @@ def reliability(
         bins = [_bin(list(of_bin)) for of_bin in by_bin if sum(w for w, _, _ in of_bin) > 0]
         whole = _bin([[sum(x) for x in zip(*answer, strict=True)] for answer in sums])
         gaps = sum(abs(b.predicted - b.observed.value) * b.weight for b in bins)
-        found.append(Reliability(whole, gaps / max(whole.weight, LEAST), bins))
-    return found
+        by_depth.append(Reliability(whole, gaps / max(whole.weight, LEAST), bins))
+    return by_depth
 
 
 def _bin(sums: Sequence[Sequence[float]]) -> Bin:

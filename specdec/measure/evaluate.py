@@ -123,16 +123,16 @@ def evaluate(
         choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
         tell = partial(progress.update, task)
         answers = _answered(setup, cfg, [c.way for c in choices], asked, together, tell)
-        for (title, each, own), choice, made in zip(ways, choices, answers, strict=True):
+        for (title, each, own), choice, answered in zip(ways, choices, answers, strict=True):
             key = each, repr(choice.way.shape)
             cost = known[key] = known.get(key) or costs(setup, choice.way, asked[0])
-            one = _figures(setup, described(title, own, choice.way), choice, made, cost)
+            one = _figures(setup, described(title, own, choice.way), choice, answered, cost)
             if title == ways[0][0]:
-                _by_forcing(setup, one, choice.way, made)
-                one.oracle = _oracle(setup, choice.way, cost, learning, made.rounds)
-                one.samples = _samples(target, made, words, earlier)
+                _by_forcing(setup, one, choice.way, answered)
+                one.oracle = _oracle(setup, choice.way, cost, learning, answered.rounds)
+                one.samples = _samples(target, answered, words, earlier)
                 if log is not None and ranks.rank == 0:
-                    log_rounds(log, made.drafted)
+                    log_rounds(log, answered.drafted)
             measured[title].append(one)
     progress.remove_task(task)
     for (_, each, _), of_way in zip(ways, measured.values(), strict=True):
@@ -269,9 +269,9 @@ def _answered(
                 turns(batch, warming)
             repeats = [turns(batch, [plain, *ways], repeat) for repeat in range(cfg.repeats)]
             plainly, *drafted = map(list, zip(*repeats, strict=True))
-            for made, of_way in zip(many, drafted, strict=True):
-                made.add(plainly[0], of_way[0])
-                made.time(plainly, of_way)
+            for answered, of_way in zip(many, drafted, strict=True):
+                answered.add(plainly[0], of_way[0])
+                answered.time(plainly, of_way)
             said(many, len(batch))
         return many
 
@@ -288,8 +288,8 @@ def _answered(
         for first in range(timed, len(prompts), together)
     ]
     for plainly, *drafts in ranks.shared(batches, lambda batch: turns(batch, eager)):
-        for made, drafted in zip(many, drafts, strict=True):
-            made.add(plainly, drafted)
+        for answered, drafted in zip(many, drafts, strict=True):
+            answered.add(plainly, drafted)
         said(many, len(plainly))
     return many
 
@@ -310,16 +310,18 @@ def _a_round(batch: Sequence[Generation]) -> float:
     return max(g.seconds for g in batch) / max(1, sum(len(g.rounds) for g in batch))
 
 
-def _figures(setup: Setup, way: Described, choice: Choice, made: Answered, cost: Costs) -> Measured:
+def _figures(
+    setup: Setup, way: Described, choice: Choice, answered: Answered, cost: Costs
+) -> Measured:
     """What was counted and timed in one way of decoding."""
-    gamma, depths, rounds = way.gamma, range(way.gamma), made.rounds
+    gamma, depths, rounds = way.gamma, range(way.gamma), answered.rounds
 
     def share(
         one: Callable[[Round], float], of: Callable[[Round], float] = lambda r: 1
     ) -> Interval:
         """Σ `one` / Σ `of` over all rounds, bootstrapped over prompts."""
         numerators, denominators = (
-            [sum(map(x, g.rounds)) for g in made.drafted] for x in (one, of)
+            [sum(map(x, g.rounds)) for g in answered.drafted] for x in (one, of)
         )
         return ratio_interval(numerators, denominators)
 
@@ -327,40 +329,42 @@ def _figures(setup: Setup, way: Described, choice: Choice, made: Answered, cost:
         """The share of rounds that accepted depth k: of all, or of those that tested it."""
         return share(lambda r: r.accepted > k, lambda r: r.tested > k or not of_tested)
 
-    plain_step = made.plain_seconds, made.plain_tokens
-    a_round = made.row_rounds, made.round_seconds
-    kept = [len(g.ids) - 1 for g in made.drafted], [len(g.rounds) for g in made.drafted]
-    timed_speedup = ratio_interval(made.plain_seconds, made.seconds)
-    if made.timed < len(made.drafted):
+    plain_step = answered.plain_seconds, answered.plain_tokens
+    a_round = answered.row_rounds, answered.round_seconds
+    kept = [len(g.ids) - 1 for g in answered.drafted], [len(g.rounds) for g in answered.drafted]
+    timed_speedup = ratio_interval(answered.plain_seconds, answered.seconds)
+    if answered.timed < len(answered.drafted):
         speedup = product_interval([kept], [plain_step, a_round])
         tokens_per_second = product_interval([kept], [a_round])
     else:
         speedup = timed_speedup
-        tokens_per_second = ratio_interval(made.plain_tokens, made.seconds)
-    same = sum(p.ids == d.ids for p, d in zip(made.plain, made.drafted, strict=True))
+        tokens_per_second = ratio_interval(answered.plain_tokens, answered.seconds)
+    same = sum(p.ids == d.ids for p, d in zip(answered.plain, answered.drafted, strict=True))
     return Measured(
         way=way,
         tau=share(lambda r: r.accepted + 1),
         speedup=speedup,
         timed_speedup=timed_speedup,
         tokens_per_second=tokens_per_second,
-        plain_tokens_per_second=ratio_interval(made.plain_tokens, made.plain_seconds),
+        plain_tokens_per_second=ratio_interval(answered.plain_tokens, answered.plain_seconds),
         rounds=len(rounds),
         drafted_per_round=share(lambda r: r.nodes),
         accepted_lengths=[sum(r.accepted == n for r in rounds) for n in range(gamma + 1)],
         drafted=[sum(r.drafted > k for r in rounds) for k in depths],
         accepted=[sum(r.accepted > k for r in rounds) for k in depths],
-        repetition=ratio_interval([repetition(g.ids) for g in made.plain], [1] * len(made.plain)),
+        repetition=ratio_interval(
+            [repetition(g.ids) for g in answered.plain], [1] * len(answered.plain)
+        ),
         costs=cost,
         reached=[accepted(k) for k in depths],
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
         identical=same if way.temperature == 0 else None,
         learned=choice.learned,
-        seconds_spent={phase: sum(s[phase] for s in made.spent) for phase in made.spent[0]},
+        seconds_spent={phase: sum(s[phase] for s in answered.spent) for phase in answered.spent[0]},
     )
 
 
-def _by_forcing(setup: Setup, one: Measured, way: Way, made: Answered) -> None:
+def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> None:
     """Add what teacher forcing says about the draft along the answers."""
     assert way.drafter is not None
     target, gamma, greedy = setup.target, one.way.gamma, way.sampler.greedy
@@ -376,7 +380,7 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, made: Answered) -> None:
             read = along(forcing, target, plain.prompt, plain.ids)
         return whole(read, len(plain.ids), drafter.depth), at_visits
 
-    both = setup.ranks.shared([*zip(made.plain, made.drafted, strict=True)], texts)
+    both = setup.ranks.shared([*zip(answered.plain, answered.drafted, strict=True)], texts)
     every, visited = map(list, zip(*both, strict=True))
     beliefs = []
     if not isinstance(drafter, Copies):
@@ -388,13 +392,13 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, made: Answered) -> None:
     one.confidence = reliability(beliefs) if beliefs else []
     one.calibrated = reliability(beliefs, calibration) if beliefs and calibration else []
     one.prompts = [
-        prompt_counts(t, g, gamma, greedy) for t, g in zip(every, made.drafted, strict=True)
+        prompt_counts(t, g, gamma, greedy) for t, g in zip(every, answered.drafted, strict=True)
     ]
 
 
 def _samples(
     target: Target,
-    made: Answered,
+    answered: Answered,
     words: Sequence[str],
     earlier: Sequence[Sequence[tuple[str, str]]],
 ) -> list[Sample]:
@@ -403,7 +407,7 @@ def _samples(
     def text(ids: Sequence[int]) -> str:
         return str(target.tokenizer.decode(ids, skip_special_tokens=True))
 
-    shown = made.drafted[:SHOWN]
+    shown = answered.drafted[:SHOWN]
     said = [*words[: len(shown)], *(text(g.prompt) for g in shown[len(words) :])]
     before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
     coloured = [pieces_of(target.tokenizer, g) for g in shown]
@@ -444,7 +448,7 @@ def shift(
     @torch.inference_mode()
     def moved(start: int) -> list[tuple[float, int, bool]]:
         """The summed KL of each answer in a batch, its tokens, and whether it stayed the same."""
-        asked, found = prompts[start : start + batch], []
+        asked, shifts = prompts[start : start + batch], []
         told = (decode(t, asked, max_new_tokens=tokens) for t in (original, adapted))
         for before, after in zip(*told, strict=True):
             ids, first = torch.tensor([[*before.prompt, *before.ids]]), len(before.prompt) - 1
@@ -453,8 +457,8 @@ def shift(
                 for t in (original, adapted)
             )
             kl = float(divergence(*logits).sum())
-            found.append((kl, len(before.ids), before.ids == after.ids))
-        return found
+            shifts.append((kl, len(before.ids), before.ids == after.ids))
+        return shifts
 
     batches = ranks.shared(range(0, len(prompts), batch), moved)
     kl, counts, same = map(list, zip(*(answer for of in batches for answer in of), strict=True))

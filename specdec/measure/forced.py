@@ -97,26 +97,26 @@ def along(
 class Text(NamedTuple):
     """What was measured along an answer, and which of its anchors count."""
 
-    found: Along
+    measured: Along
     anchors: list[int]
     drafted: list[int]  # at each of them: the most depths that were drafted
 
 
-def whole(found: Along, length: int, depth: int) -> Text:
+def whole(measured: Along, length: int, depth: int) -> Text:
     """Every anchor of an answer of `length` tokens at which all depths are known."""
     anchors = range(max(0, length - depth))
-    return Text(found, list(anchors), [depth] * len(anchors))
+    return Text(measured, list(anchors), [depth] * len(anchors))
 
 
-def decoded(found: Along, made: Generation, gamma: int, greedy: bool) -> Text:
-    """The anchors at which a decoding's rounds started; `found` is measured along its text. At T =
-    0 all of them count, so that the products of greedy acceptance are the decoder's own counts: a
-    depth past the end of the text was not accepted. Above 0 only those with γ tokens of text after
-    them count, since sampled acceptance past the end is unknown."""
-    length = len(made.ids) + len(made.overrun)
-    rounds = [(r.anchor - len(made.prompt), r.drafted) for r in made.rounds]
+def decoded(measured: Along, answer: Generation, gamma: int, greedy: bool) -> Text:
+    """The anchors at which a decoding's rounds started; `measured` holds the figures along its
+    text. At T = 0 all of them count, so that the products of greedy acceptance are the decoder's
+    own counts: a depth past the end of the text was not accepted. Above 0 only those with γ tokens
+    of text after them count, since sampled acceptance past the end is unknown."""
+    length = len(answer.ids) + len(answer.overrun)
+    rounds = [(r.anchor - len(answer.prompt), r.drafted) for r in answer.rounds]
     kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]
-    return Text(found, [t for t, _ in kept], [drafted for _, drafted in kept])
+    return Text(measured, [t for t, _ in kept], [drafted for _, drafted in kept])
 
 
 def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced:
@@ -128,8 +128,8 @@ def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced
         return product_TK * (torch.tensor(text.drafted)[:, None] > depths_K)
 
     variants = range(len(Acceptance._fields))
-    alone = (by_depth([t.found.alpha[v][t.anchors] for t in every]) for v in variants)
-    rounds = (by_depth([in_a_row(t, t.found.alpha[v]) for t in visited]) for v in variants)
+    alone = (by_depth([t.measured.alpha[v][t.anchors] for t in every]) for v in variants)
+    rounds = (by_depth([in_a_row(t, t.measured.alpha[v]) for t in visited]) for v in variants)
     return Forced(Alpha(*alone), Alpha(*rounds))
 
 
@@ -148,11 +148,11 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
     those of a chain of γ (or of the trained depth, if less) at visited anchors."""
     if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
         return None
-    divergences = [text.found.divergence[text.anchors] for text in every]
-    ratios = [text.found.ratio[text.anchors, :gamma] for text in visited]
+    divergences = [text.measured.divergence[text.anchors] for text in every]
+    ratios = [text.measured.ratio[text.anchors, :gamma] for text in visited]
 
     def lenient(i: int, texts: Sequence[Text]) -> Interval:
-        return mean([text.found.lenient[i][text.anchors, 0] for text in texts])
+        return mean([text.measured.lenient[i][text.anchors, 0] for text in texts])
 
     by_lenience = [
         Lenient(factor, lenient(i, every), lenient(i, visited))
@@ -160,14 +160,14 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
     ]
     rejection = mean([expected_tokens(r.clamp_max(1)) for r in ratios])
     block = mean([block_expected_tokens(r) for r in ratios])
-    non_iterative = mean([text.found.non_iterative[text.anchors, 0] for text in every])
+    non_iterative = mean([text.measured.non_iterative[text.anchors, 0] for text in every])
     return Foreseen(by_depth(divergences), by_lenience, rejection, block, non_iterative)
 
 
-def prompt_counts(every: Text, made: Generation, gamma: int, greedy: bool) -> PromptCounts:
-    alpha = every.found.alpha
+def prompt_counts(every: Text, answer: Generation, gamma: int, greedy: bool) -> PromptCounts:
+    alpha = every.measured.alpha
     by_anchor = [alpha.sampled[every.anchors], alpha.greedy[every.anchors]]
     sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
     positions = [len(every.anchors)] * len(sampled)
     walked = predicted_rounds(by_anchor[greedy][:, :gamma])
-    return PromptCounts(made.emitted, len(made.rounds), positions, sampled, same, walked)
+    return PromptCounts(answer.emitted, len(answer.rounds), positions, sampled, same, walked)

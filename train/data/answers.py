@@ -144,11 +144,11 @@ def answered(
     while batches:
         batch = batches.pop(0)
         try:
-            found, reason = write(batch), ""
+            records, reason = write(batch), ""
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            found, reason = [], first_line(error)[:120]
+            records, reason = [], first_line(error)[:120]
         if reason:  # out here, where the error no longer holds the memory of the failed batch
             if len(batch) == 1:
                 raise UserError(
@@ -165,12 +165,12 @@ def answered(
                 f"memory ran out for {len(batch)} answers at once: from now on {half} are tried"
             )
             continue
-        written += sum(len(entry["ids"]) for entry in found)
+        written += sum(len(entry["ids"]) for entry in records)
         if keep:
             keep.write()
         lines = [
             json.dumps(sealed({"prompt": name} | entry, key))
-            for name, entry in zip(batch, found, strict=True)
+            for name, entry in zip(batch, records, strict=True)
         ]
         write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
     progress.remove_task(task)
@@ -205,14 +205,14 @@ def _documents(
 ) -> list[Document]:
     """The documents of prompts whose answers are known; `of_answer` gives none for some of them.
     Raises Damaged if a prompt in the folder has lost its answer."""
-    found = []
+    documents = []
     for prompt in prompts:
         if (kept := known.get(_name(prompt))) is None:
             raise Damaged(f"{folder} was damaged while this run answered: start it again")
         document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
         if document is not None:
-            found.append(document)
-    return found
+            documents.append(document)
+    return documents
 
 
 def of_answer(
@@ -295,9 +295,9 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
                 f"{where}: its ids or anchors cannot be those of an answer of this target: give a "
                 "log that was written with this target",
             )
-            made = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
-            if made is not None and np.array(r.prompt, np.int32).tobytes() not in others:
-                documents.append(made)
+            document = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
+            if document is not None and np.array(r.prompt, np.int32).tobytes() not in others:
+                documents.append(document)
     require(
         bool(documents),
         f"data.rounds={path}: no round in it to train on (answers to held-out prompts are left "
@@ -312,16 +312,16 @@ def _read(
     """The answers of all runs and processes in a folder, by the name of the prompt, and a phrase
     for what is damaged there, if anything is. They were sealed with this `key`, and those that this
     run `asked` for fit their prompts."""
-    found: dict[str, dict[str, Any]] = {}
+    by_prompt: dict[str, dict[str, Any]] = {}
     damaged: dict[str, int] = {}
     for path in sorted(folder.glob("*.jsonl")):
         entries, count = sealed_lines(path, ("prompt", "ids"), key)
         sane = [entry for entry in entries if _sane(entry, vocab, asked)]
         if count := count + len(entries) - len(sane):
             damaged[path.name] = count
-        found |= {entry["prompt"]: entry for entry in sane}
+        by_prompt |= {entry["prompt"]: entry for entry in sane}
     lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
-    return found, f"{folder} has damaged lines ({lines})" if damaged else ""
+    return by_prompt, f"{folder} has damaged lines ({lines})" if damaged else ""
 
 
 def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:

@@ -65,8 +65,8 @@ class Online:
         summary = summarise(self.target, final_1TD, self.sampler)
         of_text = parts_of(final_1TD, summary, ctx.layers_BTF)
         after = parts_of(after_RKD, summarise(self.target, after_RKD, self.sampler), None)
-        found = {name: part[0] for name, part in of_text.items()}
-        return found | {AFTER + name: part for name, part in after.items()}
+        features = {name: part[0] for name, part in of_text.items()}
+        return features | {AFTER + name: part for name, part in after.items()}
 
 
 def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
@@ -81,16 +81,16 @@ def assembled(
 ) -> Batch:
     """A batch put together from the features of single documents, which `read` gives."""
     ctx, mask_BT = texts(rows, device)
-    found = [[read(row, x) for x in documents(row)] for row in rows]
+    by_row = [[read(row, x) for x in documents(row)] for row in rows]
 
     def of_text(name: str) -> Tensor:
         """A feature [B, T, …], 0 at padding."""
-        whole = [torch.cat([features[name] for features in of_row]) for of_row in found]
+        whole = [torch.cat([features[name] for features in of_row]) for of_row in by_row]
         return pad_sequence(whole, batch_first=True).to(device)
 
     def after_drafts(name: str) -> Tensor:
         """A feature [R, K, …]."""
-        parts = [features[AFTER + name] for of_row in found for features in of_row]
+        parts = [features[AFTER + name] for of_row in by_row for features in of_row]
         return torch.cat(parts).to(device)
 
     def states(feature: Callable[[str], Tensor]) -> tuple[Tensor, Summary]:

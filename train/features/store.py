@@ -149,22 +149,22 @@ class Store:
         self.prepare(tokens + int(drafted))
         task = progress.add_task("target features", total=tokens)
         for start in range(0, len(source.rows), SHARD):
-            found: dict[str, Features] = {}
+            by_name: dict[str, Features] = {}
             for i in range(start, min(start + SHARD, len(source.rows))):
                 row, batch = source.rows[i], source.batch([i])
                 parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
                 for x in documents(row):
                     kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
-                    found[name_of(row.ids[x])] = kept
+                    by_name[name_of(row.ids[x])] = kept
                     if (visited := batch.visited) is not None:
                         place_R = visited.place_R
                         of_x = (place_R >= x.start) & (place_R < x.stop)
                         after = parts_of(visited.final_RKD, visited.summary, None)
-                        found[name_of_rounds(row, x)] = {
+                        by_name[name_of_rounds(row, x)] = {
                             AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
                         }
                 progress.advance(task, len(row.ids))
-            self._add(found)
+            self._add(by_name)
         progress.remove_task(task)
 
     def record(self, target: Target) -> Record:
@@ -202,31 +202,31 @@ class Store:
         )
         write_json(self.folder / "meta.json", asdict(self.kind))
 
-    def _add(self, found: Mapping[str, Features]) -> None:
+    def _add(self, by_name: Mapping[str, Features]) -> None:
         """Write the features of documents, which are given by name, as one file."""
-        tensors = {f"{n}.{part}": x for n, f in found.items() for part, x in f.items()}
-        sums = {n: of_tensors(f, self._context(n)) for n, f in found.items()}
-        name = hashlib.blake2b("".join(sorted(found)).encode(), digest_size=12).hexdigest()
+        tensors = {f"{n}.{part}": x for n, f in by_name.items() for part, x in f.items()}
+        sums = {n: of_tensors(f, self._context(n)) for n, f in by_name.items()}
+        name = hashlib.blake2b("".join(sorted(by_name)).encode(), digest_size=12).hexdigest()
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(f".partial-{uuid4().hex}")
         save_file(tensors, partial, metadata={SUMS: json.dumps(sums, sort_keys=True)})
         partial.rename(path)
         self._open.cache_clear()  # it may hold the file that was replaced
-        self._files |= dict.fromkeys(found, path)
-        self._parts |= {n: list(f) for n, f in found.items()}
+        self._files |= dict.fromkeys(by_name, path)
+        self._parts |= {n: list(f) for n, f in by_name.items()}
         self._sums |= sums
 
     def read(self, row: Row, x: slice) -> Features:
         """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
         not as they were written."""
-        found = self._document(
+        features = self._document(
             name_of(row.ids[x]), PARTS if self.kind.layers else PARTS[:-1], (x.stop - x.start,)
         )
         if row.rounds is not None:
             size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
             parts = [AFTER + n for n in PARTS[:-1]]
-            found |= self._document(name_of_rounds(row, x), parts, size)
-        return found
+            features |= self._document(name_of_rounds(row, x), parts, size)
+        return features
 
     def discard(self, row: Row, x: slice) -> None:
         """Remove the file with the damaged document at `x` in a row. The sound documents in it are
@@ -252,32 +252,32 @@ class Store:
         if name not in self._files:
             raise Damaged(f"{self.folder} lacks a document's features")
         path = self._files[name]
-        found = self._sound(path, name)
+        features = self._sound(path, name)
         states = {"final": self.kind.width, "layers": self.kind.width * len(self.kind.layers)}
         for part in parts:
             width = [states[p] for p in [part.removeprefix(AFTER)] if p in states]
             wanted = [*size, *width]
-            fits = part in found and list(found[part].shape) == wanted
-            kind = str(found[part].dtype) if fits else ""
+            fits = part in features and list(features[part].shape) == wanted
+            kind = str(features[part].dtype) if fits else ""
             if not fits or (width and kind != self.kind.dtype):
                 raise Damaged(f"{path} is damaged: {name}.{part} is not as it was written")
-        return {part: found[part] for part in parts}
+        return {part: features[part] for part in parts}
 
     def _sound(self, path: Path, name: str) -> Features:
         """All parts of a document in a file. Raises Damaged unless they fit its checksum or, in a
         file of an earlier version, are finite."""
         try:
             file, begins = self._open(path), f"{name}."
-            found = {n: file.get_tensor(begins + n) for n in self._parts[name]}
+            features = {n: file.get_tensor(begins + n) for n in self._parts[name]}
         except (OSError, SafetensorError) as error:
             raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
         if (known_sum := self._sums.get(name)) is not None:
-            sound = known_sum == of_tensors(found, self._context(name))
+            sound = known_sum == of_tensors(features, self._context(name))
         else:
-            sound = all(x.isfinite().all() for n, x in found.items() if "threshold" not in n)
+            sound = all(x.isfinite().all() for n, x in features.items() if "threshold" not in n)
         if not sound:
             raise Damaged(f"{path} is damaged (the checksum of a document differs)")
-        return found
+        return features
 
     def _context(self, name: str) -> str:
         """What a document's features belong to, for its checksum."""
