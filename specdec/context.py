@@ -198,13 +198,13 @@ class Proposal:
 
     def drafted_to(self) -> list[list[list[int]]]:
         """For each row and place, the tokens drafted on the path to it; none at the anchor."""
-        found: list[list[list[int]]] = []
+        paths: list[list[list[int]]] = []
         tokens = self.tokens_BN.clamp_min(0).tolist()
         for ids, above in zip(tokens, self.above_BN.tolist(), strict=True):
-            found.append([[]])
+            paths.append([[]])
             for token, place in zip(ids, above, strict=True):
-                found[-1].append([*found[-1][place], token])
-        return found
+                paths[-1].append([*paths[-1][place], token])
+        return paths
 
     def row(self, b: int, nodes: int) -> "Proposal":
         """The first `nodes` nodes of one row, as a batch of one."""

@@ -78,13 +78,13 @@ def pieces(stream: Stream, ids: Sequence[int], last: Round | None) -> list[Piece
 
 def pieces_of(tokenizer: Any, answer: Generation) -> list[Piece]:
     """All `pieces` of an answer."""
-    stream, found, ids = Stream(tokenizer), list[Piece](), answer.ids
+    stream, parts, ids = Stream(tokenizer), list[Piece](), answer.ids
     for last in (None, *answer.rounds):
         count = 1 if last is None else last.accepted + 1
-        found += pieces(stream, ids[:count], last)
+        parts += pieces(stream, ids[:count], last)
         ids = ids[count:]
     rest = stream.rest()
-    return [*found, ("plain", rest)] if rest else found
+    return [*parts, ("plain", rest)] if rest else parts
 
 
 class Clock:

@@ -47,11 +47,11 @@ class BeamNode:
 
     def path(self) -> "list[BeamNode]":
         """The nodes from the first generated token to this one."""
-        found, node = list[BeamNode](), self
+        nodes, node = list[BeamNode](), self
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
 
 Places = dict[BeamNode | None, int]
@@ -256,17 +256,17 @@ class DraftBeams:
             log_q_BFS = logits_BFS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
             total = (score_BF[..., None] + log_q_BFS).nan_to_num(-torch.inf, neginf=-torch.inf)
             best_U, index_U = total.flatten().topk(min(width, total.numel()))
-            found: list[list[tuple[BeamNode, int, float]]] = [[] for _ in front]
+            grown: list[list[tuple[BeamNode, int, float]]] = [[] for _ in front]
             for score, index in zip(best_U.tolist(), index_U.tolist(), strict=True):
                 if score > -math.inf:
                     b, f = divmod(index // S, len(front[0]))
                     parent, token = front[b][f][0], ids[index % S]
                     node = known.setdefault((parent, token), BeamNode(token, parent))
-                    found[b].append((node, first + f, score))
-            if not any(found):
+                    grown[b].append((node, first + f, score))
+            if not any(grown):
                 return d
-            surplus, F = (BeamNode(0, None), first, -math.inf), max(map(len, found))
-            front = [nodes + [surplus] * (F - len(nodes)) for nodes in found]
+            surplus, F = (BeamNode(0, None), first, -math.inf), max(map(len, grown))
+            front = [nodes + [surplus] * (F - len(nodes)) for nodes in grown]
         return depth
 
 
@@ -337,5 +337,5 @@ def beam_search(
         rounds.append(BeamRound(depth, steps - 1, len(drafted)))
 
     texts = [[node.token for node in end.path()] for end in search.best]
-    found = [*map(Hypothesis, texts, search.best_score_W.tolist())]
-    return BeamResult(list(prompt), found, rounds, time.perf_counter() - began)
+    hypotheses = [*map(Hypothesis, texts, search.best_score_W.tolist())]
+    return BeamResult(list(prompt), hypotheses, rounds, time.perf_counter() - began)

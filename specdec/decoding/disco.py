@@ -136,8 +136,8 @@ class Disco(Length):
 
     reads_q, measured = True, "path"
 
-    def use(self, found: StopClassifier | None = None) -> None:
-        self.classifier, self.features = found or StopClassifier.load(self.path), TokenFeatures()
+    def use(self, figures: StopClassifier | None = None) -> None:
+        self.classifier, self.features = figures or StopClassifier.load(self.path), TokenFeatures()
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         features_BF = self.features(depth, q_BS, token_B)

@@ -68,11 +68,11 @@ class Adaptive(Length, ABC):
     def by_depth(self) -> list[float]:
         """P(the token at depth k is accepted | it was drafted, and all before it were accepted)
         [K], K = limit, estimated as (weight · prior + accepted) / (weight + tested)."""
-        found: list[float] = []
+        alpha: list[float] = []
         for k, (tested, accepted) in enumerate(zip(self.tested, self.accepted, strict=True)):
-            start = self.alpha[k] if k < len(self.alpha) else found[-1]
-            found.append((self.weight * start + accepted) / (self.weight + tested))
-        return found
+            start = self.alpha[k] if k < len(self.alpha) else alpha[-1]
+            alpha.append((self.weight * start + accepted) / (self.weight + tested))
+        return alpha
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         for k in range(self.limit):
@@ -99,7 +99,7 @@ class Optimal(Adaptive):
         super().__post_init__()
         self.pass_cost = leviathan.pass_cost(self.v)
 
-    def use(self, found: Any = None) -> None:
+    def use(self, figures: Any = None) -> None:
         require(
             self.c is not None,
             "length.c is missing: give the time of a draft step divided by that of a target step, "
@@ -124,9 +124,9 @@ class CostTable(Measured):
 
     def __post_init__(self) -> None:
         for name in ("batches", "gammas"):
-            found = getattr(self, name)
-            rising = all(a < b for a, b in pairwise(found))
-            require(bool(found) and rising, f"cost table: {name} {found} must be numbers that rise")
+            sizes = getattr(self, name)
+            rising = all(a < b for a, b in pairwise(sizes))
+            require(bool(sizes) and rising, f"cost table: {name} {sizes} must be numbers that rise")
         require(self.gammas[0] == 0, f"cost table: gammas {self.gammas} must start at 0")
         require(self.batches[0] >= 1, f"cost table: batches {self.batches} must start at 1 or more")
         require(
@@ -152,8 +152,8 @@ class Goodput(Adaptive):
 
     measured = "table"
 
-    def use(self, found: CostTable | None = None) -> None:
-        self.costs = found or CostTable.load(self.table)
+    def use(self, figures: CostTable | None = None) -> None:
+        self.costs = figures or CostTable.load(self.table)
 
     def rates(self, alpha: list[float], batch: int) -> list[float]:
         tokens = leviathan.tokens_by_gamma(alpha, self.limit)
@@ -186,10 +186,10 @@ LENGTHS: dict[str, type[Length]] = {
 }
 
 
-def length(name: str, settings: Mapping[str, Any] | None = None, found: Any = None) -> Length:
-    """The policy of this name with these settings and the figures `found` by measuring for it.
+def length(name: str, settings: Mapping[str, Any] | None = None, figures: Any = None) -> Length:
+    """The policy of this name with these settings and the `figures` that were measured for it.
     Raises UserError for an unknown name or setting, or if a figure it needs is missing."""
     require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
     policy = record(LENGTHS[name], dict(settings or {}), "length")
-    policy.use(found)
+    policy.use(figures)
     return policy

@@ -33,19 +33,19 @@ class Logged:
         )
 
 
-def rounds_of(made: Generation) -> Rounds:
+def rounds_of(answer: Generation) -> Rounds:
     """The rounds of an answer as a log holds them. Raises UserError if trees were drafted."""
     require(
-        all(r.tokens or not r.nodes for r in made.rounds),
+        all(r.tokens or not r.nodes for r in answer.rounds),
         "a log of rounds holds chains only: leave out --tree",
     )
-    return [(r.anchor, r.accepted, r.tokens) for r in made.rounds]
+    return [(r.anchor, r.accepted, r.tokens) for r in answer.rounds]
 
 
 def log_rounds(path: Path, answers: Sequence[Generation]) -> None:
     """Append the rounds of some answers to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        for made in answers:
-            line = Logged(made.prompt, made.ids, rounds_of(made))
+        for answer in answers:
+            line = Logged(answer.prompt, answer.ids, rounds_of(answer))
             file.write(json.dumps(sealed(asdict(line))) + "\n")

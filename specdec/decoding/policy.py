@@ -33,7 +33,7 @@ class Length:
         require_between("length.limit", self.limit, 0, DEEPEST)
         require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
 
-    def use(self, found: Any = None) -> None:
+    def use(self, figures: Any = None) -> None:
         """Use measured figures, or else those in the settings; UserError if some are missing."""
 
     def gamma(self, batch: int) -> int:

@@ -65,16 +65,16 @@ class Rows:
         """The context for a drafter; `cache` is the target's, for drafters that are part of it."""
         known = max(self.seen)
         lengths = [len(ids) for ids in self.texts]
-        found = each(self._buffers, lambda x: x[:, :known])
-        return replace(found, ids_BT=self.ids(), lengths=lengths, texts=self.texts, cache=cache)
+        read = each(self._buffers, lambda x: x[:, :known])
+        return replace(read, ids_BT=self.ids(), lengths=lengths, texts=self.texts, cache=cache)
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the batch only."""
         index = torch.tensor(rows, device=self.device)
         self.texts[:] = [list(self.texts[b]) for b in rows]
         self.seen = [self.seen[b] for b in rows]
-        found = each(self._buffers, lambda x: x[index])
-        self._buffers = replace(found, ids_BT=self._buffers.ids_BT[index])
+        kept = each(self._buffers, lambda x: x[index])
+        self._buffers = replace(kept, ids_BT=self._buffers.ids_BT[index])
 
 
 def tensors(features: Context) -> dict[str, Any]:

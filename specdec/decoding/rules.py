@@ -85,10 +85,10 @@ class Rule:
             bound = f" and at most {most:g}" if most < math.inf else ""
             said = f"decode.rule={self.name}: {key}={value}; give a number above 0{bound}"
             require(0 < value <= most, said)
-        given = ",".join(f"{key}={value:g}" for key, value in values.items())
+        settings = ",".join(f"{key}={value:g}" for key, value in values.items())
         judges = {kind: getattr(self, kind) for kind in ("node", "whole", "at_zero")}
         tuned: dict[str, Any] = {k: partial(j, **values) for k, j in judges.items() if j}
-        return replace(self, name=f"{self.name}:{given}", **tuned)
+        return replace(self, name=f"{self.name}:{settings}", **tuned)
 
 
 # --- local rules: the children of one node -------------------------------------------------
@@ -310,10 +310,10 @@ RULES = {name: replace(rule, name=name) for name, rule in _found.items()}
 def named(text: str) -> Rule:
     """A rule of `RULES` by its name, with other parameters after a colon:
     "typical:epsilon=0.2,delta=0.05". Raises UserError as `Rule.tuned`, and for unknown names."""
-    name, _, given = text.partition(":")
+    name, _, settings = text.partition(":")
     require(name in RULES, f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
     values = {}
-    for part in filter(None, given.split(",")):
+    for part in filter(None, settings.split(",")):
         key, _, value = part.partition("=")
         try:
             values[key] = float(value)

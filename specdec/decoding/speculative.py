@@ -110,9 +110,9 @@ def speculative_generate(
     """
     config = _config(target, generation_config, overrides)
     require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")
-    given, pad = _ids(config.eos_token_id), config.pad_token_id
-    eos = given or (() if "eos_token_id" in overrides else target.eos)
-    if attention_mask is None and pad is not None and pad not in (given or target.eos):
+    eos_ids, pad = _ids(config.eos_token_id), config.pad_token_id
+    eos = eos_ids or (() if "eos_token_id" in overrides else target.eos)
+    if attention_mask is None and pad is not None and pad not in (eos_ids or target.eos):
         attention_mask = input_ids != pad
     prompts = _unpadded(input_ids, attention_mask)
     hidden = [0] * len(prompts)  # tokens that transformers' processors do not see
@@ -147,10 +147,12 @@ def speculative_generate(
 
 
 def _config(
-    target: Target, given: GenerationConfig | None, overrides: dict[str, Any]
+    target: Target, generation_config: GenerationConfig | None, overrides: dict[str, Any]
 ) -> GenerationConfig:
-    """The fields, merged as in `generate`: overrides, then `given`, then the target's own."""
-    config, fields = copy.deepcopy(given or GenerationConfig()), vars(GenerationConfig())
+    """The fields, merged as in `generate`: overrides, `generation_config`, then
+    the target's own."""
+    config = copy.deepcopy(generation_config or GenerationConfig())
+    fields = vars(GenerationConfig())
     with told():
         config.update(**target.model.generation_config.to_dict(), defaults_only=True)
         unknown = config.update(**overrides)
@@ -187,9 +189,9 @@ def _asks(config: GenerationConfig, name: str) -> bool:
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    found = list(input_ids.shape)
-    rows = len(found) == 2 and found[0] > 0
-    require(rows, f"input_ids have the shape {found}: give [rows, tokens]")
+    shape = list(input_ids.shape)
+    rows = len(shape) == 2 and shape[0] > 0
+    require(rows, f"input_ids have the shape {shape}: give [rows, tokens]")
     if attention_mask is None:
         return input_ids.tolist()
     alike = attention_mask.shape == input_ids.shape
@@ -208,13 +210,13 @@ def _processors(
     eos: tuple[int, ...],
     seen: list[int],
     limit: int,
-    given: Sequence[Processor],
+    of_user: Sequence[Processor],
 ) -> list[Processor]:
     """The processors that `generate` would run, made by its own function. Its warpers are among
     them only if the `Sampler`, which is faster and keeps a draft's vocabulary pruned, cannot do the
     same. `seen` counts the tokens before each row's answer, `limit` those of the answer."""
     require(
-        len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in given),
+        len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in of_user),
         "PrefixConstrainedLogitsProcessor needs the number of the row in the batch, but each row "
         "is processed on its own here: give one prompt at a time",
     )
@@ -234,7 +236,7 @@ def _processors(
     config = copy.deepcopy(config)
     config.do_sample, config.max_length = _late(config), seen[0] + limit
     eos_E = torch.tensor(eos, device=target.device) if eos else None
-    own = {"logits_processor": LogitsProcessorList(given), "device": str(target.device)}
+    own = {"logits_processor": LogitsProcessorList(of_user), "device": str(target.device)}
     with told():
         return list(logits_processors(target.model, config, eos_E, seen[0], **own))
 

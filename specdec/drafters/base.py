@@ -137,11 +137,13 @@ def starts_of(config: Any) -> Sequence[str]:
     return starts
 
 
-def chosen_layers(given: Sequence[int] | None, default: Sequence[int], target: Parts) -> list[int]:
+def chosen_layers(
+    configured: Sequence[int] | None, default: Sequence[int], target: Parts
+) -> list[int]:
     """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""
-    layers, L = given or sorted(set(default)), target.config.num_hidden_layers
-    few = "" if given else "; the default needs more, so give drafter.layers"
+    layers, L = configured or sorted(set(default)), target.config.num_hidden_layers
+    few = "" if configured else "; the default needs more, so give drafter.layers"
     require(
         all(0 < k <= L for k in layers),
         f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",

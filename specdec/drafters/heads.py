@@ -83,11 +83,11 @@ class Heads(Trainable):
     ) -> Tensor:
         """`Predictor.hidden`; training may give an `output` of its own."""
         tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
-        state, found = self.first(ctx, anchors_BA), []
+        state, outputs = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):
             state = self.step(state, tokens_BAK[..., k], k)
-            found.append((output or self.output)(state, k))
-        return torch.stack(found, 2)
+            outputs.append((output or self.output)(state, k))
+        return torch.stack(outputs, 2)
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1

@@ -144,8 +144,8 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
         return self.head.calibrations
 
     @calibrations.setter
-    def calibrations(self, found: Calibrations) -> None:
-        self.head.calibrations = found
+    def calibrations(self, calibrations: Calibrations) -> None:
+        self.head.calibrations = calibrations
 
     @classmethod
     def family(cls, name: str) -> type[Drafter]:
@@ -292,11 +292,11 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
     def chain_of(self, memory: Memory, beside: bool = False) -> list[int]:
         """The tokens to copy at the end of a text: none if the head should commit more, unless the
         two go `beside` each other in a tree."""
-        found = memory.chain(self.longest)
+        copied = memory.chain(self.longest)
         of_cells, of_head = self.rates()
-        rates = of_cells[cell(memory)][: len(found) + 1]
+        rates = of_cells[cell(memory)][: len(copied) + 1]
         best = max(rates)
-        return found[: rates.index(best)] if beside or best >= max(of_head) else []
+        return copied[: rates.index(best)] if beside or best >= max(of_head) else []
 
     def drafted(self) -> int:
         """How many tokens the head drafts when it is used; 0 if a plain step is faster."""
@@ -312,11 +312,11 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
         def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
             k = drafted_BWk.shape[2]
             ids_BW = self.copied(ctx, anchor_BW, k + 1)[..., k]
-            found_BWV, own_BW = point_mass(ids_BW, self.sizes.target_vocab), ids_BW == OWN
+            logits_BWV, own_BW = point_mass(ids_BW, self.sizes.target_vocab), ids_BW == OWN
             if own_BW.any():
                 hidden_BWD = self.head.hidden(ctx, anchor_BW, drafted_BWk)[:, :, k]
-                found_BWV[own_BW] = whole(self.head, self.head.unembed(hidden_BWD[own_BW], k))
-            return found_BWV
+                logits_BWV[own_BW] = whole(self.head, self.head.unembed(hidden_BWD[own_BW], k))
+            return logits_BWV
 
         return rereading(ctx, logits)
 
@@ -338,8 +338,8 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
             unused = torch.Generator(ctx.ids_BT.device).manual_seed(0)
             of_rows = zip(choose.generators, copies, strict=True)
             choose.generators = [unused if ids else own for own, ids in of_rows]
-        found = self.head.draft(ctx, shape, choose, cache.head)
-        return joined(found, copies) if beside else replaced(found, copies)
+        proposal = self.head.draft(ctx, shape, choose, cache.head)
+        return joined(proposal, copies) if beside else replaced(proposal, copies)
 
 
 def described(drafter: Drafter) -> Member:
@@ -363,13 +363,15 @@ def prior(depths: int) -> Tensor:
     return torch.tensor([[UNSURE * first, *others] for first, *others in sure] + sure)
 
 
-def replaced(found: Proposal, copies: list[list[int]]) -> Proposal:
+def replaced(proposal: Proposal, copies: list[list[int]]) -> Proposal:
     """The proposal with a copied chain in each row that has one."""
-    N = max(found.tokens_BN.shape[1], *map(len, copies))
-    more = N - found.tokens_BN.shape[1]
-    tokens_BN = pad(found.tokens_BN, (0, more), value=-1)
-    q_BNV = None if found.q_BNV is None else pad(found.q_BNV, (0, 0, 0, more))
-    parents_BN = None if found.parents_BN is None else pad(found.parents_BN, (0, more), value=-1)
+    N = max(proposal.tokens_BN.shape[1], *map(len, copies))
+    more = N - proposal.tokens_BN.shape[1]
+    tokens_BN = pad(proposal.tokens_BN, (0, more), value=-1)
+    q_BNV = None if proposal.q_BNV is None else pad(proposal.q_BNV, (0, 0, 0, more))
+    parents_BN = (
+        None if proposal.parents_BN is None else pad(proposal.parents_BN, (0, more), value=-1)
+    )
     for b, ids in enumerate(copies):
         if ids:
             tokens_BN[b] = tokens_BN.new_tensor([*ids, *[-1] * (N - len(ids))])
@@ -380,14 +382,14 @@ def replaced(found: Proposal, copies: list[list[int]]) -> Proposal:
     return Proposal(tokens_BN, q_BNV, parents_BN)
 
 
-def joined(found: Proposal, copies: list[list[int]]) -> Proposal:
+def joined(proposal: Proposal, copies: list[list[int]]) -> Proposal:
     """A tree of fixed nodes with a copied chain as another branch of each row."""
-    trees, parents = [], (found.above_BN - 1).tolist()
-    for tokens, above, ids in zip(found.tokens_BN.tolist(), parents, copies, strict=True):
+    trees, parents = [], (proposal.above_BN - 1).tolist()
+    for tokens, above, ids in zip(proposal.tokens_BN.tolist(), parents, copies, strict=True):
         nodes, parent = list(zip(tokens, above, strict=True)), -1
         for token in ids:
             if (token, parent) not in nodes:
                 nodes.append((token, parent))
             parent = nodes.index((token, parent))
         trees.append(nodes)
-    return copied_trees(trees, found.tokens_BN.device)
+    return copied_trees(trees, proposal.tokens_BN.device)

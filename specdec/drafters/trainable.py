@@ -98,14 +98,14 @@ class Trainable(Predictor, TrainedDepth):
         for name, x in self.state_dict().items():
             if name == "vocab_S" or (name not in theirs and name.startswith(self.added)):
                 continue
-            found = theirs.get(name, torch.empty(0))
+            source = theirs.get(name, torch.empty(0))
             over_vocab = self.vocab_S is not None and x.shape[:1] == self.vocab_S.shape
-            if found.shape == x.shape:
-                x.copy_(found)
-            elif place_S is not None and over_vocab and found.shape == x[place_S].shape:
-                x[place_S] = found.to(x)
+            if source.shape == x.shape:
+                x.copy_(source)
+            elif place_S is not None and over_vocab and source.shape == x[place_S].shape:
+                x[place_S] = source.to(x)
             else:
-                said = f"of shape {list(found.shape)}" if name in theirs else "missing"
+                said = f"of shape {list(source.shape)}" if name in theirs else "missing"
                 raise UserError(
                     f"the earlier draft's tensor {name!r} is {said}, but {list(x.shape)} is needed"
                     ": give the settings of that draft"

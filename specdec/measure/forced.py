@@ -88,8 +88,8 @@ def along(
         more = partial(beyond_acceptance, generator=generator)
         table = forcing(batch, measure=True, more=more)
         at_N = table.anchors.position_N.cpu() - len(prompt)
-        for column_TK, found_NK in zip(columns, (*table.alpha, *table.more), strict=True):
-            column_TK[at_N[at_N >= 0]] = found_NK.double().cpu()[at_N >= 0]
+        for column_TK, figure_NK in zip(columns, (*table.alpha, *table.more), strict=True):
+            column_TK[at_N[at_N >= 0]] = figure_NK.double().cpu()[at_N >= 0]
     alpha, others = Acceptance(*columns[:3]), columns[3:]
     return Along(alpha, others[: len(LENIENCES)], *others[len(LENIENCES) :])
 

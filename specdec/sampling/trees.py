@@ -164,10 +164,10 @@ class Static(Shape):
             chosen = choose(logits_BWS, max(ranks) + 1, draft, place_BW)
             at = [front.index(parent) for parent in above]
             missing = max(ranks) + 1 - chosen.tokens_BWC.shape[2]  # in a very small vocabulary
-            found_BL = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
+            level_BL = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
             if front != [-1]:
-                found_BL = torch.where(tokens_BN[:, above] < 0, -1, found_BL)
-            tokens_BN = torch.cat([tokens_BN, found_BL], 1)
+                level_BL = torch.where(tokens_BN[:, above] < 0, -1, level_BL)
+            tokens_BN = torch.cat([tokens_BN, level_BL], 1)
             if chosen.q_BWS is not None:
                 qs.append(chosen.q_BWS[:, at])
             front = [i for i in level if i in self._grown]

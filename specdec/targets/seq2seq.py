@@ -133,11 +133,11 @@ class Seq2SeqModel:
     def starts(self, ids_BT: Tensor) -> list[int]:
         """The place of the decoder's start token in each row. If that token is also the eos (BART),
         it is the one that follows the encoder's eos."""
-        found_BT = ids_BT == self.start
+        start_BT = ids_BT == self.start
         if self.twice:
-            found_BT = nn.functional.pad(found_BT[:, 1:] & found_BT[:, :-1], (1, 0))
-        first_B = found_BT.int().argmax(-1)
-        require(bool((found_BT.any(-1) & (first_B > 0)).all()), NO_START)
+            start_BT = nn.functional.pad(start_BT[:, 1:] & start_BT[:, :-1], (1, 0))
+        first_B = start_BT.int().argmax(-1)
+        require(bool((start_BT.any(-1) & (first_B > 0)).all()), NO_START)
         return first_B.tolist()
 
     def split(

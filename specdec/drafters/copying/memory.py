@@ -57,14 +57,14 @@ class Memory(ABC):
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         """Up to `nodes` tokens of the best paths; a prefix that paths share is stored once."""
-        found: dict[TreeNode, int] = {}
+        numbers: dict[TreeNode, int] = {}
         for path in self.paths(depth):
             parent = -1
             for token in path:
-                if (token, parent) not in found and len(found) == nodes:
-                    return list(found)
-                parent = found.setdefault((token, parent), len(found))
-        return list(found)
+                if (token, parent) not in numbers and len(numbers) == nodes:
+                    return list(numbers)
+                parent = numbers.setdefault((token, parent), len(numbers))
+        return list(numbers)
 
 
 class Memories:

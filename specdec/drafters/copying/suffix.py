@@ -63,11 +63,11 @@ class TextPlaces:
 
     def children(self, width: int) -> "list[tuple[int, Places]]":
         """The `width` most frequent next tokens, each with its node, the most frequent first."""
-        found: dict[int, list[int]] = {}
+        places_of: dict[int, list[int]] = {}
         for p in self.after:
             if p < len(self.ids):
-                found.setdefault(self.ids[p], []).append(p + 1)
-        ranked = sorted(found.items(), key=lambda x: (-len(x[1]), -x[1][-1]))[:width]
+                places_of.setdefault(self.ids[p], []).append(p + 1)
+        ranked = sorted(places_of.items(), key=lambda x: (-len(x[1]), -x[1][-1]))[:width]
         return [(token, TextPlaces(self.ids, after)) for token, after in ranked]
 
 
@@ -109,8 +109,8 @@ class CorpusPlaces:
         step = -(-self.count // SAMPLED)
         at_R = order_N[self.low : self.high : step] + self.length
         ranked = Counter(text_N[at_R[at_R < len(text_N)]].tolist()).most_common(width + 1)
-        found = [(t, self.narrowed(t)) for t, _ in ranked if t != SEPARATOR]
-        return [(t, path) for t, path in sorted(found, key=lambda x: -x[1].count)[:width]]
+        children = [(t, self.narrowed(t)) for t, _ in ranked if t != SEPARATOR]
+        return [(t, path) for t, path in sorted(children, key=lambda x: -x[1].count)[:width]]
 
 
 Places = TextPlaces | CorpusPlaces  # where a path of tokens occurs: a node of a suffix tree
@@ -139,14 +139,14 @@ class Suffixes(Memory):
 
     def matches(self) -> list[tuple[int, Places]]:
         """Match lengths and their nodes; of two corpus matches with equal places, the longer."""
-        found: list[tuple[int, Places]] = []
+        matches: list[tuple[int, Places]] = []
         for match in self._known():
-            if not found or found[-1][1].count != match.count:
-                found.append((match.length, match))
+            if not matches or matches[-1][1].count != match.count:
+                matches.append((match.length, match))
         for n in sorted(set(self._lengths.values()), reverse=True):
             after = [p for p, length in self._lengths.items() if length >= n]
-            found.append((n, TextPlaces(self.ids, after)))
-        return found
+            matches.append((n, TextPlaces(self.ids, after)))
+        return matches
 
     def _known(self) -> list[CorpusPlaces]:
         """Matches in the corpus; only the end of a long prompt is matched."""
@@ -160,8 +160,8 @@ class Suffixes(Memory):
         return self._in_corpus
 
     def chain(self, count: int) -> list[int]:
-        found = [(*self._spread(n, at, count, count, 1), (n, at)) for n, at in self.matches()]
-        _, nodes, self._best = max(found, key=lambda x: x[0], default=(0.0, [], None))
+        chains = [(*self._spread(n, at, count, count, 1), (n, at)) for n, at in self.matches()]
+        _, nodes, self._best = max(chains, key=lambda x: x[0], default=(0.0, [], None))
         return [token for token, _ in nodes]
 
     def evidence(self) -> tuple[int, float]:
@@ -172,8 +172,8 @@ class Suffixes(Memory):
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
         """The `nodes` nodes of one match's tree with the largest D, the likeliest first."""
-        found = [self._spread(n, at, depth, nodes, nodes) for n, at in self.matches()]
-        return max(found, key=lambda x: x[0], default=(0.0, []))[1]
+        trees = [self._spread(n, at, depth, nodes, nodes) for n, at in self.matches()]
+        return max(trees, key=lambda x: x[0], default=(0.0, []))[1]
 
     def _spread(
         self, match: int, at: Places, depth: int, nodes: int, width: int
@@ -181,7 +181,7 @@ class Suffixes(Memory):
         """Σ D and the nodes of a tree, which always grows where D is largest, among the `width`
         most frequent children of each node."""
         deepest = min(depth, max(1, int(self.config.factor * match)), SORTED - match)
-        found: list[TreeNode] = []
+        tree: list[TreeNode] = []
         heap: list[tuple[float, int, int, int, int, Places]] = []
         score, order = 0.0, 0  # `order` settles ties: the earlier first
         weight, parent, level = 1.0, -1, 1
@@ -192,11 +192,11 @@ class Suffixes(Memory):
                     if share >= self.config.threshold:
                         heapq.heappush(heap, (-share, order, token, parent, level + 1, child))
                         order += 1
-            if not heap or len(found) == nodes:
-                return score, found
+            if not heap or len(tree) == nodes:
+                return score, tree
             less, _, token, above, level, at = heapq.heappop(heap)
-            weight, parent = -less, len(found)
-            found.append((token, above))
+            weight, parent = -less, len(tree)
+            tree.append((token, above))
             score += weight
 
 

@@ -41,12 +41,12 @@ class Adapters(nn.Module):
     def view(self, target: Target, layers: int) -> Any:
         """The target's first layers with these adapters. Raises UserError if they do not fit."""
         body = shallow(target, layers)
-        found = _empty_adapters(body, self.lora)
+        adapters = _empty_adapters(body, self.lora)
         require(
-            list(self.adapted) == _widths(found),
+            list(self.adapted) == _widths(adapters),
             f"the draft's adapters do not fit the layers of {target.name}: train the draft again",
         )
-        for layer, (down, up) in zip(found.values(), self.pairs, strict=True):
+        for layer, (down, up) in zip(adapters.values(), self.pairs, strict=True):
             layer.lora_A["default"], layer.lora_B["default"] = down, up
             layer.lora_dropout["default"] = self.dropout
         return body

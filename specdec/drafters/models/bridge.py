@@ -30,9 +30,9 @@ class Bridge:
         """The target ids, ascending, and the draft ids of the tokens that both have."""
         theirs = _by_text(self.target, target_size)
         ours = _by_text(self.draft, draft_size)
-        found = {theirs[text]: own for text, own in ours.items() if text in theirs}
+        ordinary = {theirs[text]: own for text, own in ours.items() if text in theirs}
         specials = {a: b for a, b in self.specials.items() if a < target_size and b < draft_size}
-        pairs = sorted((found | specials).items())
+        pairs = sorted((ordinary | specials).items())
         return [a for a, _ in pairs], [b for _, b in pairs]
 
     def to_draft(self, ids: list[int]) -> list[int]:
@@ -68,9 +68,9 @@ class Bridge:
         candidates = [self.target.encode(text, add_special_tokens=False)]
         if whole[: len(known)] == known:
             candidates.insert(0, whole[len(known) :])
-        for found in candidates:
-            if _text(self.target, tail + found) == was + text:
-                return found + special
+        for spelled in candidates:
+            if _text(self.target, tail + spelled) == was + text:
+                return spelled + special
         return []
 
 
@@ -79,12 +79,12 @@ def _same_specials(target: Any, draft: Any) -> dict[int, int]:
     skipped = {target.unk_token_id, target.pad_token_id} - {target.eos_token_id}
     named = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
     pairs = {i: named.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
-    found = {i: own for i, own in pairs.items() if own is not None and i not in skipped}
+    same = {i: own for i, own in pairs.items() if own is not None and i not in skipped}
     for role in ("eos_token_id", "bos_token_id"):
         a, b = getattr(target, role), getattr(draft, role)
-        if None not in (a, b) and a not in found and b not in found.values():
-            found[a] = b
-    return found
+        if None not in (a, b) and a not in same and b not in same.values():
+            same[a] = b
+    return same
 
 
 def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
@@ -95,15 +95,15 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
     names = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
-    found: dict[bytes, int] = {}
+    by_text: dict[bytes, int] = {}
     if "ByteLevel" in decoder:
         table = {c: b for b, c in bytes_to_unicode().items()}
         for i, name in zip(ids, names):
             if i in added:
-                found.setdefault(name.encode(), i)
+                by_text.setdefault(name.encode(), i)
             elif name is not None and all(c in table for c in name):
-                found.setdefault(bytes(table[c] for c in name), i)
-        return found
+                by_text.setdefault(bytes(table[c] for c in name), i)
+        return by_text
     bytes_alone: dict[bytes, int] = {}
     plain = (i for i in ids if _text(tokenizer, [i]).strip().isalnum())
     before = next(plain, ids[0] if ids else 0)
@@ -117,8 +117,8 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
         if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
             bytes_alone.setdefault(bytes([int(name[3:5], 16)]), i)
         elif text.startswith(was) and len(text) > len(was) and REPLACED not in text:
-            found.setdefault(text[len(was) :].encode(), i)
-    return bytes_alone | found
+            by_text.setdefault(text[len(was) :].encode(), i)
+    return bytes_alone | by_text
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -186,12 +186,12 @@ class Sparse(View, ForLongPrompts):
         self.target.features(ids_T[None, :longest], Needs(), cache=full)
         full.keep([longest])
         choice = cache(partial(self._choice, full, [text], 0))
-        found = []
+        states = []
         for start in range(0, len(ends), ROWS):
             some, small = ends[start : start + ROWS], self.new_cache()
             self.follow(_rows(full, 0, some), small, lambda b, before: choice(before))
-            found.append(self.continued(small, block_AK[start : start + ROWS], None))
-        return torch.cat(found)
+            states.append(self.continued(small, block_AK[start : start + ROWS], None))
+        return torch.cat(states)
 
 
 def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:

@@ -93,18 +93,18 @@ def decoder_layers(target: Parts, name: str) -> int:
 def shallow(target: Target, layers: int) -> Any:
     """The target's base model with its first layers only."""
     base = target.model.base_model
-    found = twin(base)
+    model = twin(base)
     path = next(name for name, m in base.named_modules() if m is target.layers)
-    found.set_submodule(path, found.get_submodule(path)[:layers])
-    return found
+    model.set_submodule(path, model.get_submodule(path)[:layers])
+    return model
 
 
 def with_weights(target: Target) -> Any:
     """The target's base model with eager attention, the only one of transformers' that returns
     attention weights. It copies the configs that tell its modules which attention to compute."""
-    found, copied = twin(target.model.base_model), dict[int, Any]()
-    for module in found.modules():
+    model, copied = twin(target.model.base_model), dict[int, Any]()
+    for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(config, copied)
             set_attention(module.config, "eager")
-    return found
+    return model

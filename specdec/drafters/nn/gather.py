@@ -26,8 +26,8 @@ def states(
     if drafted_BAk is None:
         return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
     each = alone(ctx, anchors_BA, drafted_BAk)
-    found = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
-    return found.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+    of_anchors = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
+    return of_anchors.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
 
 
 def alone(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> Iterator[tuple[int, Context]]:

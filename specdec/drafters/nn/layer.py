@@ -84,9 +84,9 @@ def away_from_zero(weight_D: Tensor) -> Tensor:
 
 def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     """Whether `theirs` holds all tensors of `ours`, in the same shapes and not quantised."""
-    found = [theirs.get(name, torch.empty(0)) for name in ours]
-    same = [x.shape == y.shape for x, y in zip(found, ours.values(), strict=True)]
-    return all(same) and all(x.element_size() > 1 for x in found)
+    tensors = [theirs.get(name, torch.empty(0)) for name in ours]
+    same = [x.shape == y.shape for x, y in zip(tensors, ours.values(), strict=True)]
+    return all(same) and all(x.element_size() > 1 for x in tensors)
 
 
 def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: int) -> None:
@@ -111,10 +111,10 @@ def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: 
             x.copy_(theirs[name])
 
 
-def copy_fitting(x: Tensor, found: Tensor | None) -> None:
+def copy_fitting(x: Tensor, source: Tensor | None) -> None:
     """Copy a tensor of the target's, if there is one, to a weight of the same shape."""
-    if found is not None and found.shape == x.shape:
-        x.copy_(found)
+    if source is not None and source.shape == x.shape:
+        x.copy_(source)
 
 
 def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:

@@ -173,8 +173,8 @@ def over_blocks(
     """Attention [B, Hkv, G, N, E] of the N = A · `size` slots of all anchors' blocks. A block's
     slots see the same keys, so they count as further query heads of their anchor."""
     query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, G, size, A, E]
-    found = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
-    return found.transpose(3, 4).flatten(3, 4)
+    out = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
+    return out.transpose(3, 4).flatten(3, 4)
 
 
 def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
@@ -279,8 +279,8 @@ def _probed(
 
     def gradient(read: Callable[..., Tensor]) -> Tensor:
         out = read(query, pairs[0], sight, pairs[1:])
-        found = torch.autograd.grad(out.square().sum(), drawn)
-        return torch.cat([x.flatten() for x in found]).cpu()
+        gradients = torch.autograd.grad(out.square().sum(), drawn)
+        return torch.cat([x.flatten() for x in gradients]).cpu()
 
     limit = 1e-3 if dtype is torch.float32 else 3e-2
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):

@@ -52,8 +52,8 @@ def alike(rope: Mapping[str, Any], width: int, positions: int) -> dict[str, Any]
         return same | {"factor": float(rope["factor"])}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        given = {name: float(rope[name]) for name in names}
-        return same | given | {"original_max_position_embeddings": whole}
+        factors = {name: float(rope[name]) for name in names}
+        return same | factors | {"original_max_position_embeddings": whole}
     if kind == "yarn":
         factor = float(rope.get("factor") or positions / whole)
         return same | {
@@ -86,8 +86,8 @@ def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
+    if (attention := rope.get("attention_factor")) is not None:
+        return float(attention)
     above, below = rope.get("mscale"), rope.get("mscale_all_dim")
     return float(grown(above) / grown(below)) if above and below else float(grown(1.0))
 

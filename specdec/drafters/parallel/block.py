@@ -91,8 +91,8 @@ class Block(Trainable):
         D, eps = self.llama.hidden_size, self.llama.rms_norm_eps
         self.fc = nn.Linear(len(sizes.layers) * D, D, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
-        made = range(config.num_layers)
-        layers = [Layer(self.llama, D, ("input_layernorm",), head_norms=True) for _ in made]
+        numbers = range(config.num_layers)
+        layers = [Layer(self.llama, D, ("input_layernorm",), head_norms=True) for _ in numbers]
         for layer in layers:
             layer.self_attn.k_norm.requires_grad_(False)
         self.layers: Any = nn.ModuleList(layers)
@@ -238,8 +238,8 @@ class Block(Trainable):
         mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= W) & (inner_B1P < end_M1)
         mask, embedding = mask_BMP.expand(-1, M, -1), self.enter(anchor_B[:, None])[:, 0]
         cos, sin = self.rope(position_BX, cache.shown + 1)
-        found = self.compiled(
+        outputs = self.compiled(
             cache, features=features, embedding=embedding, cos=cos, sin=sin, mask=mask
         )
         cache.keep(new)
-        return found
+        return outputs

@@ -58,8 +58,8 @@ class PEagle(Eagle3):
         super().__init__(config, sizes)
         require_within("drafter", config, mask_token=(0, sizes.target_vocab - 1))
         self.limits = Limits(depth=config.depth, slots=config.depth, parallel=True)
-        given = config.mask_token
-        self.mask_token = sizes.target_vocab - 1 if given is None else given
+        mask_token = config.mask_token
+        self.mask_token = sizes.target_vocab - 1 if mask_token is None else mask_token
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
@@ -98,8 +98,8 @@ class PEagle(Eagle3):
         widths = counted_BAK.sum(1).amax(0).clamp_min(1).tolist()  # the most in any row, by depth
         anchors_BA = anchors_BA.gather(1, order_BA)
         steps = self.unrolled(ctx, anchors_BA, self.masks(anchors_BA, K - 1), widths)
-        found_BAKD = torch.stack([pad(x, (0, 0, 0, A - x.shape[1])) for x in steps], 2)
-        return entries(found_BAKD.flatten(2), order_BA.argsort(1)).view_as(found_BAKD)
+        hidden_BAKD = torch.stack([pad(x, (0, 0, 0, A - x.shape[1])) for x in steps], 2)
+        return entries(hidden_BAKD.flatten(2), order_BA.argsort(1)).view_as(hidden_BAKD)
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """All depths at once. A cache keeps the real pairs; masked ones are scratch."""

@@ -83,8 +83,8 @@ class Eagle3(Solved):
         self.fc = nn.Linear(count * D, D, bias=False)
         # the norms of the embedding and of the feature
         self.midlayer = Layer(self.llama, 2 * D, ("input_layernorm", "hidden_norm"))
-        made = range(1, config.num_layers)
-        above = {str(i): Layer(self.llama, D, ("input_layernorm",)) for i in made}
+        numbers = range(1, config.num_layers)
+        above = {str(i): Layer(self.llama, D, ("input_layernorm",)) for i in numbers}
         self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
         self.norm = LlamaRMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)

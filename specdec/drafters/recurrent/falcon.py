@@ -229,8 +229,8 @@ class Falcon(Eagle):
                 place = cache.place(tokens_BWk.flatten(1), slots_BWk.flatten(1))
                 sees = place.seen(cache.shown)[:, BLOCK - 1 :: BLOCK]
                 sees = sees.repeat_interleave(BLOCK, 1)
-                found = [pairs, *passed(read, W * BLOCK, place.position_BT, sees)]
-                blocks = [torch.cat(x, 1) for x in zip(blocks, found, strict=True)]
+                more = [pairs, *passed(read, W * BLOCK, place.position_BT, sees)]
+                blocks = [torch.cat(x, 1) for x in zip(blocks, more, strict=True)]
             depths.extend([depth] * W)
             block_BN = torch.cat([block_BN, block_BW], 1)
             tokens_BNk = torch.cat([tokens_BNk, tokens_BWk], 1)

@@ -139,10 +139,10 @@ class MTP(Solved):
         whose tensors all fit, because its block is not Llama's, copy the target's last layer."""
         theirs: dict[str, Tensor] = {}
         for k, module in enumerate(self.stack):
-            found = target.beyond(k)
-            found["final_layernorm.weight"] = found.pop("shared_head.norm.weight", torch.empty(0))
+            stored = target.beyond(k)
+            stored["final_layernorm.weight"] = stored.pop("shared_head.norm.weight", torch.empty(0))
             ours = dict(module.named_parameters())
-            theirs = found if fits(found, ours) else theirs
+            theirs = stored if fits(stored, ours) else theirs
             for name, x in ours.items() if theirs else ():
                 x.copy_(theirs[name])
             if not theirs:
