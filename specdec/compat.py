@@ -146,7 +146,7 @@ def quiet_libraries() -> Iterator[None]:
     public function."""
     gguf: Any = modeling_gguf_pytorch_utils
     verbosity, bar_of_gguf = logging.get_verbosity(), gguf.tqdm
-    hook = logging.set_tqdm_hook(lambda bar, args, given: bar(*args, **given | {"disable": True}))
+    hook = logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **kwargs | {"disable": True}))
     gguf.tqdm = partial(bar_of_gguf, disable=True)
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()

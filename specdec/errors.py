@@ -112,8 +112,8 @@ def of_files(error: OSError | SafetensorError) -> UserError:
     """The UserError for a full disk, a place that cannot be written or a file that is gone; raises
     any other error."""
     code = getattr(error, "errno", None)
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
-        code = int(found[1])
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
+        code = int(match[1])
     where = getattr(error, "filename", None) or "a file"
     if code == errno.ENOENT:
         return UserError(
@@ -134,9 +134,9 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     the line."""
     try:
         try:
-            made = main()
+            result = main()
             sys.stdout.flush()
-            return made
+            return result
         except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush fails
             sys.exit(128 + signal.SIGPIPE)

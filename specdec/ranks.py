@@ -49,8 +49,8 @@ class Ranks:
         held: list[Any] = [outcome]
         dist.broadcast_object_list(held)
         _require_done(error, held)
-        made: Any = outcome if self.rank == 0 else held[0]
-        return made
+        result: Any = outcome if self.rank == 0 else held[0]
+        return result
 
     def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
         """What `work` makes of each item, in their order. The processes take turns at the items; a
@@ -69,12 +69,12 @@ class Ranks:
         handed over at a time, since between GPUs they pass through a GPU's memory."""
         items: Sequence[T] = []
 
-        def made() -> int:
+        def count_of_items() -> int:
             nonlocal items
             items = make()
             return len(items)
 
-        count, parts = self.first(made), list[T]()
+        count, parts = self.first(count_of_items), list[T]()
         for start in range(0, 0 if self.alone else count, AT_ONCE):
             parts += self.first(lambda at=start: items[at : at + AT_ONCE])  # type: ignore[misc]
         return list(items) if self.rank == 0 or self.alone else parts

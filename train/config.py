@@ -252,8 +252,8 @@ def folder_of_hydra(overrides: Sequence[str], sweeps: bool) -> Path:
     Nothing is checked but what does not vary in a sweep. Raises UserError as `composed` does."""
     GlobalHydra.instance().clear()
     try:
-        given = [x for x in quoted(overrides) if not x.startswith("-")]
-        parsed = OverridesParser.create().parse_overrides(given)
+        settings = [x for x in quoted(overrides) if not x.startswith("-")]
+        parsed = OverridesParser.create().parse_overrides(settings)
         fixed = [x.input_line or "" for x in parsed if not x.is_sweep_override()]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("config", fixed, return_hydra_config=True)
@@ -389,11 +389,11 @@ def _key_error(key: str, owner: Any) -> UserError:
     return UserError(f"configuration: there is no key {key!r}{near}")
 
 
-def _no_unknown_keys(given: Any, typed: Any, path: str) -> None:
-    if not is_dataclass(typed) or not isinstance(given, dict):
+def _no_unknown_keys(loaded: Any, typed: Any, path: str) -> None:
+    if not is_dataclass(typed) or not isinstance(loaded, dict):
         return
     names = [f.name for f in fields(typed)]
-    for key, value in given.items():
+    for key, value in loaded.items():
         if key not in names:
             raise _key_error(f"{path}{key}", typed)
         _no_unknown_keys(value, getattr(typed, key), f"{path}{key}.")

@@ -82,12 +82,14 @@ def build(
     for (hidden, decay, scale), some in groups.items():
         group = {"params": some, "weight_decay": decay, "scale": scale}
         (of_muon if hidden else of_adamw).append(group)
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if of_adamw:
-        made.append(torch.optim.AdamW(of_adamw, cfg.lr, (cfg.betas[0], cfg.betas[1]), fused=True))
+        optimizers.append(
+            torch.optim.AdamW(of_adamw, cfg.lr, (cfg.betas[0], cfg.betas[1]), fused=True)
+        )
     if of_muon:
-        made.append(torch.optim.Muon(of_muon, cfg.lr, adjust_lr_fn="match_rms_adamw"))
-    return made
+        optimizers.append(torch.optim.Muon(of_muon, cfg.lr, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:

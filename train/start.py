@@ -43,9 +43,9 @@ def regress(
         for start in range(0, len(rows), at_once):
             batch = data.batch(rows[start : start + at_once])
             position_BT, document_BT = batch.ctx.documents()
-            found = anchors_of(batch.mask_BT, document_BT, position_BT, drafter.regressed)
-            followed = found.valid_NK.all(-1)
-            where = found.row_N[followed], found.position_N[followed]
+            anchors = anchors_of(batch.mask_BT, document_BT, position_BT, drafter.regressed)
+            followed = anchors.valid_NK.all(-1)
+            where = anchors.row_N[followed], anchors.position_N[followed]
             count += len(where[0])
             if len(where[0]):
                 yield Known(batch.ctx, batch.final_BTD, *where)

@@ -143,9 +143,9 @@ def _point(record: dict[str, Any], side: str) -> tuple[int, float, list[float]] 
     """A point of the curve: the step, the loss at depth 0 and sampled α by depth. None if a record
     has no such side, or is damaged."""
     try:
-        found = record[side]
-        loss = float(found["loss"][0]) if side == "train" else 0.0
-        sampled = (found if side == "train" else found["by_depth"])["sampled"]
+        figures = record[side]
+        loss = float(figures["loss"][0]) if side == "train" else 0.0
+        sampled = (figures if side == "train" else figures["by_depth"])["sampled"]
         return int(record["step"]), loss, [float(alpha) for alpha in sampled]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
@@ -156,4 +156,4 @@ def _flat(figures: object, name: str = "") -> dict[str, object]:
     if not isinstance(parts, Mapping):
         return {name: figures}
     flat = (_flat(part, f"{name}/{key}".lstrip("/")) for key, part in parts.items())
-    return {n: x for found in flat for n, x in found.items()}
+    return {n: x for one in flat for n, x in one.items()}

@@ -242,11 +242,11 @@ class TeacherForcing(nn.Module):
         reaches the adapters through the features that it reads; p is a constant, as ever."""
         if not isinstance(self.drafter, Adapts):
             return batch, 1.0
-        found = self.drafter.adapted(batch.ctx, progress)
-        if found is None:
+        adapted = self.drafter.adapted(batch.ctx, progress)
+        if adapted is None:
             return batch, 1.0
         assert self._whole is not None
-        final_BTD, share = found[0].to(self._whole.dtype), found[1]
+        final_BTD, share = adapted[0].to(self._whole.dtype), adapted[1]
         with torch.no_grad():
             summary = summarise(self._whole, final_BTD, self.sampler)
         ctx = replace(batch.ctx, final_BTD=final_BTD)
@@ -272,15 +272,15 @@ class TeacherForcing(nn.Module):
         copied_NK, hidden_NKD = self._copied(batch, anchors)
         if copied_NK is None:
             hidden_NKD = self._hidden(self.drafter, batch, anchors)
-        found = []
+        measured = []
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
             copied = None if copied_NK is None else copied_NK[rows]
             piece, tensors = self._pieces(batch, anchors, hidden_NKD[rows], rows, copied)
             for at in slices(tensors[0], at_once(tensors[0])):
                 of = piece(at, *(x[at] for x in tensors))
-                found.append((*acceptance(of), *(more(of) if more else ())))
-        columns = [torch.cat(x) * anchors.valid_NK for x in zip(*found, strict=True)]
+                measured.append((*acceptance(of), *(more(of) if more else ())))
+        columns = [torch.cat(x) * anchors.valid_NK for x in zip(*measured, strict=True)]
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
 
     def _hidden(

@@ -123,12 +123,12 @@ def load_pair(
     """`load` a draft, and with it the target that it drafts for: the one given, or a copy of it
     with the adapters that were trained along with the draft."""
     folder = Path(folder)
-    found = read(folder, target)
-    drafter: Drafter = found.to(target.device)
+    stored = read(folder, target)
+    drafter: Drafter = stored.to(target.device)
     if isinstance(drafter, Adapts):
         drafter, target = drafter.settled(target)
-    if isinstance(drafter, Calibrated) and isinstance(found, Calibrated):
-        drafter.calibrations = found.calibrations
+    if isinstance(drafter, Calibrated) and isinstance(stored, Calibrated):
+        drafter.calibrations = stored.calibrations
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
     if drafter.state_dict():
@@ -200,11 +200,11 @@ def require_whole(folder: Path | str) -> Card:
 
 def digest(folder: Path | str) -> str:
     """A short hash of a draft's card and weights."""
-    found = hashlib.blake2b(digest_size=12)
+    hasher = hashlib.blake2b(digest_size=12)
     for name in (CARD, WEIGHTS):
         require_file(Path(folder) / name)
-        found.update((Path(folder) / name).read_bytes())
-    return found.hexdigest()
+        hasher.update((Path(folder) / name).read_bytes())
+    return hasher.hexdigest()
 
 
 def read_card(folder: Path | str) -> Card:
@@ -261,16 +261,18 @@ def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: state[name] for name in first.values()}
 
 
-def require_same(found: Mapping[str, Any], wanted: Mapping[str, Tensor], where: Path | str) -> None:
-    """Raise UserError naming the first tensor that is missing, extra or of another shape. `found`
+def require_same(
+    stored: Mapping[str, Any], wanted: Mapping[str, Tensor], where: Path | str
+) -> None:
+    """Raise UserError naming the first tensor that is missing, extra or of another shape. `stored`
     are tensors, or the slices of a file."""
     for name, x in wanted.items():
-        require(name in found, f"{where}: tensor {name!r} is missing")
-        there = found[name]
+        require(name in stored, f"{where}: tensor {name!r} is missing")
+        there = stored[name]
         theirs = list(there.shape if isinstance(there, Tensor) else there.get_shape())
         ours = list(x.shape)
         require(ours == theirs, f"{where}: tensor {name!r} has shape {theirs}, not {ours}")
-    for name in found:
+    for name in stored:
         require(name in wanted, f"{where}: tensor {name!r} does not belong there")
 
 
@@ -372,10 +374,10 @@ def _finite(drafter: Drafter, ctx: Context, anchors_BA: Tensor) -> bool:
 def _alpha(notes: dict[str, Any]) -> list[float]:
     """The α that training noted in a card; empty if the card has none that makes sense."""
     try:
-        found = [float(a) for a in notes["held_out"]["by_depth"]["greedy"]]
+        alpha = [float(a) for a in notes["held_out"]["by_depth"]["greedy"]]
     except (KeyError, TypeError, ValueError):
         return []
-    return found if all(0 <= a <= 1 for a in found) else []
+    return alpha if all(0 <= a <= 1 for a in alpha) else []
 
 
 def _line(error: Exception) -> str:

@@ -57,8 +57,8 @@ def logits(folder: Path | str, target: Parts, trial: Trial) -> Tensor:
 @torch.no_grad()
 def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
     """The logits [N, V] of a drafter of ours."""
-    state, given = drafter.state_dict(), drafter
-    drafter = type(given)(given.config, given.sizes)
+    state, original = drafter.state_dict(), drafter
+    drafter = type(original)(original.config, original.sizes)
     drafter.load_state_dict(state)
     drafter.to(target.device, torch.float32).eval()
     drafter.attach(target)
@@ -72,11 +72,13 @@ def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
     drafted_BAk = torch.stack([trial.following(a) for a in trial.anchors])[None]
     assert isinstance(drafter, Predictor)
     hidden_AKD = drafter.hidden(ctx, anchors_BA, drafted_BAk)[0]
-    found = torch.cat([drafter.unembed(hidden_AKD[:, k], k) for k in range(trial.depths)]).float()
+    logits_NS = torch.cat(
+        [drafter.unembed(hidden_AKD[:, k], k) for k in range(trial.depths)]
+    ).float()
     if drafter.vocab_S is None:
-        return found
-    whole = found.new_full((len(found), drafter.sizes.target_vocab), -torch.inf)
-    whole[:, drafter.vocab_S] = found
+        return logits_NS
+    whole = logits_NS.new_full((len(logits_NS), drafter.sizes.target_vocab), -torch.inf)
+    whole[:, drafter.vocab_S] = logits_NS
     return whole
 
 
@@ -103,14 +105,14 @@ def _described(files: Folder) -> Folder:
     kind = config.get("speculators_model_type")
     if kind is None:
         return files
-    found = dict(config["transformer_layer_config"])
+    config_of_vllm = dict(config["transformer_layer_config"])
     for name in ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
         if config.get(name) is not None:
-            found[name] = config[name]
-    found["norm_before_residual"] = config.get("norm_before_residual", kind == "eagle3")
-    found["norm_before_fc"] = config.get("norm_before_fc", False)
+            config_of_vllm[name] = config[name]
+    config_of_vllm["norm_before_residual"] = config.get("norm_before_residual", kind == "eagle3")
+    config_of_vllm["norm_before_fc"] = config.get("norm_before_fc", False)
     if kind == "eagle3":
-        found |= {name: config.get(name, False) for name in ("fc_norm", "norm_output")}
+        config_of_vllm |= {name: config.get(name, False) for name in ("fc_norm", "norm_output")}
     else:
-        found["pard_token"] = config["mask_token_id"]
-    return replace(files, config=found)
+        config_of_vllm["pard_token"] = config["mask_token_id"]
+    return replace(files, config=config_of_vllm)

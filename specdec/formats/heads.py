@@ -34,11 +34,11 @@ def read(drafter: Heads, tensors: Tensors) -> Tensors:
     vocab_S = drafter.vocab_S.cpu()
     outside_V = torch.ones(drafter.sizes.target_vocab, dtype=torch.bool)
     outside_V[vocab_S] = False
-    found = {n: x for n, x in tensors.items() if n.startswith(HEAD)}
-    for name, whole_VD in found.items():
+    heads = {n: x for n, x in tensors.items() if n.startswith(HEAD)}
+    for name, whole_VD in heads.items():
         fits = len(whole_VD) == len(outside_V) and not whole_VD[outside_V].any()
         require(fits, f"tensor {name!r} has tokens outside the draft vocabulary")
-    return tensors | {n: x[vocab_S] for n, x in found.items()} | {"vocab_S": vocab_S}
+    return tensors | {n: x[vocab_S] for n, x in heads.items()} | {"vocab_S": vocab_S}
 
 
 def objection(drafter: Heads, logits_NS: Tensor) -> str | None:

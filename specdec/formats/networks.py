@@ -145,8 +145,8 @@ def llama(config: Description) -> LlamaConfig:
     require(act == "silu", f"hidden_act is {act}, but engines have only silu in such a layer")
     names = "max_position_embeddings rms_norm_eps attention_bias mlp_bias head_dim hidden_size"
     names += " intermediate_size num_attention_heads num_key_value_heads hidden_act"
-    given = {name: config[name] for name in names.split() if name in config}
-    return LlamaConfig(**given, rope_parameters=dict(rope) or None)
+    sizes = {name: config[name] for name in names.split() if name in config}
+    return LlamaConfig(**sizes, rope_parameters=dict(rope) or None)
 
 
 def rope_of(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,12 +156,12 @@ def rope_of(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def loaded(module: nn.Module, tensors: Tensors, unread: tuple[str, ...] = ()) -> Any:
     """A module with these tensors in float32. Raises UserError for names that do not match."""
-    given = {n: x.float() for n, x in tensors.items() if not n.startswith(unread)}
+    state = {n: x.float() for n, x in tensors.items() if not n.startswith(unread)}
     try:
-        module.load_state_dict(given)
+        module.load_state_dict(state)
     except RuntimeError as error:
         raise UserError(f"an engine cannot load it ({' '.join(str(error).split())})") from error
-    return module.to(next(iter(given.values())).device).eval()
+    return module.to(next(iter(state.values())).device).eval()
 
 
 def causal(count: int, device: torch.device) -> Tensor:
@@ -178,13 +178,13 @@ def unrolled(
     """The logits [K, V] at all depths of a layer that reads its own output there. `run` takes the
     embeddings and the features [P, D] of pairs and returns, for each, what the head reads and what
     the next depth reads in place of a feature."""
-    ids_P, features_PD, found = trial.ids_T[1 : anchor + 1], features_PD[:anchor], []
+    ids_P, features_PD, logits = trial.ids_T[1 : anchor + 1], features_PD[:anchor], []
     for depth in range(trial.depths):
         read, onward = run(files.embed(ids_P), features_PD)
-        found.append(files.head(read[-1]))
+        logits.append(files.head(read[-1]))
         features_PD = torch.cat([features_PD, onward[-1:]])
         ids_P = torch.cat([ids_P, trial.following(anchor)[depth : depth + 1]])
-    return torch.stack(found)
+    return torch.stack(logits)
 
 
 def eagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
@@ -268,7 +268,7 @@ def eagle3(files: Folder, trial: Trial, anchor: int) -> Tensor:
 
 def medusa(files: Folder, trial: Trial, anchor: int) -> Tensor:
     """Medusa's heads (vLLM's medusa.py)."""
-    config, tensors, found = files.config, files.tensors, []
+    config, tensors, logits = files.config, files.tensors, []
     for k in range(min(trial.depths, config["num_heads"])):
         x = trial.state(FINAL)[anchor - 1]
         for i in range(config["num_hidden_layers"]):
@@ -276,8 +276,8 @@ def medusa(files: Folder, trial: Trial, anchor: int) -> Tensor:
             bias = tensors[f"{name}.bias"].float() if config.get("medusa_fc_bias") else None
             x = x + silu(linear(x, tensors[f"{name}.weight"].float(), bias))
         head = tensors[f"lm_heads.{0 if config.get('original_lm_head') else k}.weight"]
-        found.append(linear(x, head.float()) * config.get("logit_scale", 1.0))
-    return torch.stack(found)
+        logits.append(linear(x, head.float()) * config.get("logit_scale", 1.0))
+    return torch.stack(logits)
 
 
 def peagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
@@ -306,7 +306,7 @@ def mlp(files: Folder, trial: Trial, anchor: int) -> Tensor:
     def normed(x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
-    state, found = trial.state(FINAL)[anchor - 1], []
+    state, logits = trial.state(FINAL)[anchor - 1], []
     if config["scale_input"]:
         state = normed(state) / 2**0.5
     state_weight = 0.5 ** (0.5 / n)
@@ -315,8 +315,8 @@ def mlp(files: Folder, trial: Trial, anchor: int) -> Tensor:
         token = part("emb.weight", k)[trial.ids_T[anchor + k]]
         mixed = linear(state, part("proj.weight", k)) + token_weight / state_weight * token
         state = gelu(part("ln.weight", k) * normed(mixed) + part("ln.bias", k))
-        found.append(linear(state, part("head.weight", k)))
-    return torch.stack(found)
+        logits.append(linear(state, part("head.weight", k)))
+    return torch.stack(logits)
 
 
 class MTPLayer(Block):

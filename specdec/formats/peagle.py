@@ -17,10 +17,10 @@ def hf(drafter: PEagle, target: Target) -> Description:
 
 def speculators(drafter: PEagle, target: Target) -> Description:
     """The format by which `vllm serve DIR` turns parallel drafting on by itself."""
-    found = eagle3.speculators(drafter, target)
-    found |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
-    found["speculators_config"]["algorithm"] = "peagle"
-    return {**found, "mask_token_id": drafter.mask_token}
+    described = eagle3.speculators(drafter, target)
+    described |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
+    described["speculators_config"]["algorithm"] = "peagle"
+    return {**described, "mask_token_id": drafter.mask_token}
 
 
 def refuse(drafter: PEagle, target: Parts) -> None:

@@ -177,12 +177,12 @@ def expected_tree(
     )
     width = 1 + max(rank for level in levels for _, rank in level)
     mass_NK1, before_NK = torch.ones_like(piece.beta)[..., None], torch.zeros_like(piece.beta)
-    found = []
+    by_rank = []
     for _ in range(width):
         accepted_NK = torch.minimum(piece.p, mass_NK1 * piece.q).sum(-1)
-        found.append(accepted_NK - before_NK)
+        by_rank.append(accepted_NK - before_NK)
         mass_NK1, before_NK = mass_NK1 + 1 - accepted_NK[..., None], accepted_NK
-    by_rank_NKR = torch.stack(found, -1)
+    by_rank_NKR = torch.stack(by_rank, -1)
 
     def by_depth(a_NKR: Tensor) -> Tensor:
         reach_Nn, sums = torch.ones_like(a_NKR[:, 0, :1]), []

@@ -51,9 +51,9 @@ class ObjectiveConfig:
         for kind in ("terms", "constants"):
             for name in getattr(self, kind):
                 require(name in TERMS, f"objective.{kind}.{name} is unknown{nearest(name, TERMS)}")
-        for name, given in self.constants.items():
+        for name, constants in self.constants.items():
             known = set(inspect.signature(TERMS[name]).parameters) - {"piece", "paths"}
-            for key, value in given.items():
+            for key, value in constants.items():
                 where = f"objective.constants.{name}.{key}"
                 require(key in known, f"{where} is unknown{nearest(key, known)}")
                 if key in SHARES:
@@ -100,11 +100,11 @@ class ObjectiveConfig:
         if piece.confidence is not None and self.trains_confidence_apart:
             used["confidence"] = (1.0, 1.0, 1.0)
         for name, (first, last, until) in used.items():
-            given: dict[str, Any] = dict(self.constants.get(name, {}))
+            constants: dict[str, Any] = dict(self.constants.get(name, {}))
             if name in OF_TREES:
-                given["paths"] = self.paths
+                constants["paths"] = self.paths
             weight = first + (last - first) * min(1.0, piece.progress / until)
-            terms.append(weight * TERMS[name](piece, **given))
+            terms.append(weight * TERMS[name](piece, **constants))
         return reduce(Tensor.add, terms)
 
     @property
@@ -128,7 +128,7 @@ class ObjectiveConfig:
 
     def _used(self) -> dict[str, tuple[float, float, float]]:
         """FROM, TO and UNTIL of the terms whose weight is not 0 throughout."""
-        found: dict[str, Any] = {}
+        ramps: dict[str, Any] = {}
         for name, weight in self.terms.items():
             ramp = weight if isinstance(weight, list | tuple) else (weight, weight, 1)
             finite = all(type(x) in (int, float) and math.isfinite(x) for x in ramp)
@@ -138,5 +138,5 @@ class ObjectiveConfig:
                 "as [0, 1, 0.5], where UNTIL is a share of the run above 0, up to 1",
             )
             if any(ramp[:2]):
-                found[name] = ramp
-        return found
+                ramps[name] = ramp
+        return ramps

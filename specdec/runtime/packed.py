@@ -154,9 +154,9 @@ def is_packed(module: nn.Module) -> bool:
 def pack(module: nn.Module) -> None:
     """Replace each large linear layer inside `module` by a PackedLinear, if it is on a CPU and its
     dtype can be packed there. Call this before anything holds a reference to one of the layers."""
-    made: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
+    packed: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if not path or not is_plain(layer) or layer.weight.numel() < LEAST:
             continue
         if layer.weight.is_cpu and obstacle(layer.weight.dtype) is None:
-            module.set_submodule(path, made.setdefault(layer, PackedLinear(layer)))
+            module.set_submodule(path, packed.setdefault(layer, PackedLinear(layer)))

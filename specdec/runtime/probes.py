@@ -36,12 +36,12 @@ def compare(
     most `limit` (relative to the latter's norm), and be at least `gain` times as fast."""
     expected = public().double()
     try:
-        found = ours().double()
+        actual = ours().double()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a kernel or compiler may fail in any way; the public way ran
         return Answer(False, first_line(error))
-    off = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+    off = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
     if not off <= limit:  # true for NaN as well
         return Answer(False, f"the result differs by {off:.1e} from the expected one")
     own, theirs = seconds(ours, public, repeats=repeats)

@@ -83,9 +83,9 @@ def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
     """A plain linear layer that multiplies as a quantised one does."""
     state = dense(layer, dtype)
     out, width = state["weight"].shape
-    made = nn.Linear(width, out, bias="bias" in state, device="meta")
-    made.load_state_dict(state, assign=True)
-    return made.requires_grad_(False)
+    linear = nn.Linear(width, out, bias="bias" in state, device="meta")
+    linear.load_state_dict(state, assign=True)
+    return linear.requires_grad_(False)
 
 
 def is_linear(module: Any) -> bool:

@@ -34,8 +34,8 @@ class Calibration:
         size = len(self.scale)
         require(size > 0, "scale is empty: give a number for each depth")
         for name in ("shift", "accepted"):
-            found = len(getattr(self, name))
-            require(found == size, f"{name} has {found} numbers, but scale has {size}")
+            count = len(getattr(self, name))
+            require(count == size, f"{name} has {count} numbers, but scale has {size}")
         for value in self.scale:
             require(0 < value <= MOST, f"scale holds {value}: give more than 0, at most {MOST:g}")
         for value in self.shift:
@@ -64,8 +64,8 @@ class Calibrations:
         require_between("prompts", self.prompts, 0)
 
     def of(self, variant: str) -> Calibration | None:
-        found: Calibration | None = getattr(self, variant)
-        return found
+        calibration: Calibration | None = getattr(self, variant)
+        return calibration
 
 
 def variant_of(greedy: bool, picked: bool) -> str:

@@ -274,17 +274,17 @@ def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[i
     rank, ordered by depth. Scores must be at most 0 and fall with the rank, so that each path's
     parent and earlier siblings are among the paths."""
     heap: list[tuple[float, tuple[int, ...]]] = [(-scores_DR[0][0], (0,))]
-    found: list[tuple[int, ...]] = []
-    while heap and len(found) < nodes:
+    paths: list[tuple[int, ...]] = []
+    while heap and len(paths) < nodes:
         cost, path = heapq.heappop(heap)
-        found.append(path)
+        paths.append(path)
         depth, rank = len(path) - 1, path[-1]
         if rank + 1 < len(scores_DR[depth]):
             beside = cost + scores_DR[depth][rank] - scores_DR[depth][rank + 1]
             heapq.heappush(heap, (beside, (*path[:-1], rank + 1)))
         if depth + 1 < len(scores_DR):
             heapq.heappush(heap, (cost - scores_DR[depth + 1][0], (*path, 0)))
-    return sorted(found, key=by_depth)
+    return sorted(paths, key=by_depth)
 
 
 def by_depth(path: Sequence[int]) -> tuple[int, tuple[int, ...]]:

@@ -52,10 +52,10 @@ class CausalTarget(Target):
                 stack.enter_context(hook)
             ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
             self.model.base_model(input_ids=ids, use_cache=False)
-        found = next((some for some in lists if run.issuperset(some)), None)
-        if found is None:
+        layers = next((some for some in lists if run.issuperset(some)), None)
+        if layers is None:
             raise UserError(f"{self.title} has no list of {count} decoder layers: give another")
-        return found
+        return layers
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)

@@ -113,10 +113,10 @@ def _cache_error(target: Target) -> float:
         _, final = target.features(few, Needs(), cache=cache, parents_BT=parents_BT)
         return target.logits(final)
 
-    def error(found: Tensor, text: Tensor) -> float:
+    def error(logits_TV: Tensor, text: Tensor) -> float:
         """The distance of logits [T, V] from those of the last T tokens of a text."""
-        whole = target.model(input_ids=text[None], use_cache=False).logits[0, -len(found) :]
-        return _distance(found, whole)
+        whole = target.model(input_ids=text[None], use_cache=False).logits[0, -len(logits_TV) :]
+        return _distance(logits_TV, whole)
 
     logits(ids[:, :9])
     cache.keep(lengths)
@@ -208,9 +208,9 @@ def few_layers(target: Target) -> Target | None:
 def _of_each_kind(target: Target) -> list[int]:
     """The first layer of each kind of attention, or the first two if all are of one kind."""
     by_layer = [
-        found
+        kind_of_layer
         for name in ("layer_types", "no_rope_layers")
-        if len(found := getattr(target.config, name, None) or ()) == len(target.layers)
+        if len(kind_of_layer := getattr(target.config, name, None) or ()) == len(target.layers)
     ]
     kinds = [tuple(map(str, kind)) for kind in zip(map(type, target.layers), *by_layer)]
     kept = sorted(kinds.index(kind) for kind in set(kinds))

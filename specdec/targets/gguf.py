@@ -62,8 +62,8 @@ def find_package_file(package: str, suffix: str) -> Path:
         raise UserError(f"package:{package} is not installed: {install}")
     places = spec.submodule_search_locations
     files = sorted(f for at in places for f in Path(at).rglob(f"*{suffix}"))
-    found = ", ".join(f.name for f in files) or "none"
-    require(len(files) == 1, f"package:{package} must hold one {suffix} file; it holds {found}")
+    names = ", ".join(f.name for f in files) or "none"
+    require(len(files) == 1, f"package:{package} must hold one {suffix} file; it holds {names}")
     return files[0]
 
 

@@ -215,25 +215,25 @@ class Parts:
         """The weights of layer k, named as in a Llama layer where it has the same parts. A norm's
         weight is given as the factor that it multiplies by, even if it is stored as 1 less. Of
         Gemma's two norms around the MLP, the first is taken."""
-        found = dict(self.layer(k))
-        if (before_mlp := found.get("pre_feedforward_layernorm.weight")) is not None:
-            found["post_attention_layernorm.weight"] = before_mlp
-        norms = [name for name in found if name.endswith("norm.weight")]
-        return found | {name: found[name] + self._stored_less for name in norms}
+        tensors = dict(self.layer(k))
+        if (before_mlp := tensors.get("pre_feedforward_layernorm.weight")) is not None:
+            tensors["post_attention_layernorm.weight"] = before_mlp
+        norms = [name for name in tensors if name.endswith("norm.weight")]
+        return tensors | {name: tensors[name] + self._stored_less for name in norms}
 
     def beyond(self, k: int) -> dict[str, Tensor]:
         """The tensors that the checkpoint stores as layer L + k, beyond the model's own L layers: a
         module for multi-token prediction, which transformers does not load. Empty if absent."""
         L = self.config.num_hidden_layers
-        found = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
-        for name, x in found.items():
+        tensors = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
+        for name, x in tensors.items():
             require(
                 plain(x),
                 f"{self.title} stores its modules for multi-token prediction quantised ({name} as "
                 f"{str(x.dtype).removeprefix('torch.')}), and transformers does not read them: "
                 "give a drafter.start that does not copy them",
             )
-        return {name: x.to(self.device) for name, x in found.items()}
+        return {name: x.to(self.device) for name, x in tensors.items()}
 
     def cut(self, layers: Sequence[int]) -> dict[str, Tensor]:
         """The state dict of the model with only these layers, renumbered from 0."""
@@ -305,12 +305,12 @@ def head_factor(config: Any) -> float:
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:
     """The per-layer entries of a config (`model`, as a dict), for the layers that are kept."""
-    found: dict[str, Any] = {}
+    per_layer: dict[str, Any] = {}
     lists = {key: x for key, x in model.items() if isinstance(x, list)}
     for key in lists.keys() & {"layer_types", "mlp_layer_types", "no_rope_layers"}:
-        found[key] = [lists[key][k] for k in kept if k < len(lists[key])]  # one entry per layer
+        per_layer[key] = [lists[key][k] for k in kept if k < len(lists[key])]  # one entry per layer
     for key in lists.keys() & {"mlp_only_layers", "moe_layers"}:
-        found[key] = [kept.index(k) for k in lists[key] if k in kept]  # which layers
+        per_layer[key] = [kept.index(k) for k in lists[key] if k in kept]  # which layers
     if first := model.get("first_k_dense_replace"):
-        found["first_k_dense_replace"] = sum(k < first for k in kept)
-    return found
+        per_layer["first_k_dense_replace"] = sum(k < first for k in kept)
+    return per_layer

@@ -219,17 +219,17 @@ class Seq2SeqModel:
     @contextmanager
     def _standing(self, place: Place) -> Iterator[None]:
         """Inside this context, the decoder takes its tokens' positions from `place`."""
-        given = [(m, {"position_bias": self._bias(m, place)}) for m in self._biased]
+        inputs_of = [(m, {"position_bias": self._bias(m, place)}) for m in self._biased]
         with ExitStack() as stack:
-            if (table := self._table) is not None and not given:
-                given = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
+            if (table := self._table) is not None and not inputs_of:
+                inputs_of = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
                 # the hook replaces the table's own look-up, which fails beyond its last row: tokens
                 # that will be cut off an answer may lie there, and take that row
                 index_BT = place.position_BT + getattr(table, "offset", 0)
                 weight = table.weight
                 rows_BTD = nn.functional.embedding(index_BT.clamp_max(len(weight) - 1), weight)
                 stack.enter_context(table.register_forward_hook(lambda *_: rows_BTD))
-            for module, inputs in given:
+            for module, inputs in inputs_of:
 
                 def told(_module: Any, args: Any, kwargs: Any, inputs: Any = inputs) -> Any:
                     return args, kwargs | inputs

@@ -49,19 +49,19 @@ class Weights:
         kinds = ("missing_entries", "connection_errors")
         quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
 
-        def found(name: str) -> str | None:
+        def file_of(name: str) -> str | None:
             return cached_file(path, name, revision=revision, **quiet)
 
-        if single := found(SAFE_WEIGHTS_NAME):
+        if single := file_of(SAFE_WEIGHTS_NAME):
             names = dict.fromkeys(_kinds(Path(single)), SAFE_WEIGHTS_NAME)
-        elif index := found(SAFE_WEIGHTS_INDEX_NAME):
+        elif index := file_of(SAFE_WEIGHTS_INDEX_NAME):
             names = _weight_map(Path(index))
         else:
             return None
         shards: dict[str, Path] = {}
         types: dict[str, str] = {}
         for name in sorted(set(names.values())):
-            shard = found(name)
+            shard = file_of(name)
             require(shard is not None, f"{path}: {name}, a file with weights, is missing: {AGAIN}")
             shards[name] = Path(shard or "")
             types |= _kinds(shards[name])
@@ -107,12 +107,12 @@ class Weights:
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, path in self.files.items():
             if name.startswith(prefix):
                 with safe_open(path, framework="pt") as file:
-                    found[name.removeprefix(prefix)] = file.get_tensor(name)
-        return found
+                    tensors[name.removeprefix(prefix)] = file.get_tensor(name)
+        return tensors
 
 
 def _kinds(path: Path) -> dict[str, str]:
@@ -158,8 +158,8 @@ class StoredParts(Parts):
 
     def layer(self, k: int) -> dict[str, Tensor]:
         k %= self.config.num_hidden_layers
-        found = self.weights.under(f"{self.prefix}.{k}.")
-        renamed = not found or get_checkpoint_conversion_mapping(self.config.model_type)
-        if renamed or self.quantisation or not all(map(plain, found.values())):
+        tensors = self.weights.under(f"{self.prefix}.{k}.")
+        renamed = not tensors or get_checkpoint_conversion_mapping(self.config.model_type)
+        if renamed or self.quantisation or not all(map(plain, tensors.values())):
             return self._whole().layer(k)
-        return {name: x.to(self.device, self.dtype) for name, x in found.items()}
+        return {name: x.to(self.device, self.dtype) for name, x in tensors.items()}

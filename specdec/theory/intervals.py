@@ -86,10 +86,10 @@ def difference_interval(
 def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:
     """The median of `values`, divided by the median of `per` if given. Entries i of the two were
     timed in the same repetition; `n` counts the repetitions."""
-    found = np.asarray(values, float)
-    under = np.ones_like(found) if per is None else np.asarray(per, float)
-    n = len(found)
-    return _bootstrap(lambda at: np.median(found[at], -1) / np.median(under[at], -1), n, n)
+    over = np.asarray(values, float)
+    under = np.ones_like(over) if per is None else np.asarray(per, float)
+    n = len(over)
+    return _bootstrap(lambda at: np.median(over[at], -1) / np.median(under[at], -1), n, n)
 
 
 def _bootstrap(

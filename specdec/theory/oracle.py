@@ -28,20 +28,20 @@ def oracle(
     the lowest cost: in one round that drafts n, or in several if a wide pass costs more than a
     second one. A censored round, which was fully accepted, counts as if a rejection followed, which
     lowers the bound. c and v are those of `leviathan`. Raises UserError if there are no rounds."""
-    found = list(rounds)
-    require(bool(found), "the oracle has no rounds: decode some first")
-    longest = max(max(d, a) for d, a in found)
+    pairs = list(rounds)
+    require(bool(pairs), "the oracle has no rounds: decode some first")
+    longest = max(max(d, a) for d, a in pairs)
     cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
     cheapest = [0.0]  # time to emit m tokens, all of which the draft would get right
     for m in range(1, longest + 2):
         cheapest.append(min(cheapest[m - g - 1] + cost[g] for g in range(m)))
-    tokens = sum(a + 1 for _, a in found)
-    fixed = [sum(a // (g + 1) + 1 for _, a in found) * cost[g] for g in range(longest + 1)]
+    tokens = sum(a + 1 for _, a in pairs)
+    fixed = [sum(a // (g + 1) + 1 for _, a in pairs) * cost[g] for g in range(longest + 1)]
     return Oracle(
-        speedup=tokens / sum(cheapest[a + 1] for _, a in found),
+        speedup=tokens / sum(cheapest[a + 1] for _, a in pairs),
         fixed_gamma=fixed.index(min(fixed)),
         fixed_speedup=tokens / min(fixed),
-        censored=sum(a >= d for d, a in found) / len(found),
-        rounds=len(found),
+        censored=sum(a >= d for d, a in pairs) / len(pairs),
+        rounds=len(pairs),
         drafted=longest,
     )

@@ -364,8 +364,8 @@ def _call(call: Any) -> dict[str, Any]:
             raise Unusable("tool calls whose arguments are not JSON") from error
     if not isinstance(arguments, dict):
         raise Unusable("tool calls whose arguments are not an object")
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return ({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | made
+    described = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return ({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | described
 
 
 def _tools(record: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -65,8 +65,8 @@ def files_of(cfg: DataConfig) -> list[Path] | None:
     file = Path(path)
     if file.is_dir():
         skip = ("dataset_info.json", "state.json")  # datasets' own, beside its arrow files
-        found = (f for f in file.rglob("*") if _suffix(f) in suffixes and f.name not in skip)
-        files = sorted(f for f in found if f.is_file())
+        candidates = (f for f in file.rglob("*") if _suffix(f) in suffixes and f.name not in skip)
+        files = sorted(f for f in candidates if f.is_file())
         require(bool(files), f"{path}: no {', '.join(suffixes)} file in this folder")
         return files
     local = file.is_absolute() or _suffix(file) in suffixes or path[:1] == "."
@@ -224,10 +224,10 @@ def _values(place: str, data: bytes, lost: Callable[..., None]) -> list[Any] | N
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, marked if a key has two different values in it."""
-    made = dict(pairs)
-    if len(made) < len(pairs) and any(made[key] != value for key, value in pairs):
-        return Repeated(made)
-    return made
+    of_keys = dict(pairs)
+    if len(of_keys) < len(pairs) and any(of_keys[key] != value for key, value in pairs):
+        return Repeated(of_keys)
+    return of_keys
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
@@ -329,7 +329,7 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
     JSON array. JSON holds strings, or records with "prompt", "messages" or "turns" (as in
     Spec-Bench; only the first turn is used, since later ones depend on an answer). Raises UserError
     naming the line or item that is none of these."""
-    found, tally = [], Tally()
+    conversations, tally = [], Tally()
     for place, record in _prompt_records(Path(path), tally):
         messages: Any = None
         if isinstance(record, dict):
@@ -338,7 +338,9 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
             messages, record = record.get("messages"), record.get("prompt") or first
         messages = messages or [{"role": "user", "content": record}]
         try:
-            found.append(conversation_of({"messages": messages}, place, "messages", Tally()))
+            conversations.append(
+                conversation_of({"messages": messages}, place, "messages", Tally())
+            )
         except Unusable as reason:
             raise UserError(
                 f"{place}: {reason}; give one prompt per line, or JSON with "
@@ -346,8 +348,8 @@ def read_prompts_file(path: str | Path) -> list[Conversation]:
             ) from reason
     for what in tally.unread:
         raise UserError(f"{tally.examples[what][0]}: cannot be read ({what})")
-    require(bool(found), f"{path}: no prompt in it: give one prompt per line")
-    return found
+    require(bool(conversations), f"{path}: no prompt in it: give one prompt per line")
+    return conversations
 
 
 def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:

@@ -60,7 +60,7 @@ def read(
             seen[last.id] += 1
             if (n := seen[last.id]) > 1:
                 conversation = replace(last, id=f"{last.id}#{n}")
-            made = use(conversation)
+            item = use(conversation)
         except Unusable as reason:
             tally.count(tally.dropped, str(reason))
             if last is None and not first_record:
@@ -70,9 +70,9 @@ def read(
                 require_spans(tally, PATIENCE)
         else:
             usable += 1
-            for note in getattr(made, "notes", ()):
+            for note in getattr(item, "notes", ()):
                 tally.count(tally.changed, note)
-            yield conversation, made
+            yield conversation, item
             if usable == cfg.limit:
                 tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
                 return
@@ -121,17 +121,17 @@ def load(
     holds no usable conversation."""
     split, train, opened = Split[T](), list[T](), list[str]()
     kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
-    for conversation, made in read(cfg, split.tally, use):
+    for conversation, item in read(cfg, split.tally, use):
         large = len(opened) * SHARE >= ENOUGH  # then no more than SHARE is held out
         most = cfg.held_out if cfg.held_out is not None else SHARE if large else 1.0
         asks = ask is not None and is_held_out(conversation.opening, most)
-        kept.append((conversation if asks else None, made))
+        kept.append((conversation if asks else None, item))
         opened.append(conversation.opening)
     split.share = chosen_share(opened) if cfg.held_out is None else cfg.held_out
     openings: dict[bool, list[str]] = {True: [], False: []}
-    for opening, (asked, made) in zip(opened, kept, strict=True):
+    for opening, (asked, item) in zip(opened, kept, strict=True):
         held = is_held_out(opening, split.share)
-        (split.held_out if held else train).append(made)
+        (split.held_out if held else train).append(item)
         openings[held].append(opening)
         if held and ask is not None and asked is not None:
             try:
@@ -144,7 +144,7 @@ def load(
         raise UserError(f"{cfg.path}: no usable conversation: {split.tally.reasons()}")
     if near := near_duplicates(openings[False], openings[True]):
         split.tally.dropped["prompt nearly the same as a held-out one"] = len(near)
-    train = [made for i, made in enumerate(train) if i not in near]
+    train = [item for i, item in enumerate(train) if i not in near]
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(cfg.seed))
     split.train = [train[i] for i in order.tolist()]
     return split
@@ -269,16 +269,16 @@ def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
     for j, shingles in enumerate(theirs):
         for s in prefix(shingles):
             index[s].append(j)
-    found = set()
+    near = set()
     for i, prompt in enumerate(train):
         ours = _shingles(prompt)
         candidates = {j for s in prefix(ours) if s in frequency for j in index.get(s, ())}
         for j in candidates:
             shared = len(ours & theirs[j])
             if shared * 100 >= NEAR * (len(ours) + len(theirs[j]) - shared):
-                found.add(i)
+                near.add(i)
                 break
-    return found
+    return near
 
 
 def _key(opening: str) -> str:

@@ -456,19 +456,19 @@ def whole_prompts(
     are read as plain text. Raises UserError naming the first that is unusable or has more than
     `room` tokens (None: any number)."""
     chat: Chat | Plain = (Chat if tokenizer.chat_template else Plain)(tokenizer)
-    found = []
+    prompts = []
     for conversation in conversations:
         try:
-            found.append(chat.prompt(conversation))
+            prompts.append(chat.prompt(conversation))
         except Unusable as reason:
             raise UserError(f"{conversation.id}: {reason}") from reason
-        if room is not None and len(found[-1].ids) > room:
+        if room is not None and len(prompts[-1].ids) > room:
             raise UserError(
-                f"{conversation.id}: the prompt has {len(found[-1].ids):,} tokens, and the target "
-                f"has room for only {max(0, room):,} besides the answer: shorten it, or ask for "
+                f"{conversation.id}: the prompt has {len(prompts[-1].ids):,} tokens, and the "
+                f"target has room for only {max(0, room):,} besides the answer: shorten it, or ask for "
                 "shorter answers"
             )
-    return found
+    return prompts
 
 
 def require_spans(tally: Tally, patience: int) -> None:
