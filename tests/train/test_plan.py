@@ -7,13 +7,18 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdec.decoding.answers import Generation
+from specdec.decoding.decode import decode
 from specdec.errors import UserError
 from specdec.files import read_record
+from specdec.targets.base import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
+from train import budget
 from train.budget import timed
 from train.plan import (
     AFTER,
@@ -146,6 +151,25 @@ def test_speeds_are_measured_on_the_work_at_hand() -> None:
     assert max(read) >= 59, "texts as long as those that are answered"
     assert len(steps) > 2, "one step warms up, others are timed"
     assert all(seconds > 0 for seconds in dataclasses.astuple(speeds))
+
+
+def test_a_moment_of_another_process_does_not_spoil_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch and the first single row take a hundred times as long as they did."""
+    target, calls = random_target(architectures(64, layers=2)["llama"]), list[int]()
+
+    def hindered(target: Target, rows: list[list[int]], **options: Any) -> list[Generation]:
+        answers = decode(target, rows, **options)
+        for answer in answers:
+            answer.seconds = answer.prefill_seconds = 1.0
+            if calls.count(len(rows)) == 0:
+                answer.seconds = answer.prefill_seconds = 100.0
+        calls.append(len(rows))
+        return answers
+
+    monkeypatch.setattr(budget, "decode", hindered)
+    speeds = timed(target, [[3, 4, 5], [6, 7]], 2, lambda: 10, context=60)
+    assert speeds.answered == pytest.approx(1 / 2 / 4) and speeds.step == pytest.approx(1 / 24)
+    assert speeds.read == pytest.approx(1 / 2 / 60)
 
 
 @pytest.mark.parametrize(
