@@ -465,8 +465,8 @@ def whole_prompts(
         if room is not None and len(prompts[-1].ids) > room:
             raise UserError(
                 f"{conversation.id}: the prompt has {len(prompts[-1].ids):,} tokens, and the "
-                f"target has room for only {max(0, room):,} besides the answer: shorten it, or ask for "
-                "shorter answers"
+                f"target has room for only {max(0, room):,} besides the answer: shorten it, "
+                "or ask for shorter answers"
             )
     return prompts
 
