@@ -233,7 +233,7 @@ class TeacherForcing(nn.Module):
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         loss, seen = chunked(part, [hidden_NKD], parameters, self.objective.chunk)
         if batch is not original:
-            loss = share * loss + self._divergence(original, batch, chosen)
+            loss = share * loss + self._kl_divergence(original, batch, chosen)
         return loss, seen
 
     def _adapted(self, batch: Batch, progress: float) -> tuple[Batch, float]:
@@ -252,7 +252,7 @@ class TeacherForcing(nn.Module):
         ctx = replace(batch.ctx, final_BTD=final_BTD)
         return replace(batch, ctx=ctx, final_BTD=final_BTD.detach(), summary=summary), share
 
-    def _divergence(self, original: Batch, adapted: Batch, anchors: Anchors) -> Tensor:
+    def _kl_divergence(self, original: Batch, adapted: Batch, anchors: Anchors) -> Tensor:
         """KL(original ‖ adapted) of the target's distributions at T = 1, summed over the anchors
         with the weights of depth 0."""
         where_N = anchors.row_N * original.mask_BT.shape[1] + anchors.position_N
@@ -261,7 +261,7 @@ class TeacherForcing(nn.Module):
 
         def part(rows: slice, now_ND: Tensor, before_ND: Tensor) -> tuple[Tensor, Tensor]:
             with exactly(now_ND):
-                kl_N = divergence(*(target.logits(x) for x in (before_ND, now_ND)))
+                kl_N = kl_divergence(*(target.logits(x) for x in (before_ND, now_ND)))
             return (kl_N * weight_N[rows]).sum(), kl_N.detach().sum()
 
         cut = [x.flatten(0, 1)[where_N] for x in (now_BTD, original.final_BTD)]
@@ -408,7 +408,7 @@ def logits_of(drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = N
     return logits_NKV
 
 
-def divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
+def kl_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     """KL(p ‖ q) [...] in nats, of logits [..., V]."""
     log_p, log_q = (z.float().log_softmax(-1) for z in (logits_p, logits_q))
     return (log_p.exp() * (log_p - log_q)).sum(-1)

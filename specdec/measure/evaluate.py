@@ -34,7 +34,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing, divergence
+from specdec.forcing.teacher import TeacherForcing, kl_divergence
 from specdec.measure.choosing import LEARNING, Choice, chosen
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
@@ -456,7 +456,7 @@ def shift(
                 t.logits(t.features(ids.to(t.device), Needs())[1][0, first:-1])
                 for t in (original, adapted)
             )
-            kl = float(divergence(*logits).sum())
+            kl = float(kl_divergence(*logits).sum())
             shifts.append((kl, len(before.ids), before.ids == after.ids))
         return shifts
 

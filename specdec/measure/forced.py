@@ -20,7 +20,7 @@ from specdec.sampling.sampler import sample
 from specdec.targets.base import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval
-from specdec.theory.leviathan import divergence, lenient_alpha, non_iterative_alpha
+from specdec.theory.leviathan import lenient_alpha, lk_divergence, non_iterative_alpha
 
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
 MOST = 1e6  # cap on q(x) / p(x), for text that the target would hardly write
@@ -33,7 +33,7 @@ class Along(NamedTuple):
     alpha: Acceptance
     lenient: list[Tensor]  # α_l, for each of `LENIENCES`
     ratio: Tensor  # q(x) / p(x) at the text's own token x
-    divergence: Tensor  # D_LK (Leviathan et al. 2023, Definition 3.2)
+    lk_divergence: Tensor  # D_LK (Leviathan et al. 2023, Definition 3.2)
     non_iterative: Tensor  # α of non-iterative rejection sampling (Appendix A.2)
     picked: Tensor  # the confidence in argmax q
     written: Tensor  # 1 where argmax q is the text's own token
@@ -66,7 +66,7 @@ def beyond_acceptance(piece: Piece, generator: torch.Generator) -> tuple[Tensor,
     if piece.confidence is not None:
         picked = q_drawn = piece.confidence
     believed = picked, (best == piece.label).float(), q_drawn * ~none, kept
-    return (*lenient, ratio, divergence(p, q), plain, *believed)
+    return (*lenient, ratio, lk_divergence(p, q), plain, *believed)
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
     those of a chain of γ (or of the trained depth, if less) at visited anchors."""
     if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
         return None
-    divergences = [text.measured.divergence[text.anchors] for text in every]
+    divergences = [text.measured.lk_divergence[text.anchors] for text in every]
     ratios = [text.measured.ratio[text.anchors, :gamma] for text in visited]
 
     def lenient(i: int, texts: Sequence[Text]) -> Interval:

@@ -23,7 +23,7 @@ Alpha = float | Sequence[float]
 PassCost = Callable[[int], float]  # v by γ: a pass over γ + 1 tokens, in target steps
 
 
-def divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
+def lk_divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
     """D_LK(p, q) = Σ_x |p(x) - (p(x) + q(x)) / 2| [N] (Definition 3.2), which is 1 - Σ_x min(p, q)
     (Lemma 3.3), so that β = 1 - D_LK (Theorem 3.5) and α = 1 - E[D_LK] (Corollary 3.6). p stays
     normalised over the whole vocabulary. A row of q without mass has D_LK = 1."""

@@ -14,11 +14,11 @@ from specdec.theory import alpha as metrics
 from specdec.theory.leviathan import (
     beam_passes,
     best_gamma,
-    divergence,
     expected_tokens,
     guaranteed_factor,
     interpolate,
     lenient_alpha,
+    lk_divergence,
     non_iterative_alpha,
     operations_factor,
     oracle_factor,
@@ -207,16 +207,16 @@ def test_divergence_is_one_less_the_overlap() -> None:
     """Lemma 3.3 and Theorem 3.5, and the properties of Corollary 3.4."""
     p = torch.tensor([[0.5, 0.3, 0.2], [1, 0, 0], [0.2, 0.3, 0.5]], dtype=torch.float64)
     q = torch.tensor([[0.2, 0.3, 0.5], [0, 0.5, 0.5], [0.2, 0.3, 0.5]], dtype=torch.float64)
-    assert divergence(p, q).tolist() == pytest.approx([0.3, 1.0, 0.0])
-    assert divergence(q, p).tolist() == divergence(p, q).tolist()
+    assert lk_divergence(p, q).tolist() == pytest.approx([0.3, 1.0, 0.0])
+    assert lk_divergence(q, p).tolist() == lk_divergence(p, q).tolist()
     middle = (p + q) / 2
-    assert torch.allclose(divergence(p, q), (p - middle).abs().sum(-1))
-    assert torch.allclose(divergence(p, q), 1 - metrics.overlap(p, q))
+    assert torch.allclose(lk_divergence(p, q), (p - middle).abs().sum(-1))
+    assert torch.allclose(lk_divergence(p, q), 1 - metrics.overlap(p, q))
     # over a draft vocabulary of the first two tokens: p has .2 where q has nothing
     p_S, q_S = p[:1, :2], torch.tensor([[0.4, 0.6]], dtype=torch.float64)
-    assert divergence(p_S, q_S).item() == pytest.approx(0.3)  # (.1 + .3 + .2) / 2
-    assert divergence(p_S, q_S).item() == pytest.approx(1 - metrics.overlap(p_S, q_S).item())
-    assert divergence(p, torch.zeros_like(p)).tolist() == pytest.approx([1.0] * 3)
+    assert lk_divergence(p_S, q_S).item() == pytest.approx(0.3)  # (.1 + .3 + .2) / 2
+    assert lk_divergence(p_S, q_S).item() == pytest.approx(1 - metrics.overlap(p_S, q_S).item())
+    assert lk_divergence(p, torch.zeros_like(p)).tolist() == pytest.approx([1.0] * 3)
 
 
 def test_lenient_alpha() -> None:
