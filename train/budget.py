@@ -86,8 +86,9 @@ def planned(
         new=cfg.answers.max_new_tokens if answering else 0,
         kept=answering and cfg.stores_features,
         prompts=min(cfg.decode.prompts, len(held_out)),
-        timed=max(cfg.decode.timed, cfg.decode.batch),
-        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted * cfg.decode.repeats,
+        timed=cfg.decode.times,
+        repeats=cfg.decode.repeats,
+        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted,
         # for the oracle, the calibration and the choice of a shape
         learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
         + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),

@@ -18,6 +18,7 @@ BESIDE = 1.3  # a run's steps take this many times as long as the timed ones (1.
 IN_TURN = 1.15  # the same for the final evaluation, where plain and drafted decoding take turns
 COUNTING = 1.5  # a token counted costs as many times one of a batched plain answer
 AFTER = 30.0  # seconds for imports, measuring costs, checkpoints, report and export
+COUNTED = 0.15  # share of the time that counting may take before it drops prompts
 MEASURED = 0.4  # share of the time that the final evaluation may take before it drops prompts
 FEWEST = 12  # prompts of the final evaluation, however slow the machine
 
@@ -63,6 +64,7 @@ class Work:
     decoded: int  # tokens written for each prompt, with and without drafts, in total
     learned: int  # single-row steps spent on other prompts, however many prompts are measured
     watched: float  # held-out evaluations per training token
+    repeats: int = 1  # how often a prompt is timed
     regresses: bool = False  # whether the start is solved for
 
 
@@ -114,11 +116,15 @@ def fitted(
 
     def measuring(prompts: int) -> float:
         """Seconds of the final evaluation: some prompts are timed, and the others counted."""
-        timed = min(prompts, work.timed)
-        tokens = work.learned + timed * work.decoded
-        return AFTER + tokens * step + (prompts - timed) * work.decoded * speeds.answered * COUNTING
+        tokens = work.learned + min(prompts, work.timed) * work.decoded * work.repeats
+        return AFTER + tokens * step + counting(prompts)
 
-    while prompts > FEWEST and measuring(prompts) > MEASURED * seconds:
+    def counting(prompts: int) -> float:
+        return max(0, prompts - work.timed) * work.decoded * speeds.answered * COUNTING
+
+    while prompts > max(FEWEST, work.timed) and counting(prompts) > COUNTED * seconds:
+        prompts -= 1
+    while prompts > FEWEST and prompts <= work.timed and measuring(prompts) > MEASURED * seconds:
         prompts -= 1
     watching = (sum(held_out) + len(held_out) * answer) * speeds.trained * FORWARD
 

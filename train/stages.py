@@ -72,12 +72,12 @@ def _continued(
         f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
     earlier = drafts.read(folder, target)
-    assert isinstance(earlier, Predictor)
     require(
         earlier.config.name == config.name,
         f"drafter.from={folder} is a draft of the family {earlier.config.name}: give "
         f"drafter={earlier.config.name} as well",
     )
+    assert isinstance(earlier, Predictor)
     vocab_S, note = earlier.vocab_S, "its vocabulary is the target's"
     if vocab_S is None:
         require(

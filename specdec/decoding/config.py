@@ -24,7 +24,8 @@ class DecodeConfig:
 
     Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
     Seconds come from the first `timed` of them, which plain and speculative decoding answer in
-    turn, `batch` prompts at a time; a speedup is put together from both (see `measure.evaluate`).
+    turn, `batch` prompts at a time, in whole batches; a speedup is put together from both (see
+    `measure.evaluate`).
     """
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
@@ -45,8 +46,8 @@ class DecodeConfig:
     length: str = "fixed"  # a policy of length.py that shortens chains
     settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
     compile: bool = False  # the target, and the draft if its family can, through torch.compile
-    repeats: int = 1  # of every prompt, for steadier seconds; counts come from the first
-    batch: int = 1  # prompts that are answered and timed together
+    repeats: int = 1  # of every timed prompt, for steadier seconds; counts come from the first
+    batch: int = 1  # prompts that are timed together
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,6 +88,14 @@ class DecodeConfig:
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
             for shape in (like, Static([[0]])) if self.fastest else (like,):
                 fitting_rule(self.rule, shape, sampler, self.greedy_draft)
+
+    @property
+    def times(self) -> int:
+        """How many prompts are timed: whole batches and, since a single one shows no variation, at
+        least three of several prompts; all prompts with a length policy, which looks at the
+        batch."""
+        batches = max(-(-self.timed // self.batch), 3 if self.batch > 1 else 1)
+        return self.prompts if self.length != "fixed" else min(self.prompts, batches * self.batch)
 
     def chains(self, drafter: Drafter, temperature: float) -> Way:
         """The way of decoding in which chains are drafted at a temperature, before another shape or

@@ -118,6 +118,11 @@ class TeacherForcing(nn.Module):
             "1 and serve greedily; reports show both",
         )
         require(
+            reference is None or isinstance(reference, Predictor),
+            "the reference draft copies tokens, so it has no q to compare with: give one that was "
+            "trained",
+        )
+        require(
             reference is None or reference.needs == drafter.needs,
             "the reference draft and the draft read different features of the target: give a "
             "reference of the same family and layers",

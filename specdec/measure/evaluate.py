@@ -33,9 +33,9 @@ from specdec.decoding.logs import log_rounds
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
-from specdec.errors import UserError
+from specdec.errors import UserError, is_out_of_memory
 from specdec.forcing.teacher import TeacherForcing, kl_divergence
-from specdec.measure.choosing import LEARNING, Choice, chosen
+from specdec.measure.choosing import LEARNING, Choice, chosen, paths_of
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import (
@@ -53,9 +53,10 @@ from specdec.measure.results import Described, Measured, Results, Sample, Shift
 from specdec.measure.setup import Setup
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
+from specdec.runtime.memory import release
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.trees import Chain
+from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
 from specdec.theory.alpha import repetition
 from specdec.theory.intervals import Interval, product_interval, ratio_interval
@@ -184,12 +185,18 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
         top_p=way.sampler.top_p,
         greedy_draft=way.greedy_draft,
         compiled=way.compiled,
+        asked=cfg.rule,
+        paths=paths_of(way.shape) if isinstance(way.shape, Static) else None,
+        branches=cfg.branches if cfg.tree == "dynamic" else None,
+        settings=dict(cfg.settings),
     )
 
 
 def counting(setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]]) -> int:
     """How many prompts to decode together where only acceptance is counted: `cfg.counting`, or as
-    many as fit into the memory that is free in every process."""
+    many as fit into the memory that is free in every process. If all are timed: `cfg.batch`."""
+    if len(prompts) <= cfg.times:
+        return cfg.batch
     longest = max(prompts, key=len)
     fitting = setup.ranks.shared(
         range(setup.ranks.world),
@@ -246,13 +253,10 @@ def _answered(
     together: int,
     tell: Callable[..., None],
 ) -> list[Answered]:
-    """Answer all prompts plainly and in each way: the first `cfg.timed` in batches of `cfg.batch`,
+    """Answer all prompts plainly and in each way: the first `cfg.times` in batches of `cfg.batch`,
     in turn and `cfg.repeats` times, the others `together` at a time, without compiled passes.
     `tell` is called with the progress after each batch."""
-    ranks, plain = setup.ranks, ways[0].plain
-    timed = min(len(prompts), max(cfg.timed, cfg.batch))
-    if any(way.length for way in ways):
-        timed = len(prompts)
+    ranks, plain, timed = setup.ranks, ways[0].plain, min(len(prompts), cfg.times)
 
     def turns(batch: range, ways: Sequence[Way], repeat: int = 0) -> list[list[Generation]]:
         """The prompts with these numbers, plainly and in each way."""
@@ -287,10 +291,24 @@ def _answered(
         range(first, min(first + together, len(prompts)))
         for first in range(timed, len(prompts), together)
     ]
-    for plainly, *drafts in ranks.shared(batches, lambda batch: turns(batch, eager)):
+
+    def counted(batch: range) -> list[list[Generation]]:
+        """The prompts with these numbers, in smaller batches if memory runs out."""
+        try:
+            answers = turns(batch, eager)
+            tell(advance=len(batch))
+            return answers
+        except Exception as error:
+            if not is_out_of_memory(error) or len(batch) == 1:
+                raise
+        release()  # out here, where the error no longer holds the memory of the failed batch
+        half = len(batch) // 2
+        parts = counted(batch[:half]), counted(batch[half:])
+        return [first + second for first, second in zip(*parts, strict=True)]
+
+    for plainly, *drafts in ranks.shared(batches, counted):
         for answered, drafted in zip(many, drafts, strict=True):
             answered.add(plainly, drafted)
-        said(many, len(plainly))
     return many
 
 
@@ -339,6 +357,8 @@ def _figures(
     else:
         speedup = timed_speedup
         tokens_per_second = ratio_interval(answered.plain_tokens, answered.seconds)
+    if len(answered.seconds) < 2:  # the counts alone would make too narrow an interval
+        speedup, tokens_per_second = speedup.alone(), tokens_per_second.alone()
     same = sum(p.ids == d.ids for p, d in zip(answered.plain, answered.drafted, strict=True))
     return Measured(
         way=way,

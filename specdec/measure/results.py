@@ -6,6 +6,7 @@ passes between them. Lists over depths have an entry for each drafted position, 
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specdec.files import read_record, write_json
 from specdec.measure.choosing import Learned
@@ -126,6 +127,10 @@ class Described:
     top_p: float = 1.0
     greedy_draft: bool = False
     compiled: bool = False
+    asked: str = "auto"  # the rule that was asked for
+    paths: list[list[int]] | None = None  # of a static tree
+    branches: int | None = None  # of a dynamic tree
+    settings: dict[str, Any] = field(default_factory=dict)  # of the length policy
 
     @property
     def shape(self) -> str:

@@ -62,8 +62,8 @@ def _setting(results: Results) -> str:
         f"{results.prompts} {prompts} ({results.data}), "
         f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
         f"drafting {drafted}{', compiled' * results.asked[0].way.compiled}. {intervals} "
-        "Plain and speculative decoding take turns in one process; times cover the tokens after "
-        "the first, which prefill emits, and the draft's own prefill."
+        "Timed prompts are decoded plainly and speculatively in turn, in one process; times cover "
+        "the tokens after the first, which prefill emits, and the draft's own prefill."
         f"{_timed(results)}{_shared(results)}"
     )
 

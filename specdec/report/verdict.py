@@ -15,7 +15,6 @@ from specdec.formats.layout import OVERRIDES
 from specdec.measure.results import Described, Measured, Results
 
 LAYOUT = "hf"  # of the export that vLLM loads by its method
-OWN = {"greedy", "block", "recursive", "point_mass"}  # rules that decoding uses by itself
 EXPORT, TARGET = "my-head", "my-target"
 
 
@@ -138,21 +137,26 @@ def commands(results: Results) -> list[Command]:
 
 
 def _generate(one: Measured, results: Results) -> str:
-    """The command that decodes as was measured. A shape that the run's settings describe, such as
-    a dynamic tree, is left to them."""
+    """The command that decodes as was measured."""
     way, options = one.way, ["--chat"]
     draft = results.draft if way.drafter == results.drafter else results.also
-    if way.drafter == results.drafter:
-        if way.chain and way.length == "fixed":
-            options.append(f"--gamma {way.gamma}")
-        elif one.learned.paths:
-            paths = json.dumps(one.learned.paths, separators=(",", ":"))
-            options.append(f"--tree static --paths {shlex.quote(paths)}")
+    if way.paths:
+        paths = json.dumps(way.paths, separators=(",", ":"))
+        options.append(f"--tree static --paths {shlex.quote(paths)}")
+    elif not way.chain:
+        options.append(f"--tree {way.tree} --gamma {way.gamma} --nodes {way.nodes}")
+        options += [f"--branches {way.branches}"] if way.branches else []
+    elif way.drafter == results.drafter:
+        options.append(f"--gamma {way.gamma}")
+    if way.length != "fixed":
+        options.append(f"--length {way.length}")
+        given = (f"{name}={value}" for name, value in way.settings.items())
+        options += [f"--settings {shlex.join(given)}"] if way.settings else []
     settings: dict[str, tuple[bool, object]] = {
         "--temperature": (way.temperature > 0, f"{way.temperature:g}"),
         "--top-k": (way.top_k > 0, way.top_k),
         "--top-p": (way.top_p < 1, way.top_p),
-        "--rule": (way.rule not in OWN, way.rule),
+        "--rule": (way.asked != "auto", way.asked),
         "--greedy-draft": (way.greedy_draft, ""),
         "--compile": (way.compiled, ""),
     }

@@ -25,6 +25,10 @@ class Interval:
             return value
         return f"{value} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
+    def alone(self) -> "Interval":
+        """The figure without its interval."""
+        return Interval(self.value, self.value, self.value, self.n)
+
     def __str__(self) -> str:
         return self.text()
 

@@ -174,7 +174,7 @@ def test_the_second_stage_starts_from_the_heads_of_the_first(target: Target) -> 
 @pytest.mark.parametrize("more", ["also=suffix", "rounds.data=on_policy"])
 def test_what_needs_the_target_as_it_is(tiny: Tiny, more: str) -> None:
     with pytest.raises(UserError, match="medusa adapts the target with these settings"):
-        compose([*tiny.overrides("medusa", *ADAPTED), more])
+        compose([*tiny.overrides("medusa", *ADAPTED), more, "data.answers=target"])
 
 
 def test_options_that_cannot_be() -> None:

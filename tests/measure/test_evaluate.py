@@ -404,6 +404,24 @@ BY_THE_CLOCK = {
 BY_THE_CLOCK |= {"seconds_spent", "processes"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        ({}, 12),
+        ({"timed": 1}, 1),
+        ({"prompts": 5}, 5),
+        ({"batch": 8}, 24),
+        ({"batch": 16}, 48),
+        ({"batch": 16, "prompts": 20}, 20),
+        ({"length": "goodput"}, 100),
+    ],
+    ids=str,
+)
+def test_whole_batches_are_timed_and_at_least_three(settings: dict[str, Any], times: int) -> None:
+    """A single batch shows no variation; with a length policy all prompts are timed."""
+    assert DecodeConfig(**settings).times == times
+
+
 def counted(value: Any) -> Any:
     """Results without what depends on a clock."""
     if isinstance(value, dict):
@@ -415,7 +433,7 @@ def counted(value: Any) -> Any:
     ("world", "change", "timed", "others"),
     [
         (2, {"timed": 3}, 3, True),
-        (2, {"batch": 2, "repeats": 2, "counting": 32}, 2, False),  # one batch is left
+        (2, {"batch": 2, "repeats": 2, "counting": 32}, 5, False),  # three batches
         (2, {"length": "confidence", "settings": {"threshold": 0.2}}, 5, False),
         (3, {"tree": "static", "nodes": 3}, 1, True),
         (6, {"timed": 2}, 2, True),  # of the 6, some have no prompt to answer

@@ -34,8 +34,8 @@ def hybrid(speedup: Speedup, t: float = 0.0) -> Measured:
 
 
 def tree(speedup: Speedup, t: float = 0.0) -> Measured:
-    one = at(speedup, t, "fastest", chain=False, tree="static", nodes=3, gamma=2)
-    return replace(one, learned=replace(one.learned, paths=[[0], [1], [0, 0]]))
+    shape: dict[str, Any] = {"chain": False, "tree": "static", "nodes": 3, "gamma": 2}
+    return at(speedup, t, "fastest", paths=[[0], [1], [0, 0]], **shape)
 
 
 def of(*ats: Measured, **more: Any) -> Results:
@@ -106,7 +106,7 @@ def test_without_an_interval_nothing_is_claimed(change: dict[str, Any], why: str
 
 
 def test_a_lossy_rule_is_named_with_the_gain() -> None:
-    lossy = at(MORE, 1.0, rule="typical", lossless=False)
+    lossy = at(MORE, 1.0, rule="typical", asked="typical", lossless=False)
     results = of(at(GAIN), lossy)
     said = " The rule typical is lossy: answers at T = 1 are not the target's own."
     assert verdict.sentence(results).endswith(said)
@@ -161,10 +161,25 @@ def test_an_engine_drafts_the_chains_that_were_fastest() -> None:
     assert verdict.commands(of(at(GAIN), also))[-1].does.count("at T = 0") == 1
 
 
-def test_what_only_the_runs_settings_describe_is_left_to_them() -> None:
-    for way in ({"chain": False, "tree": "dynamic", "nodes": 12}, {"length": "confidence"}):
-        own, *vllm = lines(of(at(GAIN, **way)))
-        assert own == "scripts/generate runs/run/best --chat" and not vllm
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (
+            {"chain": False, "tree": "dynamic", "nodes": 12, "branches": 3},
+            "--tree dynamic --gamma 2 --nodes 12 --branches 3",
+        ),
+        (
+            {"length": "confidence", "settings": {"threshold": 0.3}},
+            "--gamma 2 --length confidence --settings threshold=0.3",
+        ),
+    ],
+    ids=str,
+)
+def test_a_shape_of_which_an_engine_knows_nothing_has_our_command(
+    way: dict[str, Any], options: str
+) -> None:
+    own, *vllm = lines(of(at(GAIN, **way)))
+    assert own == f"scripts/generate runs/run/best --chat {options}" and not vllm
 
 
 def test_a_draft_that_is_nowhere_has_no_commands() -> None:

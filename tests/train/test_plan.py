@@ -23,12 +23,12 @@ from train.budget import timed
 from train.plan import (
     AFTER,
     BESIDE,
+    COUNTED,
     COUNTING,
     FEWEST,
     FORWARD,
     IN_TURN,
     KEEPING,
-    MEASURED,
     SAID,
     BudgetConfig,
     Plan,
@@ -88,7 +88,7 @@ def test_the_floor_is_used_however_slow_the_machine() -> None:
 def test_a_slow_machine_measures_fewer_prompts() -> None:
     more = dataclasses.replace(WORK, prompts=30)
     each = 15 * 0.01 * COUNTING  # of a prompt that is not timed, but counted
-    room = (FIXED + (20 - FEWEST) * each) / MEASURED  # for the evaluation of 20 prompts
+    room = (20 - FEWEST) * each / COUNTED  # for counting on 20 prompts
     assert plan(math.inf, work=more).prompts == 30, "without a budget all are measured"
     assert plan(room + 1e-6, work=more).prompts == 20
     assert plan(room - 1e-6, work=more).prompts == 19

@@ -44,11 +44,14 @@ def test_a_reference_that_cannot_be_compared(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, reference: Path
 ) -> None:
     adaspec = ["objective=adaspec", f"objective.reference={reference}"]
+    tiny.job(tmp_path / "suffix", "suffix")
+    copying = tmp_path / "suffix" / "best"
     for drafter, change, part in (
         ("medusa", ["drafter.draft_vocab=40"], "different vocabularies"),
         ("medusa", ["drafter.depth=3"], "fewer depths"),
         ("lm", [], "different features"),
         ("medusa", ["objective.reference=/nowhere"], "/nowhere holds no draft"),
+        ("lm", [f"objective.reference={copying}"], "copies tokens"),
     ):
         run = tmp_path / part
         require_one_line(told(capsys, tiny.overrides(drafter, *adaspec, *change), run), part)

@@ -128,6 +128,9 @@ def test_what_does_not_fit_is_told_in_one_line(
     assert "no weights to train" in refused("ngram", start)
     assert "drafter.head and drafter.copying: give both" in refused("hybrid", "drafter.head=")
     assert "holds no draft" in refused("medusa", f"drafter.from={tmp_path}")
+    tiny.job(tmp_path / "copying", "suffix")
+    copying = f"drafter.from={tmp_path / 'copying' / 'best'}"
+    assert "is a draft of the family suffix" in refused("medusa", copying)
     assert "drafter.from=FOLDER" in refused("medusa", "stage.new_tokens=3")
     other = save_target(tmp_path / "other", seed=5)
     assert "other weights" in refused("medusa", start, f"target.path={other}")

@@ -238,10 +238,12 @@ def chosen_share(openings: Sequence[str]) -> float:
     SHARE, or enough of small data for ENOUGH conversations, though at most MOST of them."""
     count = max(1, min(ENOUGH, int(len(openings) * MOST)))
     places = sorted(map(_place, openings))
-    above = [place for place in places[count:] if place > places[count - 1]]
-    if len(openings) * SHARE >= ENOUGH or not above:
+    # conversations with the same opening stay together: all of those at the cut, or none
+    sizes = [n for n in range(1, len(places)) if places[n - 1] < places[n]]
+    fitting = [n for n in sizes if n <= count] or sizes[:1]
+    if len(openings) * SHARE >= ENOUGH or not fitting:
         return SHARE
-    least, most = places[count - 1] / 2**64, above[0] / 2**64
+    least, most = places[fitting[-1] - 1] / 2**64, places[fitting[-1]] / 2**64
     shortest = (round((least + most) / 2, digits) for digits in range(2, 20))
     return max(SHARE, next(x for x in shortest if least < x <= most))
 

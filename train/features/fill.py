@@ -7,6 +7,7 @@ it reads texts or while it answers prompts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Features:
     whenever they are requested."""
 
     target: TargetOnDemand
-    needs: Needs
+    needs: Needs | None  # what is stored
     sampler: Sampler
     length: int  # of a packed row, at most
     store: Store | None
@@ -59,8 +60,9 @@ class Features:
         progress: Progress,
     ) -> "Features":
         """Raises UserError if the store holds features of another kind."""
-        needs, store = needs_of(cfg.drafter, target.parts) if cfg.trains else Needs(), None
+        needs, store = None, None
         if cfg.stores_features:
+            needs = needs_of(cfg.drafter, target.parts)
             store = Store(cfg.features, target.parts, needs, cfg.sampler)
         where = target, needs, cfg.sampler, cfg.data.max_length, store, cfg.needs_layers
         return cls(*where, accelerator, progress)
@@ -68,11 +70,12 @@ class Features:
     def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
         """A source of packed rows for each list of documents. If there is a store, the missing
         features are computed first; then the target's layers are freed, unless they are needed."""
-        if drafter.needs != self.needs:
+        needs = drafter.needs
+        if self.needs not in (None, needs):
             raise RuntimeError("a drafter reads other features than its plan says: a bug")
         sides = [pack(side, self.length) for side in texts]
         if (store := self.store) is None:
-            return [self._online(rows) for rows in sides]
+            return [self._online(needs, rows) for rows in sides]
         store.refresh()
         missing = store.missing([row for rows in sides for row in rows])
         if missing:
@@ -82,22 +85,22 @@ class Features:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         if mine := missing[rank::world]:
             with memory_for("computing the target's features", "lower data.max_length"):
-                store.fill(self._online(mine), self.progress)
+                store.fill(self._online(needs, mine), self.progress)
         self.accelerator.wait_for_everyone()
         store.refresh()
         if not self.keeps_layers:
             self.target.release()
             drafter.attach(self.target.parts)
         device = self.target.parts.device
-        return [Disk(store, self.needs, rows, device, self._again) for rows in sides]
+        return [Disk(store, needs, rows, device, partial(self._again, needs)) for rows in sides]
 
-    def _online(self, rows: Sequence[Row]) -> Online:
-        return Online(self.target.whole(), self.needs, self.sampler, rows)
+    def _online(self, needs: Needs, rows: Sequence[Row]) -> Online:
+        return Online(self.target.whole(), needs, self.sampler, rows)
 
-    def _again(self, row: Row) -> None:
+    def _again(self, needs: Needs, row: Row) -> None:
         """Store the features of a row that turned out to be damaged."""
         assert self.store is not None
         with bars(console, False) as quiet:
-            self.store.fill(self._online([row]), quiet)
+            self.store.fill(self._online(needs, [row]), quiet)
         if not self.keeps_layers:
             self.target.release()

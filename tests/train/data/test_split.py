@@ -24,6 +24,7 @@ from tests.train.data.test_conversations import real, sharegpt, split_of, write_
 from train.data.conversations import DataConfig, Message
 from train.data.split import (
     Split,
+    chosen_share,
     held_out_prompts,
     is_held_out,
     near_duplicates,
@@ -190,6 +191,15 @@ def test_more_of_small_data_is_held_out(tmp_path: Path, count: int, held: int | 
     cfg = DataConfig(path=path)
     asked = [p.ids.tolist() for p in split_documents(cfg, tokenizer).prompts]
     assert [p.ids.tolist() for p in held_out_prompts(cfg, tokenizer)] == asked
+
+
+@pytest.mark.parametrize("opening", ["hi", "please", "translate", "q", "a", "how are you"])
+def test_an_opening_of_half_the_data_does_not_take_half_of_it_away(opening: str) -> None:
+    """Its copies stay together: at the cut, all of them are trained on."""
+    others = [f"a question about {n} things" for n in range(150)]
+    openings = [*others, *[opening] * 150]
+    held = sum(is_held_out(o, chosen_share(openings)) for o in openings)
+    assert 0 < held <= 60 or is_held_out(opening, 0.05)
 
 
 @pytest.mark.parametrize("limit", [None, 30])
