@@ -1,8 +1,8 @@
 """How much of a run's data fits `budget.minutes` on this machine.
 
 `timed` times the target's passes and the drafter's training steps for a few seconds, and
-`plan.fitted` makes a plan of these speeds. The plan is kept in the run's folder, so that a resumed
-run keeps its size.
+`plan.fitted` makes a plan from these speeds. The plan is kept in the run's folder, so that a
+resumed run keeps its size.
 """
 
 import statistics
@@ -55,7 +55,7 @@ def planned(
 ) -> tuple[int, int]:
     """The numbers of training conversations and of final prompts that fit the budget (all, if there
     is no budget). Prints the numbers and the time that each stage should take. A resumed run keeps
-    to the numbers in its plan.json. `started` is when the run did, by time.monotonic."""
+    to the numbers in its plan.json. `started` is the time.monotonic() at which the run began."""
     path = folder / "plan.json"
     if path.exists():
         kept = read_record(Plan, path, "give another name=, or delete that folder")
@@ -120,8 +120,8 @@ def planned(
 
 
 def _for_more(plan: Plan, held_out: int, limit: int | None) -> str:
-    """What to do to train on more conversations. The limit was reached if nearly as many are there:
-    near duplicates of held-out prompts were left out."""
+    """What to do to train on more conversations. The limit counts as reached if nearly that many
+    are there, since near duplicates of held-out prompts were left out."""
     if plan.conversations < plan.available:
         return "give a larger budget.minutes"
     reached = limit is not None and plan.available + held_out > 0.8 * limit

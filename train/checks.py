@@ -1,6 +1,6 @@
-"""What is checked before work begins, each at the first moment at which it can be: the settings and
-the data, what they ask of the target, and what the texts ask of target and draft. A check changes
-nothing; each raises UserError."""
+"""The checks before work begins, each as early as it can be made: of the settings and the data, of
+what they ask of the target, and of what the texts ask of target and draft. A check changes nothing,
+and raises UserError if something is wrong."""
 
 from pathlib import Path
 

@@ -105,7 +105,7 @@ class Learner:
     parts: Parts  # of the target
     portion: int  # rows that a step reads
     statistics: Tensor  # sums over anchors since the last record, by depth
-    stopped: bool = False  # before its end, because nothing got better
+    stopped: bool = False  # training stopped early, because nothing got better
     step: int = 0  # steps taken or passed over
     steps: int = 0  # planned for the run, as known by now
     passed: int = 0  # tokens in the rows that were passed over
@@ -361,8 +361,9 @@ def _require_best(folder: Path, state: State, ended: bool) -> None:
 
 
 def _seed_dropout(seeds: Sequence[int]) -> None:
-    """Let everything that torch draws by itself at a micro-batch, such as dropout, follow from the
-    seeds of its rows, on every device. So a checkpoint need not hold the state of any generator."""
+    """Seed torch's own generators, on every device, from the seeds of a micro-batch's rows, so that
+    dropout and the like depend on these alone. So a checkpoint need not hold a generator's state.
+    """
     folded = 1
     for seed in seeds:
         folded = (folded * 1_000_003 + seed) % (1 << 63)

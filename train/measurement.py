@@ -1,5 +1,5 @@
-"""The end of a run: its best draft is measured, unless that was done before in the same way, and
-reported and exported."""
+"""The end of a run. Its best draft is measured, unless that was done before in the same way. Then
+the report is written and the draft exported."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -139,8 +139,8 @@ def note(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
 def results_of(
     cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
 ) -> Results | None:
-    """The results of the run, if they are on the disk as they were written, and if measuring would
-    do the same once more: the same draft and prompts, settings, machine and code."""
+    """The results of the run, if they are on the disk as they were written and another measurement
+    would only repeat them, with the same draft, prompts, settings, machine and code."""
     report = folder / "report"
     try:
         if read_json(report / RECORD) == {"how": _how(cfg, folder, texts, target, processes)}:

@@ -94,7 +94,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             console.print(spread)
         identity = ranks.first(lambda: config_of(folder).get("identity") or uuid4().hex)
 
-        # Texts: the data, as much of it as fits the budget, answered by the target if it is asked.
+        # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.
         split = split_of(cfg.data, cfg.answers, target.parts, ranks)
         size, measured = planned(

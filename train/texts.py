@@ -1,6 +1,5 @@
 """The texts that a run reads: conversations, pairs or plain texts, with the data's answers or the
-target's own. Of several processes the first reads the data, and hands what it made of them to the
-others."""
+target's own. Of several processes, the first reads the data and hands the texts to the others."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,9 +61,9 @@ def texts_of(
     accelerator: Accelerator,
     progress: Progress,
 ) -> Texts:
-    """The texts of a run's split, of whose held-out prompts so many are `measured`. The target
-    answers where the data's answers are not read, and `store` keeps the features that it computes
-    as it does so."""
+    """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
+    If the data's answers are not read, the target answers, and `store` keeps the features that it
+    computes meanwhile."""
     parts, ranks = target.parts, ranks_of(accelerator)
     train, held_out, asked = split.train, split.held_out, list[Prompt]()
     if cfg.data.answers == "target":

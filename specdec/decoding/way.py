@@ -20,8 +20,8 @@ class Way:
     """What proposes tokens and in what shape, how p and q follow from logits, and how drafts are
     judged. `Way()` is greedy plain decoding.
 
-    `shape` is what a round drafts (None: a chain as deep as the drafter was trained), and `length`
-    a policy that shortens chains, and may learn from one answer to the next. `rule` judges drafts
+    `shape` is what a round drafts (None: a chain as deep as the drafter was trained). `length` is a
+    policy that shortens chains, and may learn from one answer to the next. `rule` judges drafts
     (see `fitting_rule`). `greedy_draft` drafts the likeliest token at T > 0, as engines do by
     default. `compiled` runs the passes of target and draft through `torch.compile`, over caches of
     fixed size. Raises UserError as `require_draftable` and `fitting_rule` do, and for a policy
@@ -64,7 +64,7 @@ class Way:
         return Way(sampler=self.sampler, compiled=self.compiled)
 
     def drafting(self, shape: Shape, length: Length | None = None) -> Self:
-        """This way with another shape, and with this length policy."""
+        """This way with the given shape and length policy in place of its own."""
         return replace(self, shape=shape, length=length)
 
     def fresh(self) -> Self:

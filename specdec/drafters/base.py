@@ -1,7 +1,7 @@
 """What every drafter does: draft after a context, over a cache.
 
-What a drafter with a distribution of its own adds stands in `predictor`, what one with weights to
-train adds in `trainable`, and what only some can do in `capabilities`.
+`predictor` adds what drafters with a distribution of their own do, `trainable` what those with
+weights to train do, and `capabilities` what only some can do.
 
 The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
 features strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
@@ -58,8 +58,8 @@ class Drafter(nn.Module, ABC):
     """Proposes tokens. A drafter is made from its config (the user's choices) and its sizes (what
     the target determines), so a draft on disk can be read without planning it again.
 
-    `Config` is the dataclass that configures the family. It may have `bounds` of its settings (see
-    `require_within`), and the values of a setting `start` in `starts`.
+    `Config` is the dataclass that configures the family. It may have `bounds`, the limits of its
+    settings (see `require_within`), and `starts`, the values that its setting `start` may take.
     """
 
     Config: ClassVar[type[Any]]

@@ -46,7 +46,7 @@ class Sound(ABC):
 
 
 class TrainedDepth(ABC):
-    """Was trained to draft so many tokens in a row, and drafts further ones less well."""
+    """Was trained to draft a certain number of tokens in a row; drafts longer runs less well."""
 
     @abstractmethod
     def beyond_training(self, depth: int, tree: bool) -> str:
@@ -68,8 +68,8 @@ class Copies(Grows):
 
 
 class Combines(Copies):
-    """Copies, and elsewhere lets another drafter, its `head`, draft up to `gamma` tokens. What it
-    has `copied` is `OWN` where the head drafts."""
+    """Copies at some anchors, and at others lets another drafter, its `head`, draft up to `gamma`
+    tokens. Where the head drafts, `copied` returns `OWN`."""
 
     head: Drafter
     gamma: int
@@ -170,17 +170,18 @@ class Weighs(ABC):
         """Learn what the choice depends on, before decoding at a temperature. `cost(member, γ)`
         measures the time of one draft step of a member that drafts γ tokens, and of a pass over
         γ + 1 tokens, both in plain steps. Where `masks` is true, the tokens of `texts` are the
-        target's own answers at that temperature. `variant` is that of α (see `variant_of`)."""
+        target's own answers at that temperature. `variant` names the variant of α (see
+        `variant_of`)."""
 
 
 class RunsTarget:
     """Runs the target's own layers, even in training, so it needs a whole target: its parts are not
-    enough. Families whose members may do so count as well."""
+    enough. Families that combine drafters count as well if one of those may do so."""
 
 
 class InTransformers:
-    """Drafts as a way of `generate` in transformers does, so that benches can compare the two. The
-    name is `assistant` or `prompt lookup`."""
+    """Drafts as `generate` in transformers can, so that benches can compare the two.
+    `in_transformers` names that way of drafting: `assistant` or `prompt lookup`."""
 
     in_transformers: ClassVar[str]
 

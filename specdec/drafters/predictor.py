@@ -59,8 +59,8 @@ class Predictor(Drafter, Grows, Calibrated, Sound):
         return proposal
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        """This default reads every node's path again from the start; overrides that use a cache
-        must give the same logits."""
+        """This default reads every node's path again from the start. Families that use a cache
+        replace it, and must give the same logits."""
 
         def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
             k = drafted_BWk.shape[2]

@@ -42,9 +42,9 @@ class AnchorsConfig:
 
 
 class Trainable(Predictor, TrainedDepth):
-    """A family with layers writes one `step` through them, which training and drafting both take,
-    and is handed the attention (see `nn.attention`). Training unrolls it in `hidden` at all anchors
-    of a text, given the text's own tokens."""
+    """A family with layers writes one `step` through them, which training and drafting both take.
+    The step is handed the attention (see `nn.attention`). Training unrolls it in `hidden` at all
+    anchors of a text, given the text's own tokens."""
 
     learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
@@ -133,8 +133,9 @@ class Trainable(Predictor, TrainedDepth):
         return self.hidden(ctx, anchors_BA, None)
 
     def beyond_training(self, depth: int, tree: bool) -> str:
-        """A language model of its own has no such depth: only what reads the target's features
-        drafts further from its own states in place of them."""
+        """Only drafters that read the target's features lose acceptance beyond their trained depth,
+        since there they read their own states in place of these features. A draft that is a
+        language model of its own has no such depth."""
         fed_back = self.trains(self.config) and self.needs != Needs()
         if depth <= self.depth or self.limits.depth is not None or not fed_back:
             return ""

@@ -1,6 +1,7 @@
-"""What a round drafts at one temperature. What `DecodeConfig` leaves open is chosen by measuring,
-anew at each temperature, as acceptance differs: a tree by the acceptance of each rank and the times
-of whole rounds, a draft length by costs or a stop classifier. Letters: D depths, R sibling ranks.
+"""What a round drafts at one temperature. Measurements choose what `DecodeConfig` leaves open, anew
+at each temperature, since acceptance depends on it: a tree by the acceptance of each rank and the
+times of whole rounds, a draft length by costs or by a stop classifier. Letters: D depths, R sibling
+ranks.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def chosen(
     temperature: float,
     prompts: Sequence[Sequence[int]],
 ) -> Choice:
-    """The way in which `cfg` has a drafter decode at a temperature. Where a choice needs
+    """The way of decoding that `cfg` describes, for a drafter at a temperature. If a choice needs
     measurements, they are taken on the first of `prompts`, which should not be those of the
     evaluation. Raises UserError as `require_fitting` does."""
     require_fitting(cfg, drafter)
@@ -123,10 +124,11 @@ def weigh(setup: Setup, drafter: Weighs, way: Way, prompts: Sequence[Sequence[in
 def acceptance_by_rank(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = 6
 ) -> Tensor:
-    """Acceptance by depth and rank [D, R], up to the depth of the way's shape: of the rounds that
-    reached a node of the first-ranked chain, the share that went on to its child of that rank,
-    where each node of that chain has `width` children. Rank r is the r-th likeliest token if
-    siblings are picked (greedy decoding, or `greedy_draft`), else the r-th token drawn."""
+    """Acceptance by depth and rank [D, R], up to the depth of the way's shape. It is measured with
+    a tree in which each node of the first-ranked chain has `width` children: of the rounds that
+    reached a node of that chain, it is the share that went on to its child of this rank. Rank r is
+    the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`), else the
+    r-th token drawn."""
     assert way.shape is not None
     depth = way.shape.depth
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order

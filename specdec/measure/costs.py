@@ -1,7 +1,7 @@
 """What decoding costs on this machine, in seconds: plain steps, verification, drafting, rounds.
 Things that are compared take turns, so that a change in the machine's speed affects all of them.
-Of several processes the first alone measures, by its own clock, while the others wait, and all get
-what it found (see `specdec.ranks`).
+Of several processes, only the first measures, by its own clock, while the others wait. Then all of
+them get what it found (see `specdec.ranks`).
 Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted)."""
 
 import math
@@ -54,7 +54,7 @@ def costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int = TURNS) -> 
     """The costs of the parts of a round, after a prompt on `setup.batch` rows. The verification
     covers the anchor and as many tokens as the way's shape can draft. Parts take turns, so that
     each finds the processor's caches as decoding leaves them. If passes are compiled, their caches
-    have room for `setup.max_new_tokens`. Of too long a prompt, only the end is read."""
+    have room for `setup.max_new_tokens`. If a prompt is too long, only its end is read."""
     return setup.ranks.first(lambda: _costs(setup, way, prompt, turns))
 
 

@@ -2,10 +2,10 @@
 
 Acceptance and speed are different questions. Seconds come from the first prompts alone: every batch
 of them is answered plainly and in each way of decoding in turn. The other prompts are decoded many
-at a time, since in float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may
-fall otherwise, as it may between any two passes). So τ and all counts come from many prompts, and
-a speedup combines them with the timed seconds of a round and of a plain step. α is taken over the
-target's own plain text at all positions, and over the decoded text at the anchors where rounds
+at a time, since in float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may be
+decided differently, as it may between any two passes). So τ and all counts come from many prompts,
+and a speedup combines them with the timed seconds of a round and of a plain step. α is taken over
+the target's own plain text at all positions, and over the decoded text at the anchors where rounds
 started. Intervals are bootstraps over prompts, those of seconds over batches.
 
 Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
@@ -97,9 +97,8 @@ def evaluate(
     fastest shape if `cfg.fastest`, and with `subject.also` if there is one. A shape or a length is
     chosen on the prompts that follow those. `words` are what the user says last in each prompt, for
     the samples (default: the decoded prompt), and `earlier` the turns before, as roles and texts.
-    The draft's rounds are appended to the file `log`. All of
-    `ranks` call this with the same arguments and get the same results. Raises UserError if there is
-    no prompt."""
+    The draft's rounds are appended to the file `log`. All of `ranks` call this with the same
+    arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
     asked = [list(p) for p in prompts[: cfg.prompts]]
     if not asked:
@@ -219,7 +218,7 @@ class Answered:
     row_rounds: list[int] = field(default_factory=list)  # the rounds of all rows
     round_seconds: list[float] = field(default_factory=list)  # for as many rounds
     spent: list[dict[str, float]] = field(default_factory=list)
-    timed: int = 0  # how many prompts were timed: the first ones
+    timed: int = 0  # how many prompts were timed, beginning with the first
 
     @property
     def rounds(self) -> list[Round]:

@@ -146,9 +146,9 @@ class Described:
 @dataclass
 class Measured:
     """All figures of one way of decoding. Counts come from all prompts, and seconds from those that
-    were timed, in whole batches. Where these are fewer, `speedup` and `tokens_per_second` combine
-    the tokens that a round adds to an answer, over all prompts, with the timed seconds of a round
-    and of a plain step; `timed_speedup` comes from the timed prompts alone."""
+    were timed, in whole batches. If not all prompts were timed, `speedup` and `tokens_per_second`
+    combine the tokens that a round adds to an answer, over all prompts, with the timed seconds of a
+    round and of a plain step; `timed_speedup` comes from the timed prompts alone."""
 
     way: Described
     tau: Interval
@@ -264,15 +264,15 @@ class Results:
     machine: Machine
     measured: list[Measured]
     processes: int = 1  # that shared the prompts out
-    timed: int = 0  # how many prompts times come from, the first ones; 0: all
+    timed: int = 0  # how many prompts were timed, beginning with the first; 0: all
     counting: int = 1  # how many of the other prompts were decoded together
     origin: str = "held-out prompts"  # what the prompts are
     learned_on: str = ""
     calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
-    draft: str = ""  # its folder, quoted for a shell, as a command is given it; empty if unknown
-    also: str = ""  # the same for the second draft: its folder, or the first one with options
+    draft: str = ""  # its folder, quoted for use in a command; empty if unknown
+    also: str = ""  # the same for the second draft: its folder, or the first's with options
     training: Training | None = None
     shift: Shift | None = None  # of the target, if it was trained too
 

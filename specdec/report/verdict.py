@@ -124,8 +124,8 @@ def _times(one: Measured) -> str:
 
 
 def commands(results: Results) -> list[Command]:
-    """How to serve what the verdict says, and what an engine makes of the draft. Empty if nobody
-    said where the draft is."""
+    """How to serve what the verdict names, and how vLLM serves the draft. Empty if the results do
+    not say where the draft is."""
     if not results.draft:
         return []
     served = [choice.served for choice in choices(results) if choice.served]
@@ -137,7 +137,7 @@ def commands(results: Results) -> list[Command]:
 
 
 def _generate(one: Measured, results: Results) -> str:
-    """The command that decodes as was measured."""
+    """The command that decodes in the way that was measured."""
     way, options = one.way, ["--chat"]
     draft = results.draft if way.drafter == results.drafter else results.also
     if way.paths:

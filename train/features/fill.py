@@ -1,8 +1,8 @@
 """The target's features for the rows of a run: read from a store, which is filled first, or
 computed whenever they are requested. Training does not know which.
 
-A store has fillers: the target in this process (`Online` is the source that it is filled from), as
-it reads texts or while it answers prompts.
+The target in this process fills a store, either as it reads texts (with `Online` as the source) or
+while it answers prompts.
 """
 
 from collections.abc import Sequence

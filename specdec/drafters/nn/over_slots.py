@@ -46,7 +46,7 @@ class OverSlots:
 
 class AfterText(OverSlots):
     """The attention of a pass over one block in each row, which first writes keys of the `text`
-    [B, X, D] that is new. `rope` is that of both, and `mask` that of the block."""
+    [B, X, D] that is new. `rope` covers that text and the block, and `mask` the block alone."""
 
     def __init__(
         self, cache: SlotCache, rope: tuple[Tensor, Tensor], mask: Tensor, text: Tensor

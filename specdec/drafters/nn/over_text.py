@@ -30,7 +30,7 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin [B, W, R], as `Rope` gives them
 
 class Sight(NamedTuple):
     """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`. With
-    a `window`, only the last so many of these, and the first `sink` of them."""
+    a `window`, only the last `window` of these, and the first `sink` of them."""
 
     pair_BA: Tensor  # the anchor's own key, which it always sees
     first_BA: Tensor  # the first key of the anchor's document
@@ -65,7 +65,7 @@ class Sight(NamedTuple):
         return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
 
     def first(self, anchors: int) -> Self:
-        """The sight of the first so many anchors of each row."""
+        """The sight of each row's first `anchors` anchors."""
         of_anchors = {name: getattr(self, name)[:, :anchors] for name in self._fields[:3]}
         return self._replace(**of_anchors)
 
@@ -86,7 +86,7 @@ class Keys:
         self.own.append(())
 
     def cut(self, anchors: int) -> None:
-        """Keep only the first so many anchors of each row."""
+        """Keep only each row's first `anchors` anchors."""
         few = slice(None), slice(None), slice(anchors)
         self.own = [tuple((key[few], value[few]) for key, value in layer) for layer in self.own]
         self.sight = self.sight.first(anchors)
@@ -140,7 +140,8 @@ class OverPairs:
 
 class OverDrafts:
     """The attention (`Attend`) of a pass over one block at each anchor. If no pass has read the
-    text, `text(i)` is what layer i makes its shared keys of, and their rotation."""
+    text, `text(i)` gives the inputs from which layer i makes its shared keys, and their rotation.
+    """
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class OverDrafts:
         return attention.joined(keys.read(i, query))
 
     def keep(self, i: int, attention: Attention, read: Tensor) -> None:
-        """Let later passes see keys and values of these inputs in place of the pass's own."""
+        """Let later passes see the keys and values of these inputs in place of this pass's own."""
         own = by_slot(attention.keys_values(read, self.rope), self.keys.size)
         self.keys.own[i] = *self.keys.own[i][: -len(own)], *own
 
