@@ -30,6 +30,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.compat",
         "specdec.errors",
         "specdec.files",
+        "specdec.frozen",
         "specdec.integrity",
         "specdec.progress",
         "specdec.context",

@@ -38,8 +38,8 @@ from specdec.context import Context, Needs
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.capabilities import Fits
 from specdec.drafters.models.lm import LMConfig
-from specdec.forcing import teacher
-from specdec.forcing.teacher import Batch
+from specdec.forcing import batch
+from specdec.forcing.batch import Batch
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
@@ -240,7 +240,7 @@ def batch_of(
     length_B1 = torch.tensor([[len(x)] for x in ids], device=target.device)
     document_BT = torch.where(position_BT < length_B1, 0, -1)
     text = Context(ids_BT, document_BT=document_BT, position_BT=position_BT)
-    return teacher.batch_of(target, needs, sampler, text, mask_BT)
+    return batch.batch_of(target, needs, sampler, text, mask_BT)
 
 
 def learn(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:

@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from specdec.errors import require
-from specdec.forcing.teacher import answers, predicted_rounds
+from specdec.forcing.table import answers, predicted_rounds
 from specdec.measure.results import ByDepth, HeldOut
 from train.features.source import Source
 

@@ -1,17 +1,13 @@
 """Teacher forcing: what a drafter would do at every anchor of a known text.
 
-The loss and every teacher-forced α come from the same pairs of p and q, made here. Only one chunk's
-logits exist at a time: p over the draft vocabulary, normalised over the full one, is computed from
-the target's hidden state and three numbers per position (`sampler.Summary`).
+The loss and every teacher-forced α come from the same pairs of p and q (pairs.py).
 
 Letters: B batch, T time, A anchors of a row, N anchors of all rows, K depth, D width, S draft
 vocabulary, U positions.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,78 +15,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from specdec.context import Context, Moment, Needs
+from specdec.context import Moment
 from specdec.drafters.base import Drafter
-from specdec.drafters.capabilities import OWN, Adapts, Combines, Copies, Estimates, adapts
-from specdec.drafters.copying.proposed import point_mass, whole
+from specdec.drafters.capabilities import Adapts, Combines, Copies, adapts
 from specdec.drafters.nn.gather import entries, text_after
 from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.trainable import Trainable
 from specdec.errors import require
-from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
-from specdec.forcing.visited import Visited
+from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.forcing.batch import Batch, exactly, summarise
+from specdec.forcing.pairs import Pairs, kl_divergence, logits_of
+from specdec.forcing.table import Table
+from specdec.frozen import Frozen
 from specdec.objectives.chunked import at_once, chunked, slices
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece
-from specdec.sampling.sampler import Sampler, Summary
-from specdec.targets.base import Target
+from specdec.sampling.sampler import Sampler
 from specdec.targets.parts import Parts
-from specdec.theory.alpha import Acceptance, acceptance, expected_tokens, visits
+from specdec.theory.alpha import Acceptance, acceptance
 
 Columns = Callable[[Piece], tuple[Tensor, ...]]
 STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")
-
-
-@dataclass
-class Batch:
-    """Rows of text with the target's states for them, padded to one length."""
-
-    ctx: Context
-    final_BTD: Tensor  # the target's final hidden state, from which p is computed
-    summary: Summary  # each [B, T]
-    mask_BT: Tensor  # the tokens that count for loss and α
-    visited: Visited | None = None  # a decoder's rounds, whose anchors and drafts are then read
-
-    def anchors(self, depth: int, per: str) -> Anchors:
-        """All valid positions; if rounds were `visited`, only those where one started. See
-        `anchors_of`."""
-        position_BT, document_BT = self.ctx.documents()
-        drafted = None if self.visited is None else self.visited.drafted_BTK(self.mask_BT)
-        text = self.mask_BT, document_BT, position_BT
-        return anchors_of(*text, depth, per=per, drafted_BTK=drafted)
-
-
-class Table(NamedTuple):
-    """Acceptance at every anchor of a batch, and the anchors themselves."""
-
-    anchors: Anchors
-    alpha: Acceptance  # each [N, K]; 0 where not valid
-    more: tuple[Tensor, ...] = ()  # extra columns [N, K] that the caller asked for
-
-
-def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
-    """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T]."""
-    with exactly(final_BTD):
-        parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
-    return Summary(*(torch.cat(p).view(final_BTD.shape[:2]) for p in zip(*parts, strict=True)))
-
-
-def exactly(states: Tensor) -> AbstractContextManager[None]:
-    """A block in which the target's own head multiplies in the target's precision, even while the
-    draft trains in bfloat16: all that p is made of, log Z too, must be rounded in the same way."""
-    return torch.autocast(states.device.type, enabled=False)
-
-
-@torch.no_grad()
-def batch_of(
-    target: Target, needs: Needs, sampler: Sampler, text: Context, mask_BT: Tensor
-) -> Batch:
-    """A batch of the texts in `text`, a context without features: the target reads them here."""
-    position_BT, document_BT = text.documents()
-    ctx, final = target.features(
-        text.ids_BT, needs, position_BT=position_BT, document_BT=document_BT
-    )
-    return Batch(ctx, final, summarise(target, final, sampler), mask_BT)
 
 
 class TeacherForcing(nn.Module):
@@ -146,14 +91,10 @@ class TeacherForcing(nn.Module):
         self.objective = objective or ObjectiveConfig()
         self.drafter = drafter
         self.sampler = sampler
-        self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
-        self._head = target.unembedding(ours_S)
+        self._reference = Frozen(reference)
+        self._pairs = Pairs(drafter, target, sampler, self.objective.trains_confidence_apart)
         adapted = adapts(type(drafter), drafter.config)
         self._whole = target if adapted else None  # unless needed, its layers may be released
-        self._index_V: Tensor | None = None
-        if (vocab_S := ours_S) is not None:
-            self._index_V = torch.full((target.vocab_size,), -1, device=vocab_S.device)
-            self._index_V[vocab_S] = torch.arange(len(vocab_S), device=vocab_S.device)
 
     def anchors(
         self,
@@ -202,7 +143,7 @@ class TeacherForcing(nn.Module):
         depth = self.depth
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen = chosen.rounded().to(batch.mask_BT.device)
-        reference = self._reference[0]
+        reference = self._reference.held
         hidden_NKD, compared_NKD = self._hidden(self.drafter, batch, chosen, moment), None
         if reference is not None:
             with torch.no_grad():
@@ -211,7 +152,7 @@ class TeacherForcing(nn.Module):
         decay_K = torch.tensor(decays).to(hidden_NKD.device, non_blocking=True)
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
-            piece, tensors = self._pieces(batch, chosen, some_NKD, rows)
+            piece, tensors = self._pairs.of(batch, chosen, some_NKD, rows)
             other_NKS = None
             if reference is not None and compared_NKD is not None:
                 with torch.no_grad():
@@ -281,7 +222,7 @@ class TeacherForcing(nn.Module):
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
             copied = None if copied_NK is None else copied_NK[rows]
-            piece, tensors = self._pieces(batch, anchors, hidden_NKD[rows], rows, copied)
+            piece, tensors = self._pairs.of(batch, anchors, hidden_NKD[rows], rows, copied)
             for at in slices(tensors[0], at_once(tensors[0])):
                 of = piece(at, *(x[at] for x in tensors))
                 measured.append((*acceptance(of), *(more(of) if more else ())))
@@ -323,115 +264,3 @@ class TeacherForcing(nn.Module):
             hidden_BAKD = head.hidden(batch.ctx, at_BA, own_BAk)
             hidden_NKD = pad(hidden_BAKD[anchors.row_N, column_N], (0, 0, 0, K - depth))
         return drafter.copied(batch.ctx, at_BA, K)[anchors.row_N, column_N], hidden_NKD
-
-    def _pieces(
-        self,
-        batch: Batch,
-        anchors: Anchors,
-        hidden_NKD: Tensor,
-        rows: slice,
-        copied_NK: Tensor | None = None,
-    ) -> tuple[Callable[..., Piece], list[Tensor]]:
-        """A function, and the tensors that it needs, the draft's logits first, through which
-        gradients can flow. From a slice of a chunk's anchors and their rows of these tensors, it
-        makes a piece: p, q and the other tensors that an objective may read. All products with
-        unembeddings are made here, once for the chunk."""
-        T = batch.mask_BT.shape[1]
-        depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
-        row_N1 = anchors.row_N[rows, None]
-        at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
-        states, accepted_NK = (batch.final_BTD, batch.summary), None
-        if (visited := batch.visited) is not None:
-            round_N = torch.searchsorted(visited.place_R, row_N1[:, 0] * T + at_NK[:, 0])
-            accepted_NK = depths < visited.accepted_R[round_N, None]
-            states = visited.final_RKD, visited.summary
-            where_NK = round_N[:, None] * len(depths) + depths
-        else:
-            near = anchors.nearest
-            ahead = torch.arange(len(depths), device=near.row_N.device)
-            column_NK = (near.position_N[rows, None] + ahead).clamp_max(T - 1)
-            where_NK = near.row_N[rows, None] * T + column_NK
-        # depth k at one anchor and k - 1 at the next share one p, whose logits are computed once
-        where_U, index_NK = where_NK.unique(return_inverse=True)
-        where_U = rounded(where_U).to(depths.device, non_blocking=True)
-        index_NK = index_NK.to(depths.device, non_blocking=True)
-        summary = Summary(*(x.flatten()[where_U] for x in states[1]))
-        final_UD = states[0].flatten(0, 1)[where_U]
-        with torch.no_grad(), exactly(final_UD):
-            logits_US = self._head(final_UD)
-        label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
-        if visited is not None:  # the text does not continue what was drafted
-            label_NK = summary.argmax_N[index_NK]
-        valid_NK = anchors.valid_NK[rows]
-
-        def piece(
-            at: slice, logits_NKS: Tensor, hidden_NKD: Tensor, confidence_NK: Tensor | None = None
-        ) -> Piece:
-            index_M = index_NK[at].flatten()
-            of = Summary(*(x[index_M] for x in summary))
-            with torch.no_grad():
-                log_p_MS = self.sampler.log_probs_of(logits_US[index_M], of)
-            return Piece(
-                log_p=log_p_MS.view_as(logits_NKS),
-                log_q=self.sampler.log_probs(logits_NKS),
-                target_argmax=self._draft_ids(of.argmax_N).view(logits_NKS.shape[:2]),
-                label=self._draft_ids(label_NK[at]),
-                valid=valid_NK[at],
-                logits=logits_NKS,
-                hidden=hidden_NKD,
-                features=final_UD[index_NK[at]],
-                confidence=confidence_NK,
-                accepted=None if accepted_NK is None else accepted_NK[at],
-            )
-
-        own_NK = None
-        if isinstance(self.drafter, Estimates):
-            apart = self.objective.trains_confidence_apart
-            own_NK = self.drafter.confidence(hidden_NKD.detach() if apart else hidden_NKD)
-        read = logits_of(self.drafter, hidden_NKD, copied_NK), hidden_NKD, own_NK
-        return piece, [x for x in read if x is not None]
-
-    def _draft_ids(self, target_ids: Tensor) -> Tensor:
-        """Indices in the draft vocabulary, -1 where it lacks the token."""
-        return target_ids if self._index_V is None else self._index_V[target_ids]
-
-
-def logits_of(drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = None) -> Tensor:
-    """Draft logits [N, K, S] of all depths; those of copied tokens, over the target's vocabulary,
-    are 0 at the token and -inf elsewhere."""
-    depths = range(hidden_NKD.shape[1])
-    if copied_NK is None:
-        assert isinstance(drafter, Predictor)
-        return torch.stack([drafter.unembed(hidden_NKD[:, k], k) for k in depths], 1)
-    logits_NKV = point_mass(copied_NK, drafter.sizes.target_vocab)
-    for k in depths:
-        if (own_N := copied_NK[:, k] == OWN).any():
-            assert isinstance(drafter, Combines)
-            head = drafter.head
-            assert isinstance(head, Predictor)
-            logits_NKV[own_N, k] = whole(head, head.unembed(hidden_NKD[own_N, k], k))
-    return logits_NKV
-
-
-def kl_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
-    """KL(p ‖ q) [...] in nats, of logits [..., V]."""
-    log_p, log_q = (z.float().log_softmax(-1) for z in (logits_p, logits_q))
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def answers(table: Table, batch: Batch) -> list[Acceptance]:
-    """Cut a table into answers, each [T, K] from the anchor of a decoder's first round (prefill
-    emits an answer's first token) to the last anchor whose depths are all valid."""
-    row_N, position_N = table.anchors.row_N, table.anchors.position_N
-    usable_N = table.anchors.valid_NK.all(-1) & batch.mask_BT[row_N, position_N]
-    place_U = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
-    cuts = ((place_U.diff() != 1).nonzero()[:, 0] + 1).tolist()
-    columns = [column[usable_N].float().cpu().tensor_split(cuts) for column in table.alpha]
-    return [Acceptance(*parts) for parts in zip(*columns, strict=True) if len(place_U)]
-
-
-def predicted_rounds(alpha_TK: Tensor) -> tuple[float, float]:
-    """Tokens and rounds that a decoder is expected to need for one answer: τ is their ratio."""
-    visit_T = visits(alpha_TK)
-    tokens_T = expected_tokens(alpha_TK.double())
-    return float((visit_T * tokens_T).sum()), float(visit_T.sum())

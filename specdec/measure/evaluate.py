@@ -34,7 +34,8 @@ from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.errors import UserError, is_out_of_memory
-from specdec.forcing.teacher import TeacherForcing, kl_divergence
+from specdec.forcing.pairs import kl_divergence
+from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.choosing import LEARNING, Choice, chosen, paths_of
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations

@@ -13,7 +13,9 @@ from specdec.context import Context
 from specdec.decoding.answers import Generation
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Copies
-from specdec.forcing.teacher import TeacherForcing, batch_of, predicted_rounds
+from specdec.forcing.batch import batch_of
+from specdec.forcing.table import predicted_rounds
+from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import sample

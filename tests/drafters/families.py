@@ -32,7 +32,7 @@ from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.recurrent.spire import SpireConfig
-from specdec.forcing.teacher import logits_of
+from specdec.forcing.pairs import logits_of
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
 from tests.tiny import (

@@ -17,7 +17,8 @@ from specdec.drafters.parallel.dflash2 import DFlash2, DFlash2Config
 from specdec.drafters.parallel.dspark import DSpark, DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import TeacherForcing, logits_of
+from specdec.forcing.pairs import logits_of
+from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler

@@ -12,7 +12,8 @@ from specdec.context import Context, Moment
 from specdec.drafters.nn.layer import UPDATE
 from specdec.drafters.recurrent.eagle import Eagle, EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
-from specdec.forcing.teacher import Batch, TeacherForcing
+from specdec.forcing.batch import Batch
+from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target

@@ -160,7 +160,7 @@ def test_packed_layers_are_not_packed_twice(target: Target) -> None:
     body = target.model.model
     body.layers[0].self_attn.q_proj = PackedLinear(body.layers[0].self_attn.q_proj)
     drafter = made(target)
-    layer = drafter.body[0].layers[0].self_attn.q_proj
+    layer = drafter.body.held.layers[0].self_attn.q_proj
     assert layer.base_layer is body.layers[0].self_attn.q_proj
 
 

@@ -19,7 +19,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.parallel.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.drafters.recurrent.mtp import MTP, MTPConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import logits_of
+from specdec.forcing.pairs import logits_of
 from specdec.formats import export
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target

@@ -22,7 +22,8 @@ from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.models.translated import Translated, TranslatedConfig
 from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
-from specdec.forcing.teacher import Table, TeacherForcing
+from specdec.forcing.table import Table
+from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler

@@ -17,7 +17,8 @@ from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, together
-from specdec.forcing.teacher import Batch, TeacherForcing
+from specdec.forcing.batch import Batch
+from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives import chunked
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler

@@ -19,7 +19,9 @@ from specdec.decoding.logs import log_rounds, rounds_of
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError
-from specdec.forcing.teacher import Batch, Table, TeacherForcing
+from specdec.forcing.batch import Batch
+from specdec.forcing.table import Table
+from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.losses import kl, on_policy, reverse_kl
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.objectives.piece import Piece

@@ -36,7 +36,8 @@ from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
-from specdec.forcing.teacher import Table, TeacherForcing
+from specdec.forcing.table import Table
+from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.measure.results import Results
 from specdec.sampling.choose import Choose

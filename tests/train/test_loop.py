@@ -20,7 +20,8 @@ from torch import nn
 from specdec.drafters import DRAFTERS
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError
-from specdec.forcing.teacher import Batch, TeacherForcing
+from specdec.forcing.batch import Batch
+from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.results import Results
 from specdec.targets import loading
 from specdec.targets.base import Target

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, Needs
-from specdec.forcing.teacher import Batch, batch_of, summarise
+from specdec.forcing.batch import Batch, batch_of, summarise
 from specdec.forcing.visited import Visited, read_drafts
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.base import Target

@@ -25,7 +25,7 @@ from specdec.context import Context, Needs
 from specdec.decoding.answers import Record
 from specdec.errors import UserError, first_line, require, require_known
 from specdec.files import make_folder, read_record, require_file, write_json
-from specdec.forcing.teacher import Batch, summarise
+from specdec.forcing.batch import Batch, summarise
 from specdec.integrity import Damaged, of_tensors
 from specdec.progress import tell
 from specdec.sampling.sampler import Sampler

@@ -22,6 +22,7 @@ from specdec.drafters.base import Sizes
 from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.predictor import Predictor
 from specdec.errors import require
+from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs
 from specdec.sampling.trees import Growth
 from specdec.targets.base import Target
@@ -41,7 +42,7 @@ class View(Predictor, RunsTarget):
 
     Sizes = ViewSizes
     target: Target
-    body: tuple[Any]  # the model that drafts; in a tuple, so that it is never saved
+    body: Frozen[Any]  # the model that drafts
 
     @abstractmethod
     def view(self, target: Target) -> Any:
@@ -53,7 +54,7 @@ class View(Predictor, RunsTarget):
 
     def attach(self, target: Parts) -> None:
         assert isinstance(target, Target)
-        self.target, self.body = target, (self.view(target),)
+        self.target, self.body = target, Frozen(self.view(target))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.target.logits(hidden)
@@ -61,13 +62,13 @@ class View(Predictor, RunsTarget):
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
         what they see: the tokens of their text, or the slots of a cache."""
-        return self.body[0](input_ids=ids, **attend).last_hidden_state
+        return self.body.held(input_ids=ids, **attend).last_hidden_state
 
     def continued(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of tokens that continue what the cache holds."""
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.target.config, place, self.target.dtype)
-        taken = cache_argument(self.body[0])
+        taken = cache_argument(self.body.held)
         return self.step(ids_BT, use_cache=True, **inputs, **{taken: cache})
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:

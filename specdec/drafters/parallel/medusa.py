@@ -32,6 +32,7 @@ from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.models.views import decoder_layers
 from specdec.errors import require_within
+from specdec.frozen import Frozen
 from specdec.sampling.trees import Growth
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
@@ -119,12 +120,12 @@ class Medusa(Heads, Adapts):
     def attach(self, target: Parts) -> None:
         if self.adapts_target(self.config):
             assert isinstance(target, Target)
-            self.body = (self.adapters.view(target, len(target.layers)),)  # a tuple is never saved
+            self.body = Frozen(self.adapters.view(target, len(target.layers)))
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
         if not self.adapts_target(self.config):
             return None
-        out = self.body[0](input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False)
+        out = self.body.held(input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False)
         weight = self.config.adapter.weight * math.sin(math.pi / 2 * progress)
         return out.last_hidden_state, weight
 

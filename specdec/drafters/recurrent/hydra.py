@@ -29,6 +29,7 @@ from specdec.drafters.nn.layer import llama_of
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
+from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.targets.parts import Parts
 
@@ -116,7 +117,7 @@ class Hydra(Heads, Solves):
                 linear.bias.zero_()
 
     def attach(self, target: Parts) -> None:
-        self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved
+        self._embedding = Frozen(target.embedding)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache | None:
         return None if self.prefix is None else self.prefix.new_cache(capacity)
@@ -133,7 +134,7 @@ class Hydra(Heads, Solves):
         return pad(state, (0, self.depth * self.sizes.width))
 
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
-        embedding, D = self._embedding[0](tokens).to(state.dtype), self.sizes.width
+        embedding, D = self._embedding.held(tokens).to(state.dtype), self.sizes.width
         return torch.cat([state[..., : (k + 1) * D], embedding, state[..., (k + 2) * D :]], -1)
 
     def output(

@@ -26,6 +26,7 @@ from specdec.drafters.capabilities import Solves
 from specdec.drafters.heads import Heads, HeadsSizes
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
+from specdec.frozen import Frozen
 from specdec.targets.parts import Parts
 
 EPS = 1e-6  # the eps of every norm
@@ -94,7 +95,7 @@ class Mlp(Heads, Solves):
             nn.init.normal_(weight, std=self.inner_dim**-0.5)
 
     def attach(self, target: Parts) -> None:
-        self._target = (target,)  # in a tuple, so that it is neither trained nor saved
+        self._target = Frozen(target)
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
         """Start with heads that predict the target's next state by least squares.
@@ -103,7 +104,7 @@ class Mlp(Heads, Solves):
         can be the best guess of the target's next state, which `basis_ED` rescales and rotates so
         that all its numbers have like sizes. The LM head maps it back and applies the target's.
         """
-        target, D, moments = self._target[0], self.inner_dim, Squares()
+        target, D, moments = self._target.held, self.inner_dim, Squares()
         for some in known():
             moments.add(some.wanted(0).float(), some.wanted(0).float())
         mean_EE = moments.xx / moments.rows

@@ -28,6 +28,7 @@ from specdec.drafters.nn.over_slots import OverSlots
 from specdec.drafters.nn.over_text import At, Keys, OverDrafts, OverPairs, Sight
 from specdec.drafters.nn.rope import Rope
 from specdec.drafters.trainable import AnchorsConfig, Trainable
+from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
@@ -61,11 +62,11 @@ class Recurrent(Trainable):
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     fc: nn.Linear
     layers: Any
+    _target: Frozen[Parts]  # set by `attach`
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
         self.llama = config_of(sizes.llama)
-        self._target: tuple[Parts, ...] = ()  # in a tuple, so that it is neither moved nor saved
         self.rope = Rope(self.llama)
         self.compiled = Compiled(self.run, SHORT)
 
@@ -122,14 +123,14 @@ class Recurrent(Trainable):
             self.copy_from(target)
 
     def attach(self, target: Parts) -> None:
-        self._target = (target,)
+        self._target = Frozen(target)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """The target's own head, frozen, unless the family has one."""
-        return self._target[0].logits(hidden.to(self._target[0].dtype))
+        return self._target.held.logits(hidden.to(self._target.held.dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._target[0].embed(ids).to(self.dtype)
+        return self._target.held.embed(ids).to(self.dtype)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
