@@ -296,7 +296,7 @@ def test_the_commands_of_a_verdict_decode_as_was_measured(tmp_path: Path) -> Non
     paths = [[0], [1], [0, 0]]
     assert read(tree(GAIN, 1.0)) == DecodeConfig(tree="static", paths=paths)
     more: dict[str, Any] = dict(top_k=5, top_p=0.9, greedy_draft=True)
-    typical = at(GAIN, 0.7, rule="typical", lossless=False, compiled=True, **more)
+    typical = at(GAIN, 0.7, rule="typical", asked="typical", lossless=False, compiled=True, **more)
     assert read(typical) == DecodeConfig(gamma=2, rule="typical", compile=True, **more)
 
 
