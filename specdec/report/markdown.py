@@ -100,10 +100,14 @@ def marked(pieces: Iterable[tuple[str, str]]) -> str:
         shown = _with(shown, before)
         shown = _with(shown + opening, words) + closing if words else shown
         shown = _with(shown, after)
+
+    def blank(row: str) -> bool:
+        return not row.replace(NBSP, " ").strip()
+
     rows = shown.split(BREAK)
-    while len(rows) > 1 and not rows[-1]:
-        rows.pop()
-    while len(rows) > 1 and not rows[0]:
+    while len(rows) > 1 and blank(rows[-1]):  # a reader would take off a last line without words,
+        rows.pop()  # and show the break before it as a backslash
+    while len(rows) > 1 and blank(rows[0]):
         rows.pop(0)
     return BREAK.join(row or NBSP for row in rows)
 
