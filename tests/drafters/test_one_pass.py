@@ -58,7 +58,7 @@ def of_layers(drafter: Drafter) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a drafter's layers: of those with attention, and of the blocks of heads. The
     body of a view of the target is not its submodule."""
     roots = {"": drafter} | {
-        f"body{i}.": body for i, body in enumerate(vars(drafter).get("body", ()))
+        "body.": frozen.held for name, frozen in vars(drafter).items() if name == "body"
     }
     for prefix, root in roots.items():
         names = [n for n, m in root.named_modules() if hasattr(m, "self_attn")]
