@@ -18,6 +18,7 @@ from specdec.drafters.nn.over_slots import OverSlots
 from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.drafters.trainable import Trainable
+from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -57,9 +58,9 @@ class Calls:
 def of_layers(drafter: Drafter) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a drafter's layers: of those with attention, and of the blocks of heads. The
     body of a view of the target is not its submodule."""
-    roots = {"": drafter} | {
-        "body.": frozen.held for name, frozen in vars(drafter).items() if name == "body"
-    }
+    roots: dict[str, Any] = {"": drafter}
+    if isinstance(body := vars(drafter).get("body"), Frozen):
+        roots["body."] = body.held
     for prefix, root in roots.items():
         names = [n for n, m in root.named_modules() if hasattr(m, "self_attn")]
         names += [n for n, _ in root.named_children() if n in ("blocks", "skips", "proj", "ln")]
