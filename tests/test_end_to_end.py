@@ -238,7 +238,7 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
 def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     run = runs("eagle3")
     greedy, sampled = Results.read(run / "report").asked
-    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
+    assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
     assert sum(greedy.accepted_lengths) == greedy.rounds
     emitted = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))
     assert greedy.tau.value == pytest.approx(emitted / greedy.rounds)
