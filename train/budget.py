@@ -33,6 +33,7 @@ from train.data.packing import pack
 from train.data.template import Document, Prompt
 from train.features.source import Online
 from train.plan import SAID, Plan, Speeds, Work, fitted, minutes
+from train.processes import from_main
 from train.stages import StageConfig, starting
 
 # tokens of each timed text if the target answers none, and new tokens timed after a batch of them
@@ -57,8 +58,11 @@ def planned(
     is no budget). Prints the numbers and the time that each stage should take. A resumed run keeps
     to the numbers in its plan.json. `started` is the time.monotonic() at which the run began."""
     path = folder / "plan.json"
-    if path.exists():
-        kept = read_record(Plan, path, "give another name=, or delete that folder")
+    remedy = "give another name=, or delete that folder"
+    kept = from_main(
+        accelerator, lambda: read_record(Plan, path, remedy) if path.exists() else None
+    )
+    if kept is not None:
         prompts = min(kept.prompts or cfg.decode.prompts, cfg.decode.prompts)
         console.print(
             f"{path}: {kept.conversations:,} training conversations, as planned before, and "
@@ -86,7 +90,7 @@ def planned(
         new=cfg.answers.max_new_tokens if answering else 0,
         kept=answering and cfg.stores_features,
         prompts=min(cfg.decode.prompts, len(held_out)),
-        timed=cfg.decode.times,
+        timed=cfg.decode.timed_prompts,
         repeats=cfg.decode.repeats,
         decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted,
         # for the oracle, the calibration and the choice of a shape

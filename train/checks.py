@@ -17,6 +17,7 @@ from train.config import Config
 from train.data.split import require_readable
 from train.folder import require_same_run
 from train.texts import Texts
+from train.tracking import require_login
 
 
 def check(cfg: Config, folder: Path) -> None:
@@ -25,6 +26,7 @@ def check(cfg: Config, folder: Path) -> None:
     require_same_run(folder, cfg)
     cfg.check()
     require_readable(cfg.data)
+    require_login(cfg.track)
     if cfg.objective.reference is not None:
         drafts.read_card(cfg.objective.reference)
 

@@ -118,9 +118,7 @@ class Learner:
     def keep(self, folder: Path) -> None:
         """Write the draft as it is now to a folder, unless it has been written there before. All
         processes call this. Raises UserError if it was written before and is missing."""
-        missing = not folder.exists()
-        self.accelerator.wait_for_everyone()  # until all processes have looked for it
-        if not missing:
+        if from_main(self.accelerator, folder.exists):
             return
         require(
             self.step >= self.state.step,

@@ -161,8 +161,13 @@ def _trained(
         drafter, parts, cfg.sampler, cfg.objective, reference, cfg.trains_at_visits
     )
     before = parts.checksum()
-    fresh = cfg.stage.draft is None and not checkpoint.steps(folder / "checkpoints")
-    if fresh and isinstance(drafter, Solves) and drafter.regresses:
+    trained = ranks_of(accelerator).first(lambda: checkpoint.steps(folder / "checkpoints"))
+    if (
+        cfg.stage.draft is None
+        and not trained
+        and isinstance(drafter, Solves)
+        and drafter.regresses
+    ):
         (known,) = features.sources(drafter, [texts.train]) if on_policy else (source,)
         regress(drafter, known, cfg.data.max_length, accelerator, progress)
     learner = loop.begin(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import require_known
+from specdec.errors import UserError, first_line, require_known
 from specdec.files import read_lines, write_whole
 from specdec.integrity import of_file
 from specdec.measure.results import Curve, Results
@@ -29,6 +29,22 @@ class TrackConfig:
 
     def __post_init__(self) -> None:
         require_known("track", self, mode=MODES)
+
+
+def require_login(cfg: TrackConfig) -> None:
+    """Raise UserError if runs are to be shown online and W&B has no key: it would say so only when
+    the run begins, after the target has answered."""
+    if cfg.mode != "online":
+        return
+    import wandb
+
+    try:
+        wandb.login()
+    except wandb.Error as error:
+        raise UserError(
+            f"track.mode=online: {first_line(error).rstrip('.')}: run `wandb login`, set "
+            "WANDB_API_KEY, or give track.mode=offline"
+        ) from error
 
 
 class Tracker:

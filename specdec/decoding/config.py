@@ -90,7 +90,7 @@ class DecodeConfig:
                 fitting_rule(self.rule, shape, sampler, self.greedy_draft)
 
     @property
-    def times(self) -> int:
+    def timed_prompts(self) -> int:
         """How many prompts are timed: whole batches and, since a single one shows no variation, at
         least three of several prompts; all prompts with a length policy, which looks at the
         batch."""

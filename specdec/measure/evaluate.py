@@ -15,27 +15,23 @@ machine at the same time slow each other down, more so the more there are. A len
 the batch and may learn from one prompt to the next, so with one, all prompts are timed.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.progress import Progress
 
-from specdec.context import Needs
 from specdec.decoding.answers import Generation, Round, pieces_of
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import decode, require_room
-from specdec.decoding.fitting import rows_that_fit
+from specdec.decoding.decode import require_room
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
-from specdec.errors import UserError, is_out_of_memory
-from specdec.forcing.pairs import kl_divergence
+from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.answering import Answered, answers_in_turn, counting
 from specdec.measure.choosing import LEARNING, Choice, chosen, paths_of
 from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
@@ -50,11 +46,11 @@ from specdec.measure.forced import (
     whole,
 )
 from specdec.measure.machine import machine_of
-from specdec.measure.results import Described, Measured, Results, Sample, Shift
+from specdec.measure.results import Described, Measured, Results, Sample
 from specdec.measure.setup import Setup
+from specdec.measure.shift import shift
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
-from specdec.runtime.memory import release
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
@@ -123,7 +119,7 @@ def evaluate(
     for temperature in cfg.temperatures:
         choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
         tell = partial(progress.update, task)
-        answers = _answered(setup, cfg, [c.way for c in choices], asked, together, tell)
+        answers = answers_in_turn(setup, cfg, [c.way for c in choices], asked, together, tell)
         for (title, each, own), choice, answered in zip(ways, choices, answers, strict=True):
             key = each, repr(choice.way.shape)
             cost = known[key] = known.get(key) or costs(setup, choice.way, asked[0])
@@ -190,142 +186,6 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
         branches=cfg.branches if cfg.tree == "dynamic" else None,
         settings=dict(cfg.settings),
     )
-
-
-def counting(setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]]) -> int:
-    """How many prompts to decode together where only acceptance is counted: `cfg.counting`, or as
-    many as fit into the memory that is free in every process. If all are timed: `cfg.batch`."""
-    if len(prompts) <= cfg.times:
-        return cfg.batch
-    longest = max(prompts, key=len)
-    fitting = setup.ranks.shared(
-        range(setup.ranks.world),
-        lambda _: rows_that_fit(setup.target, longest, setup.max_new_tokens),
-    )
-    return min(cfg.counting, *(n for n in fitting if n is not None), cfg.counting)
-
-
-@dataclass
-class Answered:
-    """All prompts answered plainly and in one way, the timed ones first. Seconds and the counts
-    beside them have one entry for each batch that was timed; they are about the tokens after the
-    first of each answer, which prefill emits."""
-
-    plain: list[Generation] = field(default_factory=list)
-    drafted: list[Generation] = field(default_factory=list)
-    plain_tokens: list[int] = field(default_factory=list)
-    plain_seconds: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # for as many tokens
-    row_rounds: list[int] = field(default_factory=list)  # the rounds of all rows
-    round_seconds: list[float] = field(default_factory=list)  # for as many rounds
-    spent: list[dict[str, float]] = field(default_factory=list)
-    timed: int = 0  # how many prompts were timed, beginning with the first
-
-    @property
-    def rounds(self) -> list[Round]:
-        return [r for g in self.drafted for r in g.rounds]
-
-    def add(self, plain: Sequence[Generation], drafted: Sequence[Generation]) -> None:
-        """Add the answers to a batch of prompts."""
-        self.plain += plain
-        self.drafted += drafted
-
-    def time(self, plain: list[list[Generation]], drafted: list[list[Generation]]) -> None:
-        """Add the times of a batch that was answered several times: counts come from the first
-        time, seconds are medians."""
-        tokens, rounds = _tokens(plain[0]), max(1, sum(len(g.rounds) for g in drafted[0]))
-        self.plain_tokens.append(tokens)
-        self.row_rounds.append(rounds)
-        self.plain_seconds.append(tokens * statistics.median(_a_token(g) for g in plain))
-        self.seconds.append(tokens * statistics.median(_a_token(g) for g in drafted))
-        self.round_seconds.append(rounds * statistics.median(_a_round(g) for g in drafted))
-        slowest = max(drafted[0], key=lambda g: g.seconds)
-        other = slowest.seconds - sum(slowest.spent.values())
-        self.spent.append(slowest.spent | {"other": other})
-        self.timed += len(plain[0])
-
-
-def _answered(
-    setup: Setup,
-    cfg: DecodeConfig,
-    ways: Sequence[Way],
-    prompts: list[list[int]],
-    together: int,
-    tell: Callable[..., None],
-) -> list[Answered]:
-    """Answer all prompts plainly and in each way: the first `cfg.times` in batches of `cfg.batch`,
-    in turn and `cfg.repeats` times, the others `together` at a time, without compiled passes.
-    `tell` is called with the progress after each batch."""
-    ranks, plain, timed = setup.ranks, ways[0].plain, min(len(prompts), cfg.times)
-
-    def turns(batch: range, ways: Sequence[Way], repeat: int = 0) -> list[list[Generation]]:
-        """The prompts with these numbers, plainly and in each way."""
-        some, seeds = [prompts[i] for i in batch], [cfg.seed + i * 1009 + repeat for i in batch]
-        return [setup.answers(some, way, seeds=seeds) for way in ways]
-
-    def in_time() -> list[Answered]:
-        """The prompts that are timed."""
-        many, warming = [Answered() for _ in ways], [plain, *(way.fresh() for way in ways)]
-        for first in range(0, timed, cfg.batch):
-            batch = range(first, min(first + cfg.batch, timed))
-            # warm-up; if compiled, each number of rows and tokens has its own graph
-            if cfg.compile or not first:
-                turns(batch, warming)
-            repeats = [turns(batch, [plain, *ways], repeat) for repeat in range(cfg.repeats)]
-            plainly, *drafted = map(list, zip(*repeats, strict=True))
-            for answered, of_way in zip(many, drafted, strict=True):
-                answered.add(plainly[0], of_way[0])
-                answered.time(plainly, of_way)
-            said(many, len(batch))
-        return many
-
-    def said(many: Sequence[Answered], count: int) -> None:
-        taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
-        by_way = " and ".join(f"{tau:.2f}" for tau in taus)
-        at = f"decoding  T={plain.sampler.temperature:g}"
-        tell(advance=count, description=f"{at}  τ {by_way}")
-
-    many = ranks.first(in_time)
-    eager = [replace(way, compiled=False) for way in (plain, *ways)]
-    batches = [
-        range(first, min(first + together, len(prompts)))
-        for first in range(timed, len(prompts), together)
-    ]
-
-    def counted(batch: range) -> list[list[Generation]]:
-        """The prompts with these numbers, in smaller batches if memory runs out."""
-        try:
-            answers = turns(batch, eager)
-            tell(advance=len(batch))
-            return answers
-        except Exception as error:
-            if not is_out_of_memory(error) or len(batch) == 1:
-                raise
-        release()  # out here, where the error no longer holds the memory of the failed batch
-        half = len(batch) // 2
-        parts = counted(batch[:half]), counted(batch[half:])
-        return [first + second for first, second in zip(*parts, strict=True)]
-
-    for plainly, *drafts in ranks.shared(batches, counted):
-        for answered, drafted in zip(many, drafts, strict=True):
-            answered.add(plainly, drafted)
-    return many
-
-
-def _tokens(batch: Sequence[Generation]) -> int:
-    """How many tokens of these answers the rounds made, since prefill emits the first of each; at
-    least 1, because callers divide by it."""
-    return max(1, sum(len(g.ids) - 1 for g in batch))
-
-
-def _a_token(batch: Sequence[Generation]) -> float:
-    """Seconds per token of a batch, which lasts as long as its slowest row."""
-    return max(g.seconds for g in batch) / _tokens(batch)
-
-
-def _a_round(batch: Sequence[Generation]) -> float:
-    """Seconds of a batch per round of one of its rows."""
-    return max(g.seconds for g in batch) / max(1, sum(len(g.rounds) for g in batch))
 
 
 def _figures(
@@ -452,34 +312,3 @@ def _oracle(
         return None
     pairs = [(r.drafted, r.accepted) for r in rounds]
     return oracle(pairs, cost.c.value, pass_cost({shape.depth: cost.v.value}))
-
-
-def shift(
-    original: Target,
-    adapted: Target,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    batch: int,
-    ranks: Ranks = ALONE,
-) -> Shift:
-    """How far `adapted`, which was trained with its draft, has moved from `original`, over answers
-    of up to `tokens` tokens. The prompts are shared out."""
-
-    @torch.inference_mode()
-    def moved(start: int) -> list[tuple[float, int, bool]]:
-        """The summed KL of each answer in a batch, its tokens, and whether it stayed the same."""
-        asked, shifts = prompts[start : start + batch], []
-        told = (decode(t, asked, max_new_tokens=tokens) for t in (original, adapted))
-        for before, after in zip(*told, strict=True):
-            ids, first = torch.tensor([[*before.prompt, *before.ids]]), len(before.prompt) - 1
-            logits = (
-                t.logits(t.features(ids.to(t.device), Needs())[1][0, first:-1])
-                for t in (original, adapted)
-            )
-            kl = float(kl_divergence(*logits).sum())
-            shifts.append((kl, len(before.ids), before.ids == after.ids))
-        return shifts
-
-    batches = ranks.shared(range(0, len(prompts), batch), moved)
-    kl, counts, same = map(list, zip(*(answer for of in batches for answer in of), strict=True))
-    return Shift(original.name, ratio_interval(kl, counts), ratio_interval(same, [1] * len(same)))

@@ -18,8 +18,8 @@ from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOpt
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
-from specdec.measure.evaluate import shift
 from specdec.measure.results import Results
+from specdec.measure.shift import shift
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain

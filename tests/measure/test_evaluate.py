@@ -419,7 +419,7 @@ BY_THE_CLOCK |= {"seconds_spent", "processes"}
 )
 def test_whole_batches_are_timed_and_at_least_three(settings: dict[str, Any], times: int) -> None:
     """A single batch shows no variation; with a length policy all prompts are timed."""
-    assert DecodeConfig(**settings).times == times
+    assert DecodeConfig(**settings).timed_prompts == times
 
 
 def counted(value: Any) -> Any:

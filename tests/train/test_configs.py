@@ -328,6 +328,7 @@ def test_what_hydra_cannot_read_is_told_without_its_words(
         ("features.root={file}/x", ["file/x cannot be made"]),
         ("features.root=/proc/x", ["/proc/x cannot be made"]),
         ("data.answers=target answers.root=/proc/x", ["/proc/x cannot be made"]),
+        ("track.mode=online", ["track.mode=online", "wandb login", "track.mode=offline"]),
     ],
 )
 def test_a_mistake_is_told_before_the_target_is_loaded(
@@ -342,6 +343,8 @@ def test_a_mistake_is_told_before_the_target_is_loaded(
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(pipeline, "TargetOnDemand", never)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     places = {"file": tmp_path / "file", "broken": tmp_path / "broken.jsonl"}
     for path in places.values():
         path.write_text("{")
