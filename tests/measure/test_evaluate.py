@@ -404,6 +404,39 @@ BY_THE_CLOCK = {
 BY_THE_CLOCK |= {"seconds_spent", "processes"}
 
 
+def test_a_single_timed_batch_gives_no_interval_to_a_speedup(target: Target) -> None:
+    """Though τ, which all prompts are counted for, has one."""
+    results = measured(target, lm(target), replace(GREEDY, timed=1))
+    (at,) = results.asked
+    assert at.speedup.low == at.speedup.value == at.speedup.high > 0
+    assert at.tokens_per_second.low == at.tokens_per_second.high
+    assert at.tau.low < at.tau.high
+    assert results.times_without_interval == "timed on 1 prompt: no interval"
+
+
+def test_a_batch_that_does_not_fit_is_counted_in_halves(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same counts as one that does. An error that is not about memory passes."""
+    cfg, sizes = replace(GREEDY, timed=1, counting=4), list[int]()
+    whole, answers = measured(target, lm(target), cfg), Setup.answers
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a shape is wrong")]
+
+    def narrow(setup: Setup, prompts: Any, way: Way, **options: Any) -> list[Generation]:
+        sizes.append(len(prompts))
+        if len(prompts) > 2:
+            raise errors[0]
+        return answers(setup, prompts, way, **options)
+
+    monkeypatch.setattr(Setup, "answers", narrow)
+    halves = measured(target, lm(target), cfg)
+    assert {4, 2} < {*sizes} | {1}
+    assert counted(asdict(halves)) == counted(asdict(whole))
+    errors.pop(0)
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        measured(target, lm(target), cfg)
+
+
 @pytest.mark.parametrize(
     ("settings", "times"),
     [
