@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError, first_line, require_known
+from specdec.errors import UserError, first_line, require, require_known
 from specdec.files import read_lines, write_whole
 from specdec.integrity import of_file
 from specdec.measure.results import Curve, Results
@@ -32,10 +32,16 @@ class TrackConfig:
 
 
 def require_login(cfg: TrackConfig) -> None:
-    """Raise UserError if runs are to be shown online and W&B has no key: it would say so only when
-    the run begins, after the target has answered."""
+    """Raise UserError if runs are to be shown online and W&B has no key or is offline by the
+    environment: it would say so only when the run begins, after the target has answered."""
     if cfg.mode != "online":
         return
+    wanted = os.environ.get("WANDB_MODE", "online")
+    require(
+        wanted == "online",
+        f"track.mode=online, but the environment has WANDB_MODE={wanted}: unset WANDB_MODE, or "
+        "give track.mode=offline",
+    )
     import wandb
 
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import Copies
@@ -343,13 +344,24 @@ def test_a_mistake_is_told_before_the_target_is_loaded(
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(pipeline, "TargetOnDemand", never)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()  # it reads the environment once in a process
     places = {"file": tmp_path / "file", "broken": tmp_path / "broken.jsonl"}
     for path in places.values():
         path.write_text("{")
     more = mistake.format(**places).split()
     require_one_line(told(capsys, tiny.overrides("medusa", *more), tmp_path / "run"), *parts)
+
+
+def test_online_in_an_environment_that_is_offline(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    overrides = tiny.overrides("medusa", "track.mode=online")
+    require_one_line(told(capsys, overrides, tmp_path / "run"), "WANDB_MODE=offline: unset")
 
 
 def test_a_run_folder_that_cannot_be_made(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
