@@ -4,9 +4,9 @@ and raises UserError if something is wrong."""
 
 from pathlib import Path
 
-from specdec.decoding.alone import require_alone
 from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
+from specdec.decoding.draft_answers import require_writes
 from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.formats import draft as drafts
@@ -48,7 +48,7 @@ def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> No
             f"give data.max_length={room}",
         )
     if cfg.rounds.data.endswith("alone"):
-        require_alone(drafter)
+        require_writes(drafter)
     require_fitting(cfg.decode, drafter)
     if warning := beyond_training(cfg.decode, drafter):
         console.print(warning)

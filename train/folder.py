@@ -46,7 +46,7 @@ BEGAN = "began"  # the file that says when a run began to answer prompts
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Make a run's folder and lock it during the block. Raises UserError if another process has
     locked it. If a UserError ends the block before the run has begun, which is when it answers
     prompts or has a config.json, the folder is left as it was, or not at all if it is new."""

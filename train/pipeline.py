@@ -25,9 +25,9 @@ from train.checks import check, check_target, check_texts
 from train.config import Config
 from train.features.fill import Features
 from train.folder import (
-    alone,
     config_of,
     describe,
+    locked,
     note_date,
     portion_of,
     with_date,
@@ -72,7 +72,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     cfg = replace(cfg, loop=shared)
 
     with ExitStack() as held:
-        ranks.first(lambda: held.enter_context(alone(folder)))
+        ranks.first(lambda: held.enter_context(locked(folder)))
         make_folder(folder)  # on another machine it may not be the one that is locked
         if cfg.data.answers == "target":
             held.enter_context(folder_for(Path(cfg.answers.root)))

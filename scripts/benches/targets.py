@@ -152,7 +152,7 @@ def each(
             if before and before[-1] == END and all(o.state != FAULT for o in before):
                 yield arch, before[:-1]
                 continue
-            process = fork.Process(target=alone, args=(arch, runs, folder / slug(arch.name)))
+            process = fork.Process(target=tried_apart, args=(arch, runs, folder / slug(arch.name)))
             process.start()
             running[process.sentinel] = arch, process, time.monotonic() + seconds
         connection.wait(list(running), timeout=1)
@@ -174,7 +174,7 @@ def each(
 
 
 def written(folder: Path) -> list[Outcome]:
-    """The outcomes that `alone` has written so far."""
+    """The outcomes that `tried_apart` has written so far."""
     file = folder / "outcomes.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [Outcome(**json.loads(line)) for line in lines]
@@ -184,7 +184,7 @@ def slug(name: str) -> str:
     return re.sub(r"\W+", "-", name)
 
 
-def alone(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
+def tried_apart(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
     """Write the outcomes of one architecture to a file in `folder`, and all that is printed to
     another. This process does nothing else, so it may change what is global."""
     torch.set_num_threads(1)

@@ -107,8 +107,8 @@ def weigh(setup: Setup, drafter: Weighs, way: Way, prompts: Sequence[Sequence[in
     """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
-        alone = Way(member, Chain(gamma), compiled=way.compiled)
-        cost = costs(setup, alone, prompts[0], OF_A_CHOICE)
+        one_way = Way(member, Chain(gamma), compiled=way.compiled)
+        cost = costs(setup, one_way, prompts[0], OF_A_CHOICE)
         return cost.c.value, cost.v.value
 
     new = min(WEIGHED, setup.max_new_tokens)

@@ -218,7 +218,8 @@ def _figures(
         speedup = timed_speedup
         tokens_per_second = ratio_interval(answered.plain_tokens, answered.seconds)
     if len(answered.seconds) < 2:  # the counts alone would make too narrow an interval
-        speedup, tokens_per_second = speedup.alone(), tokens_per_second.alone()
+        speedup = speedup.without_interval()
+        tokens_per_second = tokens_per_second.without_interval()
     same = sum(p.ids == d.ids for p, d in zip(answered.plain, answered.drafted, strict=True))
     return Measured(
         way=way,

@@ -130,9 +130,9 @@ def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced
         return product_TK * (torch.tensor(text.drafted)[:, None] > depths_K)
 
     variants = range(len(Acceptance._fields))
-    alone = (by_depth([t.measured.alpha[v][t.anchors] for t in every]) for v in variants)
+    given_text = (by_depth([t.measured.alpha[v][t.anchors] for t in every]) for v in variants)
     rounds = (by_depth([in_a_row(t, t.measured.alpha[v]) for t in visited]) for v in variants)
-    return Forced(Alpha(*alone), Alpha(*rounds))
+    return Forced(Alpha(*given_text), Alpha(*rounds))
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:

@@ -25,7 +25,7 @@ class Interval:
             return value
         return f"{value} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
-    def alone(self) -> "Interval":
+    def without_interval(self) -> "Interval":
         """The figure without its interval."""
         return Interval(self.value, self.value, self.value, self.n)
 

@@ -43,7 +43,7 @@ from train.data.packing import Row
 from train.data.template import Prompt
 from train.features import store as features
 from train.features.source import Online
-from train.folder import alone
+from train.folder import locked
 from train.tracking import curve
 
 
@@ -180,9 +180,9 @@ def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
 
 def test_a_folder_is_one_processes_at_a_time(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with alone(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
+    with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
         tiny.job(tmp_path / "run", "medusa")
-    with alone(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         pass
 
 

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from specdec.decoding.alone import write_alone
 from specdec.decoding.decode import decode
+from specdec.decoding.draft_answers import draft_answers
 from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.decoding.way import Way
@@ -103,13 +103,13 @@ def answered(
         return known
 
     known = ranks.first(lambda: set(read()))
-    alone = author is not None and author.rule is None
+    by_draft = author is not None and author.rule is None
     size = cfg.batch
-    if not alone and not known >= asked.keys():
+    if not by_draft and not known >= asked.keys():
         size = _fitting(target.whole(), asked, cfg, ranks)
     batches = _batches(asked, known, size)[ranks.rank :: ranks.world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
-    whose = "draft's" if alone else "draft's and target's" if author else "target's"
+    whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
     sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
     way = Way(sampler=sampler)
@@ -122,7 +122,7 @@ def answered(
         seeds = [int(name, 16) % (1 << 62) + cfg.seed for name in batch]
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
-            texts = write_alone(author.drafter, asking, sampler, seeds, most, eos)
+            texts = draft_answers(author.drafter, asking, sampler, seeds, most, eos)
             progress.advance(task, sum(map(len, texts)))
             return [{"ids": ids} for ids in texts]
         answers = decode(

@@ -159,8 +159,8 @@ def _objects(path: Path, file: TextFile, tally: Tally) -> Iterator[tuple[str, An
         if not line.strip():
             continue
         change = _opened(line) if held else None
-        alone = change == 0 and line.startswith(b"{")
-        if held and (alone or change is None or depth + change < 0):
+        whole = change == 0 and line.startswith(b"{")
+        if held and (whole or change is None or depth + change < 0):
             lost(start)
             held.clear()
         if not held:

@@ -104,7 +104,7 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
             elif name is not None and all(c in table for c in name):
                 by_text.setdefault(bytes(table[c] for c in name), i)
         return by_text
-    bytes_alone: dict[bytes, int] = {}
+    single_bytes: dict[bytes, int] = {}
     plain = (i for i in ids if _text(tokenizer, [i]).strip().isalnum())
     before = next(plain, ids[0] if ids else 0)
     was = _text(tokenizer, [before])
@@ -115,10 +115,10 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
         if name is None:
             continue
         if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
-            bytes_alone.setdefault(bytes([int(name[3:5], 16)]), i)
+            single_bytes.setdefault(bytes([int(name[3:5], 16)]), i)
         elif text.startswith(was) and len(text) > len(was) and REPLACED not in text:
             by_text.setdefault(text[len(was) :].encode(), i)
-    return bytes_alone | by_text
+    return single_bytes | by_text
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         """The heads' outputs [B, Hkv, G, A, E] -> [B, A, D]"""
         return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
 
-    def alone(self, x: Tensor) -> Tensor:
+    def own_output(self, x: Tensor) -> Tensor:
         """The output [..., D] for inputs that see only themselves."""
         values = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
         heads = values.repeat_interleave(self.heads // self.kv_heads, -2)

@@ -25,12 +25,14 @@ def states(
     a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAk is None:
         return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
-    each = alone(ctx, anchors_BA, drafted_BAk)
+    each = truncated_contexts(ctx, anchors_BA, drafted_BAk)
     of_anchors = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
     return of_anchors.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
 
 
-def alone(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> Iterator[tuple[int, Context]]:
+def truncated_contexts(
+    ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor
+) -> Iterator[tuple[int, Context]]:
     """For each anchor, its place in its document, and a context: the document up to the anchor,
     then the tokens drafted there, with the target's final states before the anchor."""
     for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):

@@ -70,7 +70,7 @@ class Layer(nn.Module):
         the size of states like `state_ND`, if attention sees only the state's own `read_ND`."""
         attention = self.self_attn
         mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
-        added_ND = torch.cat([attention.alone(read_ND), mlp_ND], 1)
+        added_ND = torch.cat([attention.own_output(read_ND), mlp_ND], 1)
         size, added = (x.square().sum(1).mean().sqrt() for x in (state_ND, added_ND))
         for writes in (attention.o_proj, self.mlp.down_proj):
             writes.weight.mul_(UPDATE * size / added)

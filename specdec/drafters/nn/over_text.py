@@ -226,8 +226,8 @@ def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, 
             for j in (0, 1)
         )
         mask = sight.mask(anchors, slice(near.start * BLOCK, min(near.stop * BLOCK, P)))
-        alone = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-        mask = torch.cat([mask, *[alone.expand(B, -1, -1)] * len(own)], 2)
+        itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+        mask = torch.cat([mask, *[itself.expand(B, -1, -1)] * len(own)], 2)
         return fused(query[..., anchors, :], keys, values, mask)
 
     blocks = [slice(start, min(start + BLOCK, A)) for start in range(0, A, BLOCK)]

@@ -38,7 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specdec.context import Context, Known, Needs
 from specdec.drafters.growth import with_depth
 from specdec.drafters.nn.attention import Attend
-from specdec.drafters.nn.gather import alone, entries, pieces, unread
+from specdec.drafters.nn.gather import entries, pieces, truncated_contexts, unread
 from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last, fits
 from specdec.drafters.nn.over_slots import OverSlots
 from specdec.drafters.nn.over_text import Keys, OverPairs, Sight
@@ -199,7 +199,7 @@ class MTP(Solved):
             at = [(anchors_BA - 1 + k).clamp(0, last) for k in range(self.depth)]
             return torch.stack([entries(states_BPKD[:, :, k], at[k]) for k in range(self.depth)], 2)
         depths = torch.arange(drafted_BAk.shape[-1] + 1, device=anchors_BA.device)
-        each = alone(ctx, anchors_BA, drafted_BAk)
+        each = truncated_contexts(ctx, anchors_BA, drafted_BAk)
         states = [self.over_text(one)[0, a - 1 + depths, depths] for a, one in each]
         return torch.stack(states).view(*anchors_BA.shape, len(depths), -1)
 

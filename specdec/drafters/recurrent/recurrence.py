@@ -256,8 +256,8 @@ class Recurrent(Trainable):
         if counts is not None:
             last = torch.tensor(counts, device=tokens.device)[:, None] - 1
             last = last + torch.arange(1 + more, device=tokens.device)
-            alone = not (more or self.upper or len(set(counts)) > 1)  # sees all slots
-            if mask is None and tokens.shape[1] > 1 and not alone:  # a prefill
+            sees_all = not (more or self.upper or len(set(counts)) > 1)  # its slots
+            if mask is None and tokens.shape[1] > 1 and not sees_all:  # a prefill
                 slots = torch.arange(cache.shown, device=tokens.device)
                 mask = (slots <= slots[:, None]).expand(len(tokens), -1, -1)
         cos, sin = self.rope(place.position_BT, cache.shown + 1)

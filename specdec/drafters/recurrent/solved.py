@@ -80,7 +80,7 @@ class Solved(Recurrent, Solves):
             feature = self.fuse(self.before(some))
             for depth in (0, 1):
                 read, residual = self.enter(self.token(some, depth), feature)
-                stream = residual + layer.self_attn.alone(read)
+                stream = residual + layer.self_attn.own_output(read)
                 normed = layer.post_attention_layernorm(stream)
                 inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
                 rest.add(inner, self.wanted(some, depth) - stream)

@@ -17,7 +17,7 @@ from specdec.sampling.trees import Chain
 AT_ONCE = 8  # tokens per draft call: few, because the q of each over the whole vocabulary is kept
 
 
-def require_alone(drafter: Drafter) -> None:
+def require_writes(drafter: Drafter) -> None:
     """Raise UserError unless a draft can write any number of tokens without the target."""
     require(
         drafter.needs == Needs()
@@ -29,7 +29,7 @@ def require_alone(drafter: Drafter) -> None:
 
 
 @torch.inference_mode()
-def write_alone(
+def draft_answers(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
