@@ -244,6 +244,18 @@ def test_private_functions_of_libraries_are_called_in_one_file() -> None:
     assert {used[name] for name in private - own} == set()
 
 
+@pytest.mark.parametrize("word", ["found", "made", "given"])
+def test_names_say_what_a_thing_is(word: str) -> None:
+    """No variable, argument, attribute or function of the product is called so."""
+    called = set()
+    for name, tree in modules().items():
+        for node in ast.walk(tree) if name.startswith(("specdec", "train")) else ():
+            own = (getattr(node, part, None) for part in ("id", "arg", "attr", "name"))
+            if word in own:
+                called.add(f"{path_of(name)}:{getattr(node, 'lineno', 0)}")
+    assert called == set()
+
+
 BASES = ("Drafter", "Predictor", "Trainable")
 MEMBERS = 12  # public attributes and methods of what every drafter does
 

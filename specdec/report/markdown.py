@@ -133,18 +133,18 @@ def code(lines: Sequence[str]) -> str:
 def escaped(value: T) -> T:
     """A dataclass, list, tuple or dict with every text in it, keys included, as `text` writes
     it."""
-    found: Any = value
+    copy: Any = value
     if isinstance(value, str):
-        found = text(value)
+        copy = text(value)
     elif isinstance(value, list | tuple):
         parts = map(escaped, value)
-        found = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        copy = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif isinstance(value, dict):
-        found = {escaped(key): escaped(x) for key, x in value.items()}
+        copy = {escaped(key): escaped(x) for key, x in value.items()}
     elif is_dataclass(value):
         named = {f.name: escaped(getattr(value, f.name)) for f in fields(value) if f.init}
-        found = replace(value, **named)  # type: ignore[type-var]
-    return found
+        copy = replace(value, **named)  # type: ignore[type-var]
+    return copy
 
 
 def table(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
@@ -187,11 +187,11 @@ def write(path: Path, page: str) -> None:
 
 def _tag(state: StateInline, silent: bool) -> bool:
     """A rule of the parser: one of the `TAGS` is taken over as it is."""
-    if (found := TAG.match(state.src, state.pos)) is None:
+    if (tag := TAG.match(state.src, state.pos)) is None:
         return False
     if not silent:
-        state.push("html_inline", "", 0).content = found[0]
-    state.pos = found.end()
+        state.push("html_inline", "", 0).content = tag[0]
+    state.pos = tag.end()
     return True
 
 

@@ -125,18 +125,18 @@ def reliability(path: Path, results: Results) -> None:
     """Acceptance over confidence by depth, as drafted and calibrated, at each temperature. A point
     is a bin of at least `FEWEST` tokens, larger if it has more; bars are the intervals."""
     panels = [
-        (f"T = {at.way.temperature:g}, {words}", found[:SHOWN])
+        (f"T = {at.way.temperature:g}, {words}", depths[:SHOWN])
         for at in results.asked
-        for words, found in (("as drafted", at.confidence), ("calibrated", at.calibrated))
-        if found
+        for words, depths in (("as drafted", at.confidence), ("calibrated", at.calibrated))
+        if depths
     ]
-    shades, depths = plt.get_cmap("viridis"), max(len(found) for _, found in panels)
-    with _axes(path, (4.1, 4.3), len(panels), depths) as axes:
-        for ax, (title, found) in zip(axes, panels, strict=True):
+    shades, deepest = plt.get_cmap("viridis"), max(len(depths) for _, depths in panels)
+    with _axes(path, (4.1, 4.3), len(panels), deepest) as axes:
+        for ax, (title, depths) in zip(axes, panels, strict=True):
             ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1)
-            most = max(b.weight for depth in found for b in depth.bins)
-            for k, depth in enumerate(found):
-                colour = shades(0.1 + 0.8 * k / max(1, depths - 1))
+            most = max(b.weight for depth in depths for b in depth.bins)
+            for k, depth in enumerate(depths):
+                colour = shades(0.1 + 0.8 * k / max(1, deepest - 1))
                 ax.plot([], [], "o", color=colour, label=f"depth {k}")
                 for b in (b for b in depth.bins if b.weight >= FEWEST):
                     x, (low, high) = b.predicted, (b.observed.low, b.observed.high)

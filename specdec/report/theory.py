@@ -98,25 +98,25 @@ def _closed_forms(at: Measured, results: Results) -> dict[str, str]:
 
 def _measured_law(at: Measured) -> list[str]:
     """What p and q at every position of the text predict at T > 0, without a closed form."""
-    if (found := at.foreseen) is None:
+    if (foreseen := at.foreseen) is None:
         return []
     blocks = [f"#### p and q along the text, T = {at.way.temperature:g}"]
     if at.way.chain:
         rows = {
-            "rule `rejection`, expected": [found.rejection_tokens.text()],
-            "rule `block`, expected (never less)": [found.block_tokens.text()],
+            "rule `rejection`, expected": [foreseen.rejection_tokens.text()],
+            "rule `block`, expected (never less)": [foreseen.block_tokens.text()],
             f"rule `{at.way.rule}`, measured (τ)": [at.tau.text()],
         }
         blocks.append(table("tokens per pass at the visited anchors", [""], rows))
-    divergence = ", ".join(d.text() for d in found.divergence[: at.way.gamma])
-    lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in found.lenience)
+    divergence = ", ".join(d.text() for d in foreseen.divergence[: at.way.gamma])
+    lenience = ", ".join(f"{x.alpha.text()} at l = {x.factor:g}" for x in foreseen.lenience)
     plain = ""
-    if found.non_iterative is not None:
-        plain = f"; by non-iterative rejection (Appendix A.2), {found.non_iterative.text()}"
+    if foreseen.non_iterative is not None:
+        plain = f"; by non-iterative rejection (Appendix A.2), {foreseen.non_iterative.text()}"
     return [
         *blocks,
-        f"D_LK by depth, {found.divergence[0].n:,} positions: {divergence}; by Corollary 3.6 it is "
-        "1 − α of the sampled variant.",
+        f"D_LK by depth, {foreseen.divergence[0].n:,} positions: {divergence}; by Corollary 3.6 it "
+        "is 1 − α of the sampled variant.",
         f"With lenience l (Appendix A.5, lossy), α at depth 0 would be {lenience}{plain}.",
     ]
 

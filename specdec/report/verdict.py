@@ -150,8 +150,8 @@ def _generate(one: Measured, results: Results) -> str:
         options.append(f"--gamma {way.gamma}")
     if way.length != "fixed":
         options.append(f"--length {way.length}")
-        given = (f"{name}={value}" for name, value in way.settings.items())
-        options += [f"--settings {shlex.join(given)}"] if way.settings else []
+        policy = (f"{name}={value}" for name, value in way.settings.items())
+        options += [f"--settings {shlex.join(policy)}"] if way.settings else []
     settings: dict[str, tuple[bool, object]] = {
         "--temperature": (way.temperature > 0, f"{way.temperature:g}"),
         "--top-k": (way.top_k > 0, way.top_k),
@@ -160,7 +160,7 @@ def _generate(one: Measured, results: Results) -> str:
         "--greedy-draft": (way.greedy_draft, ""),
         "--compile": (way.compiled, ""),
     }
-    options += [f"{name} {value}".strip() for name, (given, value) in settings.items() if given]
+    options += [f"{name} {value}".strip() for name, (differs, value) in settings.items() if differs]
     return " ".join(["scripts/generate", draft, *options])
 
 
