@@ -146,6 +146,23 @@ class Hears(ABC):
         for that draft."""
 
 
+class Separate(ABC):
+    """Has a head for each depth that reads states of the target alone: no drafted token, and
+    nothing of another head. So training needs the tensors of one head at a time (Gloeckle et al.
+    2024, arXiv 2404.19737, section 2): its logits are made, give their gradient and are freed
+    before the next head's are made, unless the objective couples the depths."""
+
+    @abstractmethod
+    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        """The states [B, A, K, D] that the heads read at each anchor, or [B, A, 1, D] if all heads
+        read the same."""
+
+    @abstractmethod
+    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
+        """Hidden states [N, K, D] of K depths, from depth `first` on, of the states that their
+        heads read."""
+
+
 class Estimates(ABC):
     """Estimates its own acceptance. The estimate is trained along with the draft, whatever the
     draft's own loss (see `Objective.loss`), and decoding reads it as the draft's confidence."""

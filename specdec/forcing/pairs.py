@@ -41,16 +41,14 @@ class Pairs:
         self,
         batch: Batch,
         anchors: Anchors,
-        hidden_NKD: Tensor,
         rows: slice,
-        copied_NK: Tensor | None = None,
-    ) -> tuple[Callable[..., Piece], list[Tensor]]:
-        """A function, and the tensors that it needs, the draft's logits first, through which
-        gradients can flow. From a slice of a chunk's anchors and their rows of these tensors, it
-        makes a piece: p, q and the other tensors that an objective may read. All products with
-        unembeddings are made here, once for the chunk."""
+    ) -> Callable[..., Piece]:
+        """A function that makes pieces of a chunk of anchors, those of `rows`: p, q and the other
+        tensors that an objective may read. It is given a slice of the chunk's anchors, a slice of
+        the depths, and what `read` returns for them. The target's logits are computed here, once
+        for all depths of the chunk."""
         T = batch.mask_BT.shape[1]
-        depths = torch.arange(hidden_NKD.shape[1], device=hidden_NKD.device)
+        depths = torch.arange(anchors.weight_NK.shape[1], device=batch.mask_BT.device)
         row_N1 = anchors.row_N[rows, None]
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
         states, accepted_NK = (batch.final_BTD, batch.summary), None
@@ -78,9 +76,13 @@ class Pairs:
         valid_NK = anchors.valid_NK[rows]
 
         def piece(
-            at: slice, logits_NKS: Tensor, hidden_NKD: Tensor, confidence_NK: Tensor | None = None
+            at: slice,
+            k: slice,
+            logits_NKS: Tensor,
+            hidden_NKD: Tensor,
+            confidence_NK: Tensor | None = None,
         ) -> Piece:
-            index_M = index_NK[at].flatten()
+            index_M = index_NK[at, k].flatten()
             of = Summary(*(x[index_M] for x in summary))
             with torch.no_grad():
                 log_p_MS = self.sampler.log_probs_of(logits_US[index_M], of)
@@ -88,33 +90,43 @@ class Pairs:
                 log_p=log_p_MS.view_as(logits_NKS),
                 log_q=self.sampler.log_probs(logits_NKS),
                 target_argmax=self._draft_ids(of.argmax_N).view(logits_NKS.shape[:2]),
-                label=self._draft_ids(label_NK[at]),
-                valid=valid_NK[at],
+                label=self._draft_ids(label_NK[at, k]),
+                valid=valid_NK[at, k],
                 logits=logits_NKS,
                 hidden=hidden_NKD,
-                features=final_UD[index_NK[at]],
+                features=final_UD[index_NK[at, k]],
                 confidence=confidence_NK,
-                accepted=None if accepted_NK is None else accepted_NK[at],
+                accepted=None if accepted_NK is None else accepted_NK[at, k],
             )
 
+        return piece
+
+    def read(
+        self, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
+    ) -> list[Tensor]:
+        """What a piece needs of the draft, through which gradients can flow, from its hidden states
+        at depths from `first` on: its logits, the hidden states, and its confidence if it estimates
+        one."""
         own_NK = None
         if isinstance(self.drafter, Estimates):
             own_NK = self.drafter.confidence(hidden_NKD.detach() if self._apart else hidden_NKD)
-        read = logits_of(self.drafter, hidden_NKD, copied_NK), hidden_NKD, own_NK
-        return piece, [x for x in read if x is not None]
+        tensors = logits_of(self.drafter, hidden_NKD, copied_NK, first), hidden_NKD, own_NK
+        return [x for x in tensors if x is not None]
 
     def _draft_ids(self, target_ids: Tensor) -> Tensor:
         """Indices in the draft vocabulary, -1 where it lacks the token."""
         return target_ids if self._index_V is None else self._index_V[target_ids]
 
 
-def logits_of(drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = None) -> Tensor:
-    """Draft logits [N, K, S] of all depths; those of copied tokens, over the target's vocabulary,
-    are 0 at the token and -inf elsewhere."""
+def logits_of(
+    drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """Draft logits [N, K, S] of K depths, from depth `first` on; those of copied tokens, over the
+    target's vocabulary, are 0 at the token and -inf elsewhere."""
     depths = range(hidden_NKD.shape[1])
     if copied_NK is None:
         assert isinstance(drafter, Predictor)
-        return torch.stack([drafter.unembed(hidden_NKD[:, k], k) for k in depths], 1)
+        return torch.stack([drafter.unembed(hidden_NKD[:, k], first + k) for k in depths], 1)
     logits_NKV = point_mass(copied_NK, drafter.sizes.target_vocab)
     for k in depths:
         if (own_N := copied_NK[:, k] == OWN).any():

@@ -17,7 +17,14 @@ from torch.nn.functional import pad
 
 from specdec.context import Moment
 from specdec.drafters.base import Drafter
-from specdec.drafters.capabilities import Adapts, Combines, Copies, adapts
+from specdec.drafters.capabilities import (
+    Adapts,
+    Combines,
+    Copies,
+    Estimates,
+    Separate,
+    adapts,
+)
 from specdec.drafters.nn.gather import entries, text_after
 from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.trainable import Trainable
@@ -150,31 +157,45 @@ class TeacherForcing(nn.Module):
                 compared_NKD = self._hidden(reference, batch, chosen)
         decays = [self.objective.weight(k) for k in range(depth)]
         decay_K = torch.tensor(decays).to(hidden_NKD.device, non_blocking=True)
+        separate = isinstance(self.drafter, Separate) and not isinstance(self.drafter, Estimates)
+        in_turn = separate and not self.objective.couples
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
-            piece, tensors = self._pairs.of(batch, chosen, some_NKD, rows)
-            other_NKS = None
-            if reference is not None and compared_NKD is not None:
-                with torch.no_grad():
-                    other_NKS = logits_of(reference, compared_NKD[rows])
+            piece, weight_NK = self._pairs.of(batch, chosen, rows), chosen.weight_NK[rows]
 
-            def few(at: slice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-                of = piece(at, *tensors)
-                of.progress = moment.progress
-                if other_NKS is not None:
-                    of.reference_log_q = self.sampler.log_probs(other_NKS[at])
-                loss_NK = self.objective.loss(of)
-                if of.confidence is not None:  # a gradient of 0, not None, if its weight is 0
-                    loss_NK = loss_NK + 0 * of.confidence
-                total = (loss_NK * chosen.weight_NK[rows][at] * decay_K).sum()
-                columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
-                counted_CNK = torch.stack(columns) * of.valid
-                return total, counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
+            def at_depths(k: slice, some_KND: Tensor) -> tuple[Tensor, Tensor]:
+                read_NKD = some_KND.transpose(0, 1)
+                if isinstance(self.drafter, Separate):
+                    read_NKD = self.drafter.heads_of(read_NKD, k.start)
+                tensors = self._pairs.read(read_NKD, first=k.start)
+                other_NKS = None
+                if reference is not None and compared_NKD is not None:
+                    with torch.no_grad():
+                        other_NKS = logits_of(reference, compared_NKD[rows, k], first=k.start)
 
-            # a loss that compares with a reference ranks a chunk's tokens, so it needs them all
-            size = len(some_NKD) if reference is not None else at_once(tensors[0])
-            whole = size >= len(some_NKD)
-            return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
+                def few(at: slice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+                    of = piece(at, k, *tensors)
+                    of.progress = moment.progress
+                    if other_NKS is not None:
+                        of.reference_log_q = self.sampler.log_probs(other_NKS[at])
+                    loss_NK = self.objective.loss(of)
+                    if of.confidence is not None:  # a gradient of 0, not None, if its weight is 0
+                        loss_NK = loss_NK + 0 * of.confidence
+                    columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
+                    counted_CNK = torch.stack(columns) * of.valid
+                    counted_KC = counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
+                    total = (loss_NK * weight_NK[at, k] * decay_K[k]).sum()
+                    return total, pad(counted_KC, (0, 0, k.start, depth - k.start - len(some_KND)))
+
+                # a loss that compares with a reference ranks a chunk's tokens, so it needs them all
+                size = len(weight_NK) if reference is not None else at_once(tensors[0])
+                whole = size >= len(weight_NK)
+                return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
+
+            some_KND = some_NKD.expand(-1, depth, -1).transpose(0, 1)
+            if in_turn:
+                return chunked(at_depths, [some_KND], parameters, 1)
+            return at_depths(slice(0, depth), some_KND)
 
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         loss, seen = chunked(part, [hidden_NKD], parameters, self.objective.chunk)
@@ -222,9 +243,10 @@ class TeacherForcing(nn.Module):
         for start in range(0, len(hidden_NKD), chunk):
             rows = slice(start, start + chunk)
             copied = None if copied_NK is None else copied_NK[rows]
-            piece, tensors = self._pairs.of(batch, anchors, hidden_NKD[rows], rows, copied)
+            piece = self._pairs.of(batch, anchors, rows)
+            tensors = self._pairs.read(hidden_NKD[rows], copied)
             for at in slices(tensors[0], at_once(tensors[0])):
-                of = piece(at, *(x[at] for x in tensors))
+                of = piece(at, slice(None), *(x[at] for x in tensors))
                 measured.append((*acceptance(of), *(more(of) if more else ())))
         columns = [torch.cat(x) * anchors.valid_NK for x in zip(*measured, strict=True)]
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
@@ -233,10 +255,13 @@ class TeacherForcing(nn.Module):
         self, drafter: Drafter, batch: Batch, anchors: Anchors, moment: Moment | None = None
     ) -> Tensor:
         """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
-        a `moment`; or, at visited anchors, given the tokens that were drafted there."""
+        a `moment`; or, at visited anchors, given the tokens that were drafted there. In training, a
+        drafter with `Separate` heads gives what these read in place of hidden states."""
         assert isinstance(drafter, Predictor)
         at_BA, column_N = anchors.grid(len(batch.mask_BT))
-        if batch.visited is not None:
+        if isinstance(drafter, Separate) and moment is not None:
+            hidden_BAKD = drafter.read_by_heads(batch.ctx, at_BA)
+        elif batch.visited is not None:
             drafted_BTK = batch.visited.drafted_BTK(batch.mask_BT)[..., :-1].clamp_min(0)
             hidden_BAKD = drafter.hidden(batch.ctx, at_BA, entries(drafted_BTK, at_BA))
         elif moment is not None:

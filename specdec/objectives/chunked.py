@@ -30,6 +30,7 @@ class _Chunked(torch.autograd.Function):
         """The first `count` tensors are cut into rows; the others are parameters."""
         cut, parameters = tensors[:count], tensors[count:]
         grads: list[Tensor | None] = [None] * len(tensors)
+        own: set[int] = set()  # gradients whose memory nothing else can refer to
         total, statistics = cut[0].new_zeros((), dtype=torch.float32), cut[0].new_zeros(())
         for rows in slices(cut[0], chunk):
             with torch.enable_grad():
@@ -46,23 +47,29 @@ class _Chunked(torch.autograd.Function):
                 if i < count:
                     grads[i] = held = torch.zeros_like(cut[i]) if held is None else held
                     held[rows] = grad
+                    own.add(i)
+                elif held is None:
+                    grads[i] = grad
                 else:
-                    grads[i] = grad.clone() if held is None else held.add_(grad)
+                    grads[i] = held.add_(grad) if i in own else held + grad
+                    own.add(i)
             total += loss.detach()
             statistics = statistics + seen
         ctx.save_for_backward(*grads)
+        ctx.own = own
         ctx.mark_non_differentiable(statistics)
         return total, statistics
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        scale = grad_outputs[0]
-        if scale.device.type != "cpu":  # in place: to ask whether it is 1 would make the host wait
-            scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
-            return None, None, None, *scaled
-        if scale == 1:  # a chunk within a chunk: do not copy the largest tensor
-            return None, None, None, *ctx.saved_tensors
-        return None, None, None, *(None if g is None else g * scale for g in ctx.saved_tensors)
+        scale, grads = grad_outputs[0], ctx.saved_tensors
+        # a chunk within a chunk has a factor of 1, but on a GPU the host would wait to see it
+        if scale.device.type != "cpu" or scale != 1:
+            grads = [
+                g if g is None else g.mul_(scale) if i in ctx.own else g * scale
+                for i, g in enumerate(grads)
+            ]
+        return None, None, None, *grads
 
 
 def chunked(

@@ -259,7 +259,8 @@ TERMS: dict[str, Term] = {
         *(d_pace, expected_length, expected_tree, on_policy, confidence, smooth_l1),
     )
 }
-# terms that weight the depths themselves, so the default decay is 1
+# terms that weight the depths themselves: they are given all depths of an anchor together, and the
+# default decay is 1
 COUPLED = ("d_pace", "expected_length", "expected_tree", "on_policy")
 COMPARING = ("adaspec",)  # terms that read a reference draft
 OF_TREES = ("expected_tree",)  # terms that read the paths of a tree

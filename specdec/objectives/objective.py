@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.errors import nearest, require, require_between, require_known, require_within
-from specdec.objectives.losses import COMPARING, OF_TREES, TERMS
+from specdec.objectives.losses import COMPARING, COUPLED, OF_TREES, TERMS
 from specdec.objectives.piece import Piece
 from specdec.sampling.trees import Static
 
@@ -106,6 +106,11 @@ class ObjectiveConfig:
             weight = first + (last - first) * min(1.0, piece.progress / until)
             terms.append(weight * TERMS[name](piece, **constants))
         return reduce(Tensor.add, terms)
+
+    @property
+    def couples(self) -> bool:
+        """Whether the loss at one depth depends on other depths, or on which depth it is."""
+        return any(name in COUPLED for name in self._used())
 
     @property
     def trains_confidence_apart(self) -> bool:

@@ -3,17 +3,21 @@
 Run alone: python -m pytest tests/forcing/test_teacher.py
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import Drafter
-from specdec.drafters.capabilities import Estimates
-from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.capabilities import Estimates, Separate
+from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
+from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, together
@@ -25,7 +29,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
-from tests.tiny import batch_of
+from tests.tiny import architectures, batch_of, random_drafter, random_target
 
 TRAINABLE = [name for name, config in CONFIGS.items() if trains(DRAFTERS[config.name], config)]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -268,13 +272,14 @@ def test_anchors_without_weight_change_nothing(
     drafter = make_drafter(name, target)
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     batch, widths, found = batch_with(target, drafter, 6), [], []
-    read = drafter.training_hidden
+    of_training = "read_by_heads" if isinstance(drafter, Separate) else "training_hidden"
+    read = getattr(drafter, of_training)
 
-    def training_hidden(ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def recorded(ctx: Context, anchors_BA: Tensor, *moment: Moment) -> Tensor:
         widths.append(anchors_BA.shape[1])
-        return read(ctx, anchors_BA, moment)
+        return read(ctx, anchors_BA, *moment)
 
-    monkeypatch.setattr(drafter, "training_hidden", training_hidden)
+    monkeypatch.setattr(drafter, of_training, recorded)
     for multiple in (1, 16):
         monkeypatch.setattr(anchoring, "ALIKE", multiple)
         drafter.zero_grad()
@@ -321,7 +326,7 @@ def at_once(forcing: TeacherForcing, target: Target, batch: Batch) -> tuple[Tens
     return (by_depth[:, 0] * decay_K).sum(), by_depth.detach()
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "lm"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "mtp_heads", "lm"])
 @pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.7, top_k=30)], ids=["t1", "top-k"])
 def test_chunks_within_chunks_equal_everything_at_once(
     target: Target, name: str, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
@@ -345,3 +350,107 @@ def test_chunks_within_chunks_equal_everything_at_once(
     for got, gradient in zip(torch.autograd.grad(loss, trained), gradients, strict=True):
         scale = float(gradient.abs().max())
         torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-4 * scale)
+
+
+# One head at a time
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of tensors that exist at once: of those that operations make, forward or backward, but
+    for those as large as a weight, which are mostly its gradient."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.sizes, self.known = {x.numel() for x in weights}, set[int]()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor) and x.numel() not in self.sizes:
+                self.count(x.untyped_storage())
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        name, size = id(storage), storage.nbytes()
+        if name in self.known:
+            return
+        self.known.add(name)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def freed() -> None:
+            self.known.discard(name)
+            self.now -= size
+
+        weakref.finalize(storage, freed)
+
+
+HEADS: dict[str, Callable[[int], Any]] = {
+    "medusa": lambda depth: MedusaConfig(depth=depth, draft_vocab=None, num_layers=2),
+    "medusa, own LM heads": lambda depth: MedusaConfig(
+        depth=depth, draft_vocab=None, shared_head=False
+    ),
+    "mtp_heads": lambda depth: MTPHeadsConfig(depth=depth),
+}
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="a thread of its own frees a device's graphs, at its own time"
+)
+@pytest.mark.parametrize("name", HEADS)
+def test_memory_of_a_step_does_not_grow_with_the_heads(name: str) -> None:
+    """64 anchors, a vocabulary 128 times as wide as the hidden states. Without turns, 8 heads take
+    4 times as much as 2; what remains is the 32 numbers of a head's state at each anchor."""
+    target = random_target(architectures(4096, 3)["llama"])
+    ids = [text(0, 96, 4096)[0].tolist()]
+
+    def peak(depth: int, couples: bool = False) -> int:
+        drafter = random_drafter(HEADS[name](depth), target, 0.1)
+        terms = {"d_pace" if couples else "nla": 1.0}
+        forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(terms))
+        batch = batch_of(target, drafter.needs, Sampler(1.0), ids, [[False] * 31 + [True] * 65])
+        loss = None  # an earlier run's graph would count
+        for _ in range(2):  # the first also fills tables that stay
+            del loss
+            with Alive([*drafter.parameters(), *target.model.parameters()]) as alive:
+                loss, _ = forcing(batch)
+                loss.backward()
+        return alive.peak
+
+    assert peak(8) < 1.15 * peak(2)
+    assert peak(8, couples=True) > 3 * peak(2)  # what couples the depths needs all of them
+
+
+@pytest.mark.parametrize("name", [*HEADS, "adapted"])
+@pytest.mark.parametrize("objective", ["nla", "kl"])
+def test_heads_in_turn_have_the_gradients_of_all_heads_together(
+    target: Target, name: str, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of 4 anchors, with an objective that is then said to couple the depths. An adapted
+    target is a trunk that is trained too: it gets the sum of what the heads give it."""
+    config = (
+        HEADS[name](3)
+        if name in HEADS
+        else MedusaConfig(depth=3, draft_vocab=None, adapter=TargetLoraOptions(rank=4, weight=0.5))
+    )
+    drafter = random_drafter(config, target, 0.1)
+    cfg = ObjectiveConfig({objective: 1.0}, chunk=4)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg)
+    batch = batch_with(target, drafter, 10)
+    trained, results = [p for p in drafter.parameters() if p.requires_grad], []
+    sizes: list[int] = []
+    loss = cfg.loss
+    monkeypatch.setattr(
+        cfg, "loss", lambda piece: (sizes.append(piece.log_p.shape[1]), loss(piece))[1]
+    )
+    for couples in (False, True):
+        monkeypatch.setattr(ObjectiveConfig, "couples", couples)
+        total, seen = forcing(batch, moment=Moment(0.5, [0]))
+        results.append([total.detach(), seen, *torch.autograd.grad(total, trained)])
+    assert set(sizes[: len(sizes) * 3 // 4]) == {1} and set(sizes[len(sizes) * 3 // 4 :]) == {3}
+    for turns, whole in zip(*results, strict=True):
+        scale = float(whole.abs().max())
+        torch.testing.assert_close(turns, whole, rtol=1e-5, atol=1e-6 * scale)  # float32

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.capabilities import Adapts
+from specdec.drafters.capabilities import Adapts, Separate
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
@@ -90,7 +90,7 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class Medusa(Heads, Adapts):
+class Medusa(Heads, Adapts, Separate):
     Config = MedusaConfig
     Sizes = MedusaSizes
     sizes: MedusaSizes
@@ -152,6 +152,12 @@ class Medusa(Heads, Adapts):
 
     def output(self, state: Tensor, k: int) -> Tensor:
         return self.blocks[k](state)
+
+    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        return self.first(ctx, anchors_BA)[:, :, None]
+
+    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
+        return torch.stack([self.output(x, first + k) for k, x in enumerate(read_NKD.unbind(1))], 1)
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         """The logits after a node depend only on its depth, so they are computed once for each."""

@@ -5,8 +5,10 @@ unembedding is shared and frozen.
 The paper's head 1 is the model's own last layer, which predicts the token after the last one that
 the trunk has read. A drafter knows that token, the anchor, so depth k is the paper's head k + 2,
 and the anchor itself is not read. The released model shares the final norm; here each head has a
-copy, as the trunk is frozen. The paper runs its heads one after another to save memory,
-which the chunked loss saves anyway. Letters: B batch, A anchors, K heads, D width.
+copy, as the trunk is frozen. As in the paper, training holds the tensors of one head at a time. A
+chunk of the loss reads the states of all heads, so that the target's logits are computed once, and
+what a layer keeps for its gradient is computed again there: a layer takes much less time than the
+logits. Letters: B batch, A anchors, K heads, N anchors of all rows, D width.
 """
 
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, Needs
 from specdec.drafters.base import Limits, Sizes
+from specdec.drafters.capabilities import Separate
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.layer import copy_last, llama_of
 from specdec.drafters.recurrent.prefix import Prefix
@@ -70,7 +74,7 @@ class Caches(list[SlotCache]):
             cache.select(rows)
 
 
-class MTPHeads(Trainable):
+class MTPHeads(Trainable, Separate):
     Config = MTPHeadsConfig
     Sizes: ClassVar[type[Sizes]] = MTPHeadsSizes
 
@@ -101,6 +105,15 @@ class MTPHeads(Trainable):
         count = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         none = anchors_BA[..., None][..., :0]
         return torch.cat([head.hidden(ctx, anchors_BA, none) for head in self.heads[:count]], 2)
+
+    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        none = anchors_BA[..., None][..., :0]
+        again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+        states = [checkpoint(head.hidden, ctx, anchors_BA, none, **again) for head in self.heads]
+        return torch.cat(states, 2)
+
+    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
+        return read_NKD
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.heads[k].unembed(hidden, 0)
