@@ -21,6 +21,7 @@ from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.files import record
 from specdec.formats import draft as checkpoint
+from specdec.measure.choosing import NODES
 from specdec.progress import console
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
@@ -70,29 +71,56 @@ def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = T
     return target
 
 
-def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options of decoding; `max_new_tokens` is the default of --max-new-tokens."""
+def add_setting(
+    parser: argparse.ArgumentParser, name: str, words: str, option: str | None = None
+) -> None:
+    """Add an option for a field of `DecodeConfig`, of its type and with its default: --NAME, or
+    another `option`."""
+    default: Any = getattr(DecodeConfig(), name)
+    how: dict[str, Any] = {"action": "store_true"}
+    if not isinstance(default, bool):
+        kind = default[0] if isinstance(default, list) else default
+        how = {"type": type(kind), "default": default, "nargs": "+" if kind != default else None}
+        words += "; default: %(default)s"
+    parser.add_argument(option or f"--{name.replace('_', '-')}", help=words, **how)
+
+
+def add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is measured, and how often."""
+    add_setting(parser, "prompts", "how many prompts to measure acceptance on", "--limit")
+    add_setting(parser, "timed", "how many of them to time, for the speedup")
+    add_setting(parser, "temperatures", "measured one after another")
+    add_setting(parser, "batch", "prompts timed together")
+    add_setting(parser, "repeats", "how often each timed prompt is answered")
+    add_setting(parser, "fastest", "also measure the static tree or chain expected to be fastest")
+
+
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options of decoding."""
     option = parser.add_argument
-    option("--dtype", default="auto", help="of both models: auto, bfloat16, float32 or float16")
-    option("--max-new-tokens", type=int, default=max_new_tokens)
+    words = "of both models: auto, bfloat16, float32 or float16"
+    option("--dtype", default=TargetConfig.dtype, help=words)
+    add_setting(parser, "max_new_tokens", "tokens of an answer, at most")
     option("--gamma", type=int, help="tokens drafted in a row; default: as in the draft's run")
-    option("--top-p", type=float, default=1.0)
-    option("--top-k", type=int, default=0)
-    option(
-        "--rule",
-        default="auto",
-        help=f"verification rule at T > 0 (lenience: at any T): auto, {', '.join(RULES)}",
-    )
+    add_setting(parser, "top_p", "keep the likeliest tokens up to this share")
+    add_setting(parser, "top_k", "keep so many of the likeliest tokens; 0: all")
+    rules = f"auto, {', '.join(RULES)}"
+    add_setting(parser, "rule", f"verification rule at T > 0 (lenience: at any T): {rules}")
     option("--tree", choices=TREES, help="kind of the trees to draft; default: as in the run")
-    option("--nodes", type=int, help="size of a tree; default: 12 or, if static, the fastest size")
-    option("--branches", type=int, help="most children of a node in a dynamic tree; default: 4")
+    option(
+        "--nodes",
+        type=int,
+        help=f"size of a tree; default: {NODES} or, if static, the fastest size",
+    )
+    most = f"most children of a node in a dynamic tree; default: {DecodeConfig.branches}"
+    option("--branches", type=int, help=most)
     option("--paths", type=paths_of, help="nodes of a static tree, such as [[0], [1], [0, 0]]")
     option("--length", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
     option("--settings", nargs="*", help="of that policy, such as threshold=0.4")
-    option("--greedy-draft", action="store_true", help="draft greedily at T > 0")
-    option("--compile", action="store_true", help="use torch.compile")
+    add_setting(parser, "greedy_draft", "draft greedily at T > 0")
+    add_setting(parser, "compile", "use torch.compile")
     option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
-    option("--seed", type=int, default=0)
+    add_setting(parser, "seed", "of all that is drawn")
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
 
 

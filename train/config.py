@@ -24,6 +24,7 @@ from specdec.drafters.trainable import learning_rate, trains
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
 from specdec.formats.export import LAYOUTS, layout_names
+from specdec.formats.layout import LAYOUT
 from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
@@ -76,7 +77,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     also: str | None = None
-    export: str | None = "hf"  # layout of the export at the end of a run; null: no export
+    export: str | None = LAYOUT  # layout of the export at the end of a run; null: no export
 
     @property
     def family(self) -> type[Drafter]:

@@ -23,7 +23,7 @@ from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
-from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS, Layout, renamed
+from specdec.formats.layout import CONFIG, LAYOUT, MARK, OVERRIDES, WEIGHTS, Layout, renamed
 from specdec.runtime.packed import is_packed, pack
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
@@ -86,7 +86,7 @@ def _require_causal(target: Parts) -> None:
     )
 
 
-def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = "hf") -> str:
+def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = LAYOUT) -> str:
     """Export a draft; returns a line that says what was compared. The folder appears only if the
     draft read back gives the same logits. Raises UserError for a layout that this family does not
     have, for a weight that is missing or not finite, for a draft that an engine would read
@@ -159,7 +159,7 @@ def write_target(folder: Path, target: Target) -> None:
     require_free(folder)
     with replaced(folder, _written(folder)) as partial:
         target.save(partial)
-        _mark(partial, "target", "hf", target)
+        _mark(partial, "target", LAYOUT, target)
 
 
 def _mark(folder: Path, drafter: str, layout: str, target: Target) -> None:
@@ -198,7 +198,7 @@ def require_apart(folders: Sequence[Path]) -> None:
         )
 
 
-def read(folder: Path, like: Drafter, target: Target, layout: str = "hf") -> Drafter:
+def read(folder: Path, like: Drafter, target: Target, layout: str = LAYOUT) -> Drafter:
     """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
     UserError, naming the tensor, for one that is missing, extra or of another shape."""
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS

@@ -16,6 +16,8 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served
 MARK = "draftsmith.json"  # marks our own exports, which a new one may replace
 
+LAYOUT = "hf"  # unless another is asked for; vLLM loads it by its method
+
 OTHER = "train a family with a head of its own, such as eagle3, or give export=null"
 
 Tensors = dict[str, Tensor]

@@ -19,8 +19,8 @@ class Setup:
 
     target: Target
     max_new_tokens: int = DecodeConfig.max_new_tokens
-    batch: int = 1
-    seed: int = 0
+    batch: int = DecodeConfig.batch
+    seed: int = DecodeConfig.seed
     ranks: Ranks = ALONE
 
     @classmethod

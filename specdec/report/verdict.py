@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.formats.export import LAYOUTS
-from specdec.formats.layout import OVERRIDES
+from specdec.formats.layout import LAYOUT, OVERRIDES
 from specdec.measure.results import Described, Measured, Results
 
-LAYOUT = "hf"  # of the export that vLLM loads by its method
 EXPORT, TARGET = "my-head", "my-target"
 
 

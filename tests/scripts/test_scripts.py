@@ -24,6 +24,7 @@ from specdec.measure.results import Measured
 from specdec.report import verdict
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig
 from tests.processes import process
 from tests.report.test_verdict import GAIN, at, of, tree
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
@@ -247,11 +248,27 @@ def test_a_draft_is_decoded_as_its_run_decoded_it(
         settings = {"decode": decode, "drafter": {"name": "eagle"}}
         (best.parent / "config.json").write_text(json.dumps(settings))
     parser = parser_of("")
-    add_decoding(parser, max_new_tokens=8)
+    add_decoding(parser)
     cfg, origin = decoding(parser.parse_args([str(best), *options.split()]))
     tell_shape(cfg, origin, drafter)
     run = best.parent / "config.json"
     assert words.format(run=run) in capsys.readouterr().out
+
+
+def test_without_options_the_settings_are_those_of_the_dataclasses(tmp_path: Path) -> None:
+    """No option has a default of its own."""
+    from command_line import add_decoding, add_measuring, decoding, parser_of
+
+    target = random_target(architectures(16, 2)["llama"])
+    checkpoint.save(tmp_path / "draft", random_drafter(EagleConfig(depth=3), target, 0.0), target)
+    parser = parser_of("")
+    add_measuring(parser)
+    add_decoding(parser)
+    args = parser.parse_args([str(tmp_path / "draft")])
+    assert decoding(args, prompts=args.limit)[0] == DecodeConfig()
+    assert args.dtype == TargetConfig.dtype
+    said = " ".join(parser.format_help().split())
+    assert f"default: {DecodeConfig.timed} " in said and "default: [0.0, 1.0]" in said
 
 
 def test_a_hybrid_that_a_run_made_keeps_its_own_length(tmp_path: Path) -> None:
@@ -264,7 +281,7 @@ def test_a_hybrid_that_a_run_made_keeps_its_own_length(tmp_path: Path) -> None:
     run = tmp_path / "config.json"
     run.write_text(json.dumps({"decode": {"gamma": 2}, "drafter": {"name": "eagle"}}))
     parser = parser_of("")
-    add_decoding(parser, max_new_tokens=8)
+    add_decoding(parser)
     assert decoding(parser.parse_args([str(folder)]))[0].gamma is None
     run.write_text(json.dumps({"decode": {"gamma": "two"}, "drafter": {"name": "hybrid"}}))
     with pytest.raises(UserError, match=r"config\.json: the shape .* give --gamma"):
@@ -285,7 +302,7 @@ def test_the_commands_of_a_verdict_decode_as_was_measured(tmp_path: Path) -> Non
         parser = parser_of("")
         parser.add_argument("--chat", action="store_true")
         parser.add_argument("--temperature", type=float, default=0.0)
-        add_decoding(parser, DecodeConfig().max_new_tokens)
+        add_decoding(parser)
         name, *words = shlex.split(*command.lines)
         args = parser.parse_args(words)
         assert name == "scripts/generate" and args.draft == best and args.chat
