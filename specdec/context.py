@@ -1,8 +1,4 @@
-"""What a drafter may read, and what it returns: the types that every module shares.
-
-Letters: B batch, T time, F target features (layers · width), D width, V vocabulary, N drafted
-nodes, M = N + 1 places of a block, C children, K nodes of a path, X scouts.
-"""
+"""What a drafter may read, and what it returns: the types that every module shares."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,100 +103,100 @@ class Scouts:
     show the drafter what the target predicts after them (`Hears.hear`). Scouts are numbered
     from 0, a parent before its children; the parent -1 is the anchor."""
 
-    tokens_BX: Tensor
-    parents_BX: Tensor
+    tokens_BQ: Tensor
+    parents_BQ: Tensor
 
 
 @dataclass
 class Proposal:
-    """Drafted tokens: a chain, or a tree if there are `parents_BN`.
+    """Drafted tokens: a chain, or a tree if there are `parents_BG`.
 
     A token of -1 means that nothing was drafted there: rows may draft less than their neighbours.
     Nodes are numbered from 0, a parent before its children, siblings in the order in which they
-    were drawn; the parent -1 is the anchor. `q_BNV` is the distribution over the target's
+    were drawn; the parent -1 is the anchor. `q_BGV` is the distribution over the target's
     vocabulary that each node was drawn from. Siblings have the same one, even if they were drawn
     without replacement. None means that the tokens were chosen deterministically, each a point
     mass.
 
-    The target reads the anchor and the nodes as one block of M = N + 1 *places*: the anchor at
+    The target reads the anchor and the nodes as one block of M = G + 1 *places*: the anchor at
     place 0 and node i at place i + 1; scouts, if any, follow. The outputs of that pass (logits,
     features and cache slots) are indexed by place.
     """
 
-    tokens_BN: Tensor
-    q_BNV: Tensor | None = None
-    parents_BN: Tensor | None = None
+    tokens_BG: Tensor
+    q_BGV: Tensor | None = None
+    parents_BG: Tensor | None = None
     scouts: Scouts | None = None
 
     @property
-    def above_BN(self) -> Tensor:
+    def above_BG(self) -> Tensor:
         """The place that each node follows: its parent's."""
-        if self.parents_BN is not None:
-            return self.parents_BN + 1
-        N = self.tokens_BN.shape[1]
-        return torch.arange(N, device=self.tokens_BN.device).expand_as(self.tokens_BN)
+        if self.parents_BG is not None:
+            return self.parents_BG + 1
+        G = self.tokens_BG.shape[1]
+        return torch.arange(G, device=self.tokens_BG.device).expand_as(self.tokens_BG)
 
     def above(self, x_BM: Tensor) -> Tensor:
-        """The values [B, N] at the place that each node follows, from values [B, M] by place."""
-        return x_BM[:, :-1] if self.parents_BN is None else x_BM.gather(1, self.above_BN)
+        """The values [B, G] at the place that each node follows, from values [B, M] by place."""
+        return x_BM[:, :-1] if self.parents_BG is None else x_BM.gather(1, self.above_BG)
 
     def children_BMC(self) -> Tensor:
         """The places of each place's children, in their order; 0 where there is none."""
-        (B, N), above_BN = self.tokens_BN.shape, self.above_BN
-        there_BN = self.tokens_BN >= 0
-        kin_BNN = (above_BN[:, :, None] == above_BN[:, None, :]) & there_BN[:, None, :]
-        rank_BN = kin_BNN.tril(-1).sum(-1)
-        C = int(torch.where(there_BN, rank_BN, 0).max()) + 1 if B * N else 1
-        children_BMC = self.tokens_BN.new_zeros(B, N + 1, C)
-        row_R, node_R = there_BN.nonzero(as_tuple=True)
-        children_BMC[row_R, above_BN[row_R, node_R], rank_BN[row_R, node_R]] = node_R + 1
+        (B, G), above_BG = self.tokens_BG.shape, self.above_BG
+        there_BG = self.tokens_BG >= 0
+        kin_BGG = (above_BG[:, :, None] == above_BG[:, None, :]) & there_BG[:, None, :]
+        rank_BG = kin_BGG.tril(-1).sum(-1)
+        C = int(torch.where(there_BG, rank_BG, 0).max()) + 1 if B * G else 1
+        children_BMC = self.tokens_BG.new_zeros(B, G + 1, C)
+        row_R, node_R = there_BG.nonzero(as_tuple=True)
+        children_BMC[row_R, above_BG[row_R, node_R], rank_BG[row_R, node_R]] = node_R + 1
         return children_BMC
 
     def tokens_at(self, row: Tensor, place: Tensor) -> Tensor:
         """The tokens drafted at these places of these rows; -1 at place 0, the anchor's."""
-        return torch.where(place > 0, self.tokens_BN[row, place - 1], -1)
+        return torch.where(place > 0, self.tokens_BG[row, place - 1], -1)
 
     def q_at(self, row: Tensor, place: Tensor) -> Tensor | None:
         """The distributions that these places' tokens were drawn from; arbitrary at place 0."""
-        return None if self.q_BNV is None else self.q_BNV[row, place - 1]
+        return None if self.q_BGV is None else self.q_BGV[row, place - 1]
 
     def path_BK(self, end_B: Tensor) -> Tensor:
         """The nodes from the anchor to each row's place `end_B`, then -1; K: the longest path."""
-        node_B1, path_BK = end_B[:, None] - 1, self.tokens_BN[:, :0]
-        if self.parents_BN is None:
+        node_B1, path_BK = end_B[:, None] - 1, self.tokens_BG[:, :0]
+        if self.parents_BG is None:
             node_K = torch.arange(int(end_B.max()), device=end_B.device)
             return torch.where(node_K <= node_B1, node_K, -1)
         while bool((node_B1 >= 0).any()):
             path_BK = torch.cat([node_B1, path_BK], 1)
-            above_B1 = self.parents_BN.gather(1, node_B1.clamp_min(0))
+            above_B1 = self.parents_BG.gather(1, node_B1.clamp_min(0))
             node_B1 = torch.where(node_B1 < 0, -1, above_B1)
         return path_BK.gather(1, (path_BK < 0).long().argsort(dim=1, stable=True))
 
     def block(self, anchor_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the target reads: ids by place, [B, M] or with scouts [B, M + X], and the place
+        """What the target reads: ids by place, [B, M] or with scouts [B, M + Q], and the place
         that each follows (-1: the last committed token), or None if each follows the previous."""
-        ids = [anchor_B1, self.tokens_BN.clamp_min(0)]
-        above = [torch.full_like(anchor_B1, -1), self.above_BN]
+        ids = [anchor_B1, self.tokens_BG.clamp_min(0)]
+        above = [torch.full_like(anchor_B1, -1), self.above_BG]
         if self.scouts is not None:
-            first, parents_BX = self.tokens_BN.shape[1] + 1, self.scouts.parents_BX
-            ids.append(self.scouts.tokens_BX)
-            above.append(torch.where(parents_BX < 0, 0, parents_BX + first))
-        elif self.parents_BN is None:
+            first, parents_BQ = self.tokens_BG.shape[1] + 1, self.scouts.parents_BQ
+            ids.append(self.scouts.tokens_BQ)
+            above.append(torch.where(parents_BQ < 0, 0, parents_BQ + first))
+        elif self.parents_BG is None:
             return torch.cat(ids, 1), None
         return torch.cat(ids, 1), torch.cat(above, 1)
 
     def kept_places(self, path_BK: Tensor) -> Tensor | None:
         """The places of the anchor and of the nodes of these paths, in order; arbitrary after the
         end of a path, and None if they are simply the first places."""
-        if self.parents_BN is None:
+        if self.parents_BG is None:
             return None
         return torch.cat([path_BK.new_zeros(len(path_BK), 1), path_BK.clamp_min(0) + 1], 1)
 
     def drafted_to(self) -> list[list[list[int]]]:
         """For each row and place, the tokens drafted on the path to it; none at the anchor."""
         paths: list[list[list[int]]] = []
-        tokens = self.tokens_BN.clamp_min(0).tolist()
-        for ids, above in zip(tokens, self.above_BN.tolist(), strict=True):
+        tokens = self.tokens_BG.clamp_min(0).tolist()
+        for ids, above in zip(tokens, self.above_BG.tolist(), strict=True):
             paths.append([[]])
             for token, place in zip(ids, above, strict=True):
                 paths[-1].append([*paths[-1][place], token])
@@ -209,6 +205,6 @@ class Proposal:
     def row(self, b: int, nodes: int) -> "Proposal":
         """The first `nodes` nodes of one row, as a batch of one."""
         q, parents = (
-            None if x is None else x[b : b + 1, :nodes] for x in (self.q_BNV, self.parents_BN)
+            None if x is None else x[b : b + 1, :nodes] for x in (self.q_BGV, self.parents_BG)
         )
-        return Proposal(self.tokens_BN[b : b + 1, :nodes], q, parents)
+        return Proposal(self.tokens_BG[b : b + 1, :nodes], q, parents)

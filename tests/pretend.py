@@ -393,19 +393,19 @@ FACTORIES = {
 }
 
 
-def lstm(x_BTI: Tensor, states: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(x_BTF: Tensor, states: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """An LSTM of single steps, since torch has a kernel for each device."""
     biased, layers, _, _, both, batch_first = options
     assert batch_first and not both
     ends, per = [], 4 if biased else 2
     for i in range(layers):
         mine, (h, c), out = weights[i * per : (i + 1) * per], (x[i] for x in states), []
-        for x in x_BTI.unbind(1):
+        for x in x_BTF.unbind(1):
             h, c = _cell(x, h, c, *mine)
             out.append(h)
-        x_BTI = torch.stack(out, 1)
+        x_BTF = torch.stack(out, 1)
         ends.append((h, c))
-    return x_BTI, *(torch.stack(x) for x in zip(*ends))
+    return x_BTF, *(torch.stack(x) for x in zip(*ends))
 
 
 def _cell(

@@ -21,7 +21,7 @@ ANCHORS = torch.tensor([[7], [8]])
 def test_a_chain_is_read_as_it_stands() -> None:
     ids_BM, above_BM = CHAIN.block(ANCHORS)
     assert ids_BM.tolist() == [[7, 10, 11, 12], [8, 20, 0, 0]] and above_BM is None
-    assert CHAIN.above_BN.tolist() == [[0, 1, 2]] * 2
+    assert CHAIN.above_BG.tolist() == [[0, 1, 2]] * 2
     assert CHAIN.path_BK(torch.tensor([2, 0])).tolist() == [[0, 1], [-1, -1]]
     assert CHAIN.kept_places(torch.tensor([[0, 1], [-1, -1]])) is None
     assert CHAIN.drafted_to()[0] == [[], [10], [10, 11], [10, 11, 12]]
@@ -58,7 +58,7 @@ def test_scouts_follow_the_nodes_and_change_none_of_them() -> None:
     """Scout 0 follows the anchor, scout 1 scout 0, scout 2 the anchor."""
     scouts = Scouts(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, -1]] * 2))
     for plain, above in ((CHAIN, [-1, 0, 1, 2]), (TREE, [-1, 0, 1, 1, 3])):
-        both = Proposal(plain.tokens_BN, None, plain.parents_BN, scouts)
+        both = Proposal(plain.tokens_BG, None, plain.parents_BG, scouts)
         ids_BM, above_BM = both.block(ANCHORS)
         M = len(above)
         assert ids_BM[:, :M].tolist() == plain.block(ANCHORS)[0].tolist()

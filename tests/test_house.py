@@ -8,7 +8,9 @@ line, and the test fails until that is done.
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -21,6 +23,7 @@ from specdec.drafters import DRAFTERS, capabilities
 from specdec.drafters.base import Drafter
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.trainable import Trainable
+from specdec.shapes import LETTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits its name
@@ -33,6 +36,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.frozen",
         "specdec.integrity",
         "specdec.progress",
+        "specdec.shapes",
         "specdec.context",
         "specdec.ranks",
     ),
@@ -293,3 +297,54 @@ def test_no_method_is_compared_with_its_base() -> None:
         if isinstance(side, ast.Attribute) and ast.unparse(side.value) in BASES
     }
     assert compared == set()
+
+
+WRITTEN = r"(?:…|\.\.\.|[A-Za-z0-9]+)(?: ?[·+*-] ?[A-Za-z0-9]+)*"  # one dimension
+SHAPE = re.compile(rf"\[({WRITTEN}(?:,\s+{WRITTEN})*)\]")
+SUFFIX = re.compile(r"_*[a-z]\w*_([0-9]?[A-Z][A-Za-z0-9]*)")
+LETTER = "|".join(sorted(LETTERS, key=len, reverse=True))
+
+
+def letters_of(suffix: str) -> list[str]:
+    """The letters of a suffix, without its digits; what is no letter of the alphabet, as it is."""
+    return [x for x in re.findall(rf"{LETTER}|[0-9]|.", suffix) if not x.isdigit()]
+
+
+def shapes_in(source: str) -> Iterator[tuple[str, str]]:
+    """The letters that a module uses, each with where: in the suffix of a name, as the name of a
+    size in a function, or in a shape that a docstring or a comment tells."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for field in ("id", "arg", "attr", "name"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and not name.isupper() and (m := SUFFIX.fullmatch(name)):
+                yield from ((letter, name) for letter in letters_of(m.group(1)))
+        if isinstance(node, ast.FunctionDef):
+            stored = [x for x in ast.walk(node) if isinstance(x, ast.Name)]
+            sizes = [x.id for x in stored if isinstance(x.ctx, ast.Store)]
+            yield from ((x, x) for x in sizes if re.fullmatch(r"[A-Z](?:[a-z]|kv)?", x))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+            for shape in SHAPE.findall(token.string):
+                for letter in re.findall(r"\b[A-Z](?:[a-z]|kv)?\b", shape):
+                    yield letter, f"[{shape}]"
+
+
+def test_shapes_have_one_alphabet() -> None:
+    """Tests, which are not read by other code, may have letters of their own."""
+    used, unknown = set[str](), list[str]()
+    for module in modules():
+        if module.startswith(("specdec", "train")):
+            source = (ROOT / path_of(module)).read_text()
+            assert not re.search(r"\bLetters:", source), f"{path_of(module)}: see specdec/shapes.py"
+            for letter, where in shapes_in(source):
+                used.add(letter)
+                unknown += [] if letter in LETTERS else [f"{path_of(module)}: {letter} in {where}"]
+    assert unknown == []
+    assert used == set(LETTERS)
+
+
+def test_letters_of_shapes_are_told() -> None:
+    source = 'def f(x_BHkvTxDh):\n    """[B, J]"""\n    Y = x_BHkvTxDh.seen_1P'
+    letters = ["Y", *["B", "Hkv", "Tx", "Dh"] * 2, "P", "B", "J"]
+    assert sorted(letter for letter, _ in shapes_in(source)) == sorted(letters)

@@ -199,7 +199,7 @@ def outcome(
 ) -> tuple[list[Round], list[list[int]]]:
     """The round of each row, and its new tokens: those that were kept, and the target's own."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
-    drafted = zip(proposal.tokens_BN.tolist(), proposal.above_BN.tolist(), strict=True)
+    drafted = zip(proposal.tokens_BG.tolist(), proposal.above_BG.tolist(), strict=True)
     rounds, new = [], []
     for b, (ids, above) in enumerate(drafted):
         path = tuple(i for i in paths[b] if i >= 0)
@@ -214,7 +214,7 @@ def outcome(
             rejected.append(ids[place - 1])
         nodes = sum(token >= 0 for token in ids)
         tested = len(path) + bool(rejected)
-        chain = () if proposal.parents_BN is not None else tuple(ids[:nodes])
+        chain = () if proposal.parents_BG is not None else tuple(ids[:nodes])
         counts = max(depths), len(path), nodes, tested
         rounds.append(Round(len(texts[b]) - 1, *counts, path, chain, tuple(rejected)))
         new.append([*(ids[i] for i in path), following[b]])

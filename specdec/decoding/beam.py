@@ -9,9 +9,7 @@ All beams live in one row of the target's cache, as a tree, so that the text whi
 stored and attended to once. Each pass writes its nodes into scratch slots after the committed
 trunk, and the mask hides the slots of dead beams. When scratch has grown large, the text on which
 all live beams agree is committed and the rest is forgotten; the next pass reads the few live tokens
-beyond it again. Drafters only know rows, so they get a row for each beam (`Rows`). Letters: W live
-beams, U draft beams, B rows of the draft (one per live beam), F the nodes of a row that grow
-together, C candidates, N nodes of a pass, V vocabulary, S draft vocabulary.
+beyond it again. Drafters only know rows, so they get a row for each beam (`Rows`).
 """
 
 import itertools
@@ -114,17 +112,17 @@ class Search:
     done: bool = False
 
     def __post_init__(self, root: BeamNode) -> None:
-        never_W = torch.full((self.beams,), NEVER, device=self.eos.device)
-        self.live, self.score_W = [root] * self.beams, never_W.clone()
-        self.score_W[0] = 0  # all beams are equal: these scores let only the first go on
-        self.best, self.best_score_W = [root] * self.beams, never_W  # hypotheses that ended
-        self.finished_W = torch.zeros_like(never_W, dtype=torch.bool)
+        never_B = torch.full((self.beams,), NEVER, device=self.eos.device)
+        self.live, self.score_B = [root] * self.beams, never_B.clone()
+        self.score_B[0] = 0  # all beams are equal: these scores let only the first go on
+        self.best, self.best_score_B = [root] * self.beams, never_B  # hypotheses that ended
+        self.finished_B = torch.zeros_like(never_B, dtype=torch.bool)
 
-    def step(self, log_p_WV: Tensor, known: Children) -> None:
+    def step(self, log_p_BV: Tensor, known: Children) -> None:
         """Extend every beam by one token, given log p of the live beams; reuse `known` nodes."""
-        W, V = self.beams, log_p_WV.shape[1]
-        most = max(2, 1 + len(self.eos)) * W  # so that W go on even if every beam could end
-        total_C, index_C = (log_p_WV + self.score_W[:, None]).flatten().topk(most)
+        B, V = self.beams, log_p_BV.shape[1]
+        most = max(2, 1 + len(self.eos)) * B  # so that B go on even if every beam could end
+        total_C, index_C = (log_p_BV + self.score_B[:, None]).flatten().topk(most)
         token_C = index_C % V
         ends_C = torch.isin(token_C, self.eos) | (self.length + 1 >= self.limit)
         pairs = list(zip((index_C // V).tolist(), token_C.tolist(), strict=True))
@@ -133,24 +131,24 @@ class Search:
             parent, token = self.live[pairs[c][0]], pairs[c][1]
             return known.setdefault((parent, token), BeamNode(token, parent))
 
-        counts_C = ends_C & (torch.arange(most, device=ends_C.device) < W)
+        counts_C = ends_C & (torch.arange(most, device=ends_C.device) < B)
         final_C = total_C / (self.length + 1) ** self.length_penalty + ~counts_C * NEVER
-        merged = torch.cat([self.best_score_W, final_C])
-        best_W = merged.topk(W).indices
-        self.best = [self.best[i] if i < W else node(i - W) for i in best_W.tolist()]
-        self.best_score_W = merged[best_W]
-        self.finished_W = torch.cat([self.finished_W, counts_C])[best_W]
+        merged = torch.cat([self.best_score_B, final_C])
+        best_B = merged.topk(B).indices
+        self.best = [self.best[i] if i < B else node(i - B) for i in best_B.tolist()]
+        self.best_score_B = merged[best_B]
+        self.finished_B = torch.cat([self.finished_B, counts_C])[best_B]
 
         running_C = total_C + ends_C * NEVER
-        chosen_W = running_C.topk(W).indices
-        self.live, self.score_W = [node(c) for c in chosen_W.tolist()], running_C[chosen_W]
+        chosen_B = running_C.topk(B).indices
+        self.live, self.score_B = [node(c) for c in chosen_B.tolist()], running_C[chosen_B]
         self.length += 1
 
         later = self.early_stopping == "never" and self.length_penalty > 0
-        hope = self.score_W[0] / (self.limit if later else self.length) ** self.length_penalty
-        worst_W = torch.where(self.finished_W, self.best_score_W.min(), NEVER)
-        full = self.early_stopping is True and self.finished_W.all()
-        self.done = bool((hope <= worst_W).all() | full | ends_C.all())
+        hope = self.score_B[0] / (self.limit if later else self.length) ** self.length_penalty
+        worst_B = torch.where(self.finished_B, self.best_score_B.min(), NEVER)
+        full = self.early_stopping is True and self.finished_B.all()
+        self.done = bool((hope <= worst_B).all() | full | ends_C.all())
 
 
 class LiveTree:
@@ -162,11 +160,11 @@ class LiveTree:
         ids_1T = torch.tensor([list(prompt)], device=target.device)
         self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
         self.cache.keep([len(prompt)])
-        self.log_p_NV = self._log_p(final_1TD[0, -1:])
+        self.log_p_GV = self._log_p(final_1TD[0, -1:])
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
         """One pass over the last tokens of the live beams and those drafted after them (parents
-        first), preceded by forgotten live tokens. Sets the `features` and `log_p_NV` of both."""
+        first), preceded by forgotten live tokens. Sets the `features` and `log_p_GV` of both."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
@@ -176,14 +174,14 @@ class LiveTree:
         if lost:
             self.reread = len(new)
         device = self.target.device
-        features, final_1ND = self.target.features(
+        features, final_1GD = self.target.features(
             torch.tensor([[n.token for n in new]], device=device),
             self.needs,
             cache=self.cache,
             parents_BT=torch.tensor([parents], device=device),
         )
-        self.features = each(features, lambda x_1ND: x_1ND[:, len(lost) :])
-        self.log_p_NV = self._log_p(final_1ND[0, len(lost) :])
+        self.features = each(features, lambda x_1GD: x_1GD[:, len(lost) :])
+        self.log_p_GV = self._log_p(final_1GD[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
         """If scratch is full, commit the tokens that the live beams share, and forget the rest."""
@@ -196,20 +194,20 @@ class LiveTree:
         for node in itertools.chain(*paths):
             node.slot = COMMITTED if node in shared else None
 
-    def _log_p(self, final_ND: Tensor) -> Tensor:
-        return self.target.logits(final_ND).float().log_softmax(-1)
+    def _log_p(self, final_GD: Tensor) -> Tensor:
+        return self.target.logits(final_GD).float().log_softmax(-1)
 
 
 class DraftBeams:
     """The draft's own beam search, over a drafter with a row for each live beam."""
 
     def __init__(
-        self, drafter: Drafter, root: BeamNode, prompt: Sequence[int], ctx: Context, eos_E: Tensor
+        self, drafter: Drafter, root: BeamNode, prompt: Sequence[int], ctx: Context, eos_ids: Tensor
     ) -> None:
         assert isinstance(drafter, Grows)
         self.begin, self.vocab_S = drafter.begin, vocabulary(drafter)
-        self.eos_E, self.live = eos_E, [root]
-        self.rows, self.cache = Rows([prompt], eos_E.device), drafter.new_cache()
+        self.eos_ids, self.live = eos_ids, [root]
+        self.rows, self.cache = Rows([prompt], eos_ids.device), drafter.new_cache()
         if len(prompt) > 1:  # the shared prompt is read once, before rows are repeated
             self.rows.extend([[]], ctx, [len(prompt) - 1])
             if self.cache is not None:
@@ -228,36 +226,36 @@ class DraftBeams:
         seen = [[place[n] for n in (a, *path[:-1])] for a, path in zip(before, paths, strict=True)]
         self.rows.extend(
             [[n.token for n in path] for path in paths],
-            each(features, lambda x_1ND: x_1ND.expand(len(live), -1, -1)),
+            each(features, lambda x_1GD: x_1GD.expand(len(live), -1, -1)),
             [steps] * len(live),
-            torch.tensor(seen, device=self.eos_E.device),
+            torch.tensor(seen, device=self.eos_ids.device),
         )
         self.live = live
 
-    def grow(self, score_W: Tensor, width: int, depth: int, known: Children) -> int:
+    def grow(self, score_B: Tensor, width: int, depth: int, known: Children) -> int:
         """Search `depth` steps with `width` beams, beginning with the live beams and their true
         scores, and add the nodes to `known`. Returns how deep the search got. At each depth, every
         row grows as many nodes as the row that needs most; surplus nodes have a score of -inf. Eos
         is not drafted: nothing would follow it."""
         growth, vocab_S = self.begin(self.rows.context(), self.cache), self.vocab_S
-        logits_BFS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
-        ids_S = torch.arange(S, device=score_W.device) if vocab_S is None else vocab_S
-        ends_S, ids = torch.isin(ids_S, self.eos_E), ids_S.tolist()
+        logits_BWS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
+        ids_S = torch.arange(S, device=score_B.device) if vocab_S is None else vocab_S
+        ends_S, ids = torch.isin(ids_S, self.eos_ids), ids_S.tolist()
         # each row's nodes that grow next: (node, its parent's number in the growth, score)
-        front = [[(node, -1, s)] for node, s in zip(self.live, score_W.tolist(), strict=True)]
+        front = [[(node, -1, s)] for node, s in zip(self.live, score_B.tolist(), strict=True)]
         first, count = -1, 0  # the number of the front's first node; how many are numbered
         for d in range(depth):
             if d > 0:
                 tokens = [[node.token for node, _, _ in nodes] for nodes in front]
                 parents = [[parent for _, parent, _ in nodes] for nodes in front]
-                logits_BFS = growth.grow(ids_S.new_tensor(tokens), ids_S.new_tensor(parents))
+                logits_BWS = growth.grow(ids_S.new_tensor(tokens), ids_S.new_tensor(parents))
                 first, count = count, count + len(front[0])
-            score_BF = score_W.new_tensor([[score for _, _, score in nodes] for nodes in front])
-            log_q_BFS = logits_BFS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
-            total = (score_BF[..., None] + log_q_BFS).nan_to_num(-torch.inf, neginf=-torch.inf)
-            best_U, index_U = total.flatten().topk(min(width, total.numel()))
+            score_BW = score_B.new_tensor([[score for _, _, score in nodes] for nodes in front])
+            log_q_BWS = logits_BWS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
+            total = (score_BW[..., None] + log_q_BWS).nan_to_num(-torch.inf, neginf=-torch.inf)
+            best_C, index_C = total.flatten().topk(min(width, total.numel()))
             grown: list[list[tuple[BeamNode, int, float]]] = [[] for _ in front]
-            for score, index in zip(best_U.tolist(), index_U.tolist(), strict=True):
+            for score, index in zip(best_C.tolist(), index_C.tolist(), strict=True):
                 if score > -math.inf:
                     b, f = divmod(index // S, len(front[0]))
                     parent, token = front[b][f][0], ids[index % S]
@@ -265,8 +263,8 @@ class DraftBeams:
                     grown[b].append((node, first + f, score))
             if not any(grown):
                 return d
-            surplus, F = (BeamNode(0, None), first, -math.inf), max(map(len, grown))
-            front = [nodes + [surplus] * (F - len(nodes)) for nodes in grown]
+            surplus, W = (BeamNode(0, None), first, -math.inf), max(map(len, grown))
+            front = [nodes + [surplus] * (W - len(nodes)) for nodes in grown]
         return depth
 
 
@@ -285,7 +283,7 @@ def beam_search(
     eos: tuple[int, ...] | None = None,
 ) -> BeamResult:
     """The `beams` best continuations of a prompt, as transformers' `generate(num_beams=beams,
-    do_sample=False)` finds them; speculatively if there is a drafter. `draft_beams` U (None: twice
+    do_sample=False)` finds them; speculatively if there is a drafter. `draft_beams` (None: twice
     `beams`) is the width of the draft's own search and `gamma` its depth. A score is the
     log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams` finished
     hypotheses, False when the best live beam at its present length is worse than all of them,
@@ -304,17 +302,17 @@ def beam_search(
         require(width >= beams, f"draft_beams={width} is below beams={beams}: give as many or more")
         require_between("gamma", gamma, 1)
         require(gamma <= deepest, f"gamma={gamma}: this draft makes at most {deepest} steps")
-    eos_E = torch.tensor(target.eos if eos is None else eos, device=target.device).long()
+    eos_ids = torch.tensor(target.eos if eos is None else eos, device=target.device).long()
     early_stopping = True if beams == 1 else early_stopping
 
     root = BeamNode(prompt[-1], None, COMMITTED)
-    search = Search(root, beams, max_new_tokens, eos_E, length_penalty, early_stopping)
+    search = Search(root, beams, max_new_tokens, eos_ids, length_penalty, early_stopping)
     tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
-    draft = DraftBeams(drafter, root, prompt, tree.features, eos_E) if drafter else None
+    draft = DraftBeams(drafter, root, prompt, tree.features, eos_ids) if drafter else None
     tree.features = each(tree.features, lambda x_1TD: x_1TD[:, -1:])
     place: Places = {root: 0}  # the index of each node in the target's last pass
     known: Children = {}
-    search.step(tree.log_p_NV[[0] * beams], known)
+    search.step(tree.log_p_GV[[0] * beams], known)
     steps, rounds, began = 1, list[BeamRound](), time.perf_counter()
 
     while not search.done:
@@ -322,7 +320,7 @@ def beam_search(
         if draft is not None:
             draft.follow(search.live, steps, tree.features, place)
             if depth := min(gamma, max_new_tokens - search.length - 1):
-                depth = draft.grow(search.score_W, width, depth, known)
+                depth = draft.grow(search.score_B, width, depth, known)
         drafted = list(known.values())
 
         tree.settle(search.live)
@@ -332,10 +330,10 @@ def beam_search(
 
         steps = 0
         while not search.done and all(node in place for node in search.live):
-            search.step(tree.log_p_NV[[place[node] for node in search.live]], known)
+            search.step(tree.log_p_GV[[place[node] for node in search.live]], known)
             steps += 1
         rounds.append(BeamRound(depth, steps - 1, len(drafted)))
 
     texts = [[node.token for node in end.path()] for end in search.best]
-    hypotheses = [*map(Hypothesis, texts, search.best_score_W.tolist())]
+    hypotheses = [*map(Hypothesis, texts, search.best_score_B.tolist())]
     return BeamResult(list(prompt), hypotheses, rounds, time.perf_counter() - began)

@@ -3,8 +3,7 @@
 Prefill emits the first token of each row. Then every round drafts, runs the target once over the
 anchors and the drafted tokens, and commits the tokens that the verification rule keeps and one
 more. Plain decoding is a round that drafts nothing. As in serving engines, a round counts in full
-even if the end of an answer cuts off some of its tokens. Letters: B batch (rows still going),
-T time, N drafted nodes, M = N + 1 places (see `Proposal`), K kept nodes, V vocabulary.
+even if the end of an answer cuts off some of its tokens.
 """
 
 from collections.abc import Sequence
@@ -119,7 +118,7 @@ def decode(
         ids_BM, above_BM = proposal.block(rows.anchors())
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
         if isinstance(drafter, Hears) and proposal.scouts is not None:
-            M = 1 + proposal.tokens_BN.shape[1]
+            M = 1 + proposal.tokens_BG.shape[1]
             drafter.hear(logits_BMV[:, M:], own)
             logits_BMV = logits_BMV[:, :M]
         answers.clock.end("verify")
@@ -181,7 +180,7 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
         return greedy(proposal, logits_BMV.float().argmax(-1))
     verdicts = []
     for b, generator in enumerate(choose.generators):
-        ids = proposal.tokens_BN[b].tolist()
+        ids = proposal.tokens_BG[b].tolist()
         drafted = max((i + 1 for i, token in enumerate(ids) if token >= 0), default=0)
 
         def p_of(place_B: Tensor, b: int = b) -> Tensor:

@@ -1,7 +1,7 @@
 """DISCO (Mamou et al. 2024): a classifier of drafted tokens decides when a round stops drafting.
 
 Decode some prompts with a `Recorder`, `fit` a `StopClassifier` to the records, and give it to
-`Disco`. Letters: B rows of the batch, S draft vocabulary, F features, N records.
+`Disco`.
 """
 
 import math

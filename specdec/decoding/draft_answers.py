@@ -1,4 +1,4 @@
-"""Text that a draft model writes without the target. Letters: B batch, T time."""
+"""Text that a draft model writes without the target."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def draft_answers(
         texts = [[*prompts[i], *answers[i]] for i in going]
         ids_BT = pad_sequence([torch.tensor(x, device=device) for x in texts], batch_first=True)
         ctx = Context(ids_BT, lengths=[len(x) for x in texts])
-        new = drafter.draft(ctx, Chain(AT_ONCE), choose, cache).tokens_BN.tolist()
+        new = drafter.draft(ctx, Chain(AT_ONCE), choose, cache).tokens_BG.tolist()
         left = []
         for b, i in enumerate(going):
             more = [*answers[i], *new[b]][:max_new_tokens]

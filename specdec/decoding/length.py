@@ -1,5 +1,5 @@
 """How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early (see
-policy.py for what a policy is). Letters: B rows of the batch, S draft vocabulary, K depths."""
+policy.py for what a policy is)."""
 
 import math
 from abc import ABC, abstractmethod

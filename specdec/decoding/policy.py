@@ -3,7 +3,7 @@
 A policy is lossless if the length is a *stopping time* of the draft: whether a chain ends after its
 i-th token may depend on past rounds and on the tokens drafted up to and including that one, and the
 token stays in the chain. Then both `rejection` and `block` give p exactly (see
-tests/decoding/test_length_laws.py). Letters: B rows of the batch, S draft vocabulary.
+tests/decoding/test_length_laws.py).
 """
 
 from collections.abc import Sequence

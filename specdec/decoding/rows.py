@@ -1,5 +1,4 @@
-"""The growing texts of a batch, and the target's features of them. Letters: B batch, T time,
-K accepted tokens, F features, D width."""
+"""The growing texts of a batch, and the target's features of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

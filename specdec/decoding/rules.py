@@ -8,8 +8,7 @@ committed tokens follow p, taken over the draft's randomness too. verify.py draw
 Most rules are local: a function judges the children of one node, from the anchor downwards, so p
 is needed only where the path leads. The others weigh whole paths and need p everywhere.
 
-Letters: B batch, N drafted nodes, M = N + 1 places (see `Proposal`), C children of a node, V
-vocabulary, R a subset of the rows. `p_BMV` is the target's distribution after each place.
+`p_BMV` is the target's distribution after each place.
 """
 
 import math
@@ -186,19 +185,19 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     coin, of probability h_i, succeeds (0 if none); the next token follows max(w_i p - q, 0). It
     never accepts fewer in expectation than `rejection`. After a row's last node h_i = w_i.
     """
-    tokens_BN, q_BNV, before_BNV = proposal.tokens_BN, proposal.q_BNV, p_BMV[:, :-1]
-    if q_BNV is None:
-        q_BNV = _one_hot(tokens_BN, before_BNV)
+    tokens_BG, q_BGV, before_BGV = proposal.tokens_BG, proposal.q_BGV, p_BMV[:, :-1]
+    if q_BGV is None:
+        q_BGV = _one_hot(tokens_BG, before_BGV)
     weights = [torch.ones_like(p_BMV[:, 0, 0])]
-    for ratio_B in _ratio(before_BNV, q_BNV, tokens_BN[..., None])[..., 0].unbind(-1):
+    for ratio_B in _ratio(before_BGV, q_BGV, tokens_BG[..., None])[..., 0].unbind(-1):
         weights.append((weights[-1] * ratio_B).clamp_max(1))
     weight_BM = torch.stack(weights, -1)
-    if perhaps_any(missing_BN := tokens_BN < 0):
-        q_BNV = q_BNV.masked_fill(missing_BN[..., None], 0.0)
+    if perhaps_any(missing_BG := tokens_BG < 0):
+        q_BGV = q_BGV.masked_fill(missing_BG[..., None], 0.0)
     next_BMV = pad(weight_BM[:, :-1], (0, 1), value=1.0)[..., None] * p_BMV
-    residual_BNV = next_BMV[:, :-1].sub_(q_BNV).clamp_min_(0)
-    coin_BN = _survival(residual_BNV.sum(-1), weight_BM[:, :-1])
-    coin_BM = torch.cat([coin_BN, weight_BM[:, -1:]], -1)
+    residual_BGV = next_BMV[:, :-1].sub_(q_BGV).clamp_min_(0)
+    coin_BG = _survival(residual_BGV.sum(-1), weight_BM[:, :-1])
+    coin_BM = torch.cat([coin_BG, weight_BM[:, -1:]], -1)
     none_later = (1 - coin_BM).flip(-1).cumprod(-1).flip(-1)
     none_after_BM = pad(none_later[:, 1:], (0, 1), value=1.0)
     stop_BM = torch.cat([none_after_BM[:, :1], (coin_BM * none_after_BM)[:, 1:]], -1)
@@ -215,14 +214,14 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
     w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)) and q <- norm(q without x), and the next
     sibling is entered.
     """
-    (B, N), row_B = proposal.tokens_BN.shape, torch.arange(len(p_BMV), device=p_BMV.device)
-    children_BMC, above_BN = proposal.children_BMC(), proposal.above_BN
+    (B, G), row_B = proposal.tokens_BG.shape, torch.arange(len(p_BMV), device=p_BMV.device)
+    children_BMC, above_BG = proposal.children_BMC(), proposal.above_BG
     width_BM = (children_BMC > 0).sum(-1)
     p_BMV, q_BMV = p_BMV.clone(), proposal.q_at(row_B[:, None], children_BMC[..., 0])
     weight_BM, stop_BM = torch.ones_like(p_BMV[..., 0]), torch.zeros_like(p_BMV[..., 0])
     alive_B = stop_BM.new_ones(B)  # P(no path has been accepted yet)
     tried_BM, at_B = torch.zeros_like(width_BM), torch.zeros_like(row_B)
-    for _ in range(2 * N):  # every node is entered once and left once
+    for _ in range(2 * G):  # every node is entered once and left once
         done_B = tried_BM[row_B, at_B] == width_BM[row_B, at_B]
         row_R = (~done_B).nonzero()[:, 0]
         parent_R = at_B[row_R]
@@ -239,7 +238,7 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
 
         row_R = (done_B & (at_B > 0)).nonzero()[:, 0]
         child_R = at_B[row_R]
-        parent_R, x_R1 = above_BN[row_R, child_R - 1], proposal.tokens_at(row_R, child_R)[:, None]
+        parent_R, x_R1 = above_BG[row_R, child_R - 1], proposal.tokens_at(row_R, child_R)[:, None]
         stop_BM[row_R, child_R] = alive_B[row_R] * weight_BM[row_R, child_R]
         alive_B[row_R] *= 1 - weight_BM[row_R, child_R]
         p_RV, weight_R = p_BMV[row_R, parent_R], weight_BM[row_R, parent_R]
@@ -262,8 +261,8 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
     likeliest), and the next token follows p. Lossy. ε and δ are the reference implementation's
     `posterior_threshold` and `posterior_alpha`."""
     threshold_BM = (delta * (-torch.special.entr(p_BMV).sum(-1)).exp()).clamp_max(epsilon)
-    p_BN = _drafted(p_BMV, proposal)
-    end_B = _longest(p_BN > proposal.above(threshold_BM), proposal, p_BN.log())
+    p_BG = _drafted(p_BMV, proposal)
+    end_B = _longest(p_BG > proposal.above(threshold_BM), proposal, p_BG.log())
     return Law(torch.zeros_like(threshold_BM).scatter_(1, end_B[:, None], 1.0), p_BMV)
 
 
@@ -272,7 +271,7 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
 
 def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
     """Keep the longest path whose every token is the target's argmax at its place."""
-    end_B = _longest(proposal.tokens_BN == proposal.above(argmax_BM), proposal)
+    end_B = _longest(proposal.tokens_BG == proposal.above(argmax_BM), proposal)
     return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
@@ -280,8 +279,8 @@ def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5
     """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x if p(x) >= factor · max p, with p at
     T = 1; the longest kept path wins, and the next token is the argmax after it. Lossy."""
     best_BM, argmax_BM = logits_BMV.max(-1)
-    kept_BN = _drafted(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
-    end_B = _longest(kept_BN, proposal)
+    kept_BG = _drafted(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
+    end_B = _longest(kept_BG, proposal)
     return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
@@ -333,29 +332,29 @@ def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
 
 
 def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
-    """Each drafted token's value [B, N], from the values [B, M, V] at the place above it."""
+    """Each drafted token's value [B, G], from the values [B, M, V] at the place above it."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
-    return x_BMV[row_B1, proposal.above_BN, proposal.tokens_BN.clamp_min(0)]
+    return x_BMV[row_B1, proposal.above_BG, proposal.tokens_BG.clamp_min(0)]
 
 
-def _longest(kept_BN: Tensor, proposal: Proposal, score_BN: Tensor | None = None) -> Tensor:
+def _longest(kept_BG: Tensor, proposal: Proposal, score_BG: Tensor | None = None) -> Tensor:
     """The deepest place [B] whose whole path is kept; of equally deep places, the one with the
     largest sum of scores along its path or, without scores, the one drafted first."""
-    kept_BN = kept_BN & (proposal.tokens_BN >= 0)
-    if proposal.parents_BN is None:
-        return kept_BN.long().cumprod(-1).sum(-1)
-    above_BN = proposal.above_BN
-    depth_BM = pad(torch.zeros_like(above_BN), (1, 0))
-    score_BN = torch.zeros_like(kept_BN, dtype=torch.float32) if score_BN is None else score_BN
-    total_BM = pad(score_BN, (1, 0))
-    for _ in range(kept_BN.shape[1]):  # each iteration reaches one depth further
-        parent_BN = depth_BM.gather(1, above_BN)
-        reached_BN = kept_BN & ((parent_BN > 0) | (above_BN == 0))
-        further_BM = pad(torch.where(reached_BN, parent_BN + 1, 0), (1, 0))
+    kept_BG = kept_BG & (proposal.tokens_BG >= 0)
+    if proposal.parents_BG is None:
+        return kept_BG.long().cumprod(-1).sum(-1)
+    above_BG = proposal.above_BG
+    depth_BM = pad(torch.zeros_like(above_BG), (1, 0))
+    score_BG = torch.zeros_like(kept_BG, dtype=torch.float32) if score_BG is None else score_BG
+    total_BM = pad(score_BG, (1, 0))
+    for _ in range(kept_BG.shape[1]):  # each iteration reaches one depth further
+        parent_BG = depth_BM.gather(1, above_BG)
+        reached_BG = kept_BG & ((parent_BG > 0) | (above_BG == 0))
+        further_BM = pad(torch.where(reached_BG, parent_BG + 1, 0), (1, 0))
         if torch.equal(further_BM, depth_BM):
             break
         depth_BM = further_BM
-        total_BM = pad(total_BM.gather(1, above_BN) + score_BN, (1, 0))
+        total_BM = pad(total_BM.gather(1, above_BG) + score_BG, (1, 0))
     deepest_BM = depth_BM == depth_BM.amax(-1, keepdim=True)
     return total_BM.masked_fill(~deepest_BM, -torch.inf).argmax(-1)
 

@@ -1,4 +1,4 @@
-"""`speculative_generate`: the decoder behind a transformers-style call. Letters: B batch, T time.
+"""`speculative_generate`: the decoder behind a transformers-style call.
 
 result = speculative_generate(target, drafter, **tokenizer(texts, return_tensors="pt"),
                               generation_config=GenerationConfig(max_new_tokens=64))
@@ -235,10 +235,10 @@ def _processors(
     )
     config = copy.deepcopy(config)
     config.do_sample, config.max_length = _late(config), seen[0] + limit
-    eos_E = torch.tensor(eos, device=target.device) if eos else None
+    eos_ids = torch.tensor(eos, device=target.device) if eos else None
     own = {"logits_processor": LogitsProcessorList(of_user), "device": str(target.device)}
     with told():
-        return list(logits_processors(target.model, config, eos_E, seen[0], **own))
+        return list(logits_processors(target.model, config, eos_ids, seen[0], **own))
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:

@@ -1,5 +1,4 @@
-"""The verdict on a round: where the committed path ends, and the token that follows it. Letters:
-B batch, N drafted nodes, M = N + 1 places (see `Proposal`), C children of a node, V vocabulary."""
+"""The verdict on a round: where the committed path ends, and the token that follows it."""
 
 from collections.abc import Callable
 
@@ -20,17 +19,17 @@ def verify(
     """Draw a verdict from the law of the round. `p_of(place_B) -> p_BV` is the target's
     distribution after one place of each row; local rules call it only for the nodes that they
     reach, until all rows have stopped. Raises ValueError for a tree if the rule is for chains."""
-    (B, N), device = proposal.tokens_BN.shape, proposal.tokens_BN.device
-    if not rule.trees and proposal.parents_BN is not None:
-        chain_BN = Proposal(proposal.tokens_BN).above_BN
-        if bool(((proposal.above_BN != chain_BN) & (proposal.tokens_BN >= 0)).any()):
+    (B, G), device = proposal.tokens_BG.shape, proposal.tokens_BG.device
+    if not rule.trees and proposal.parents_BG is not None:
+        chain_BG = Proposal(proposal.tokens_BG).above_BG
+        if bool(((proposal.above_BG != chain_BG) & (proposal.tokens_BG >= 0)).any()):
             raise ValueError("this verification rule judges chains only, but the draft is a tree")
     row_B = torch.arange(B, device=device)
     at_B = torch.zeros_like(row_B)
     if rule.whole is not None:
-        p_BMV = torch.stack([p_of(at_B + m) for m in range(N + 1)], 1)
+        p_BMV = torch.stack([p_of(at_B + m) for m in range(G + 1)], 1)
         nothing_drafted = Law(torch.ones_like(p_BMV[..., 0]), p_BMV)
-        return draw(rule.whole(proposal, p_BMV) if N else nothing_drafted, proposal, generator)
+        return draw(rule.whole(proposal, p_BMV) if G else nothing_drafted, proposal, generator)
     assert rule.node is not None
     going_B1 = torch.ones_like(row_B[:, None], dtype=torch.bool)
     children_BMC, next_BV = proposal.children_BMC(), p_of(at_B)

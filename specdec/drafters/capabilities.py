@@ -2,8 +2,6 @@
 
 Whoever needs a capability asks for it by `isinstance`, or of a family by `issubclass`; a drafter
 that lacks it has none of its methods.
-
-Letters: B batch, T time, K depths, N anchors, D width, X scouts, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -141,7 +139,7 @@ class Hears(ABC):
     predicts after them."""
 
     @abstractmethod
-    def hear(self, logits_BXV: Tensor, cache: Any) -> None:
+    def hear(self, logits_BQV: Tensor, cache: Any) -> None:
         """Take the target's logits after each scout of the last proposal; `cache` is the one used
         for that draft."""
 

@@ -1,7 +1,4 @@
-"""How a round's tree grows: the `Growth` of each kind of drafter.
-
-Letters: B batch, W nodes that grow at once, S draft vocabulary, D width.
-"""
+"""How a round's tree grows: the `Growth` of each kind of drafter."""
 
 from collections.abc import Callable
 

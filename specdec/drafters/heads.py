@@ -4,9 +4,6 @@ speculator have in common.
 The state before the anchor is the target's at a - 1. From the anchor on, each token turns the state
 of the token before it into its own state, and head k reads the state after k + 1 tokens:
 x_a, …, x_{a+k}. So the nodes of a tree share the work of their ancestors.
-
-Letters: B batch, A anchors, W new nodes, N nodes, K depths, D width, F width of a state, S draft
-vocabulary.
 """
 
 from abc import abstractmethod
@@ -92,13 +89,13 @@ class Heads(Trainable):
     def begin(self, ctx: Context, cache: Any = None) -> Growth:
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         before = self.first(ctx, anchor_B1, cache)
-        nodes_BNF = self.step(before, ctx.ids_BT.gather(1, anchor_B1), 0)  # the anchor is the first
+        nodes_BMF = self.step(before, ctx.ids_BT.gather(1, anchor_B1), 0)  # the anchor is the first
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None, k: int) -> Tensor:
-            nonlocal nodes_BNF
-            above = nodes_BNF[:, -1:] if parents_BW is None else entries(nodes_BNF, parents_BW + 1)
+            nonlocal nodes_BMF
+            above = nodes_BMF[:, -1:] if parents_BW is None else entries(nodes_BMF, parents_BW + 1)
             state = self.step(above, tokens_BW, k)
-            nodes_BNF = torch.cat([nodes_BNF, state], 1)
+            nodes_BMF = torch.cat([nodes_BMF, state], 1)
             return self.unembed(self.output(state, k), k)
 
-        return Growth(self.unembed(self.output(nodes_BNF, 0), 0)[:, 0], with_depth(grow))
+        return Growth(self.unembed(self.output(nodes_BMF, 0), 0)[:, 0], with_depth(grow))

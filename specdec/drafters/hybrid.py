@@ -10,8 +10,6 @@ counted in `fit`, and are scaled at each temperature to what `weigh` finds.
 The choice reads nothing but the text, so it is the same in every batch and with every cache, and
 lossless: a copied token is a point mass. In a tree whose nodes are not drawn at random, the copied
 chain becomes a branch of the head's tree; in a tree of drawn siblings one of the two is chosen.
-
-Letters: B batch, A anchors, N nodes, K depth, D width, V vocabulary, E cells of evidence.
 """
 
 from bisect import bisect_right
@@ -365,31 +363,31 @@ def prior(depths: int) -> Tensor:
 
 def replaced(proposal: Proposal, copies: list[list[int]]) -> Proposal:
     """The proposal with a copied chain in each row that has one."""
-    N = max(proposal.tokens_BN.shape[1], *map(len, copies))
-    more = N - proposal.tokens_BN.shape[1]
-    tokens_BN = pad(proposal.tokens_BN, (0, more), value=-1)
-    q_BNV = None if proposal.q_BNV is None else pad(proposal.q_BNV, (0, 0, 0, more))
-    parents_BN = (
-        None if proposal.parents_BN is None else pad(proposal.parents_BN, (0, more), value=-1)
+    G = max(proposal.tokens_BG.shape[1], *map(len, copies))
+    more = G - proposal.tokens_BG.shape[1]
+    tokens_BG = pad(proposal.tokens_BG, (0, more), value=-1)
+    q_BGV = None if proposal.q_BGV is None else pad(proposal.q_BGV, (0, 0, 0, more))
+    parents_BG = (
+        None if proposal.parents_BG is None else pad(proposal.parents_BG, (0, more), value=-1)
     )
     for b, ids in enumerate(copies):
         if ids:
-            tokens_BN[b] = tokens_BN.new_tensor([*ids, *[-1] * (N - len(ids))])
-            if parents_BN is not None:
-                parents_BN[b] = torch.arange(-1, N - 1, device=parents_BN.device)
-            if q_BNV is not None:
-                q_BNV[b] = point_mass(tokens_BN[b], q_BNV.shape[-1]).exp()
-    return Proposal(tokens_BN, q_BNV, parents_BN)
+            tokens_BG[b] = tokens_BG.new_tensor([*ids, *[-1] * (G - len(ids))])
+            if parents_BG is not None:
+                parents_BG[b] = torch.arange(-1, G - 1, device=parents_BG.device)
+            if q_BGV is not None:
+                q_BGV[b] = point_mass(tokens_BG[b], q_BGV.shape[-1]).exp()
+    return Proposal(tokens_BG, q_BGV, parents_BG)
 
 
 def joined(proposal: Proposal, copies: list[list[int]]) -> Proposal:
     """A tree of fixed nodes with a copied chain as another branch of each row."""
-    trees, parents = [], (proposal.above_BN - 1).tolist()
-    for tokens, above, ids in zip(proposal.tokens_BN.tolist(), parents, copies, strict=True):
+    trees, parents = [], (proposal.above_BG - 1).tolist()
+    for tokens, above, ids in zip(proposal.tokens_BG.tolist(), parents, copies, strict=True):
         nodes, parent = list(zip(tokens, above, strict=True)), -1
         for token in ids:
             if (token, parent) not in nodes:
                 nodes.append((token, parent))
             parent = nodes.index((token, parent))
         trees.append(nodes)
-    return copied_trees(trees, proposal.tokens_BN.device)
+    return copied_trees(trees, proposal.tokens_BG.device)

@@ -1,8 +1,4 @@
-"""Drafters with a distribution q of their own at every depth.
-
-Letters: B batch, A anchors, k depth, K number of depths, D width, S draft vocabulary, W nodes that
-grow at once.
-"""
+"""Drafters with a distribution q of their own at every depth."""
 
 from abc import abstractmethod
 from typing import Any
@@ -51,11 +47,11 @@ class Predictor(Drafter, Grows, Calibrated, Sound):
         proposal = shape.draft(growth, choose)
         if ctx.cache is not None:
             ctx.cache.drop()  # drafts in the target's own slots, which its pass will overwrite
-        q_BNS, V = proposal.q_BNV, self.sizes.target_vocab
-        if q_BNS is not None and q_BNS.shape[-1] < V:
+        q_BGS, V = proposal.q_BGV, self.sizes.target_vocab
+        if q_BGS is not None and q_BGS.shape[-1] < V:
             assert self.vocab_S is not None
-            q_BNV = q_BNS.new_zeros(*q_BNS.shape[:2], V)
-            proposal.q_BNV = q_BNV.index_copy_(-1, self.vocab_S, q_BNS)
+            q_BGV = q_BGS.new_zeros(*q_BGS.shape[:2], V)
+            proposal.q_BGV = q_BGV.index_copy_(-1, self.vocab_S, q_BGS)
         return proposal
 
     def begin(self, ctx: Context, cache: Any = None) -> Growth:

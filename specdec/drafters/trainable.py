@@ -1,7 +1,4 @@
-"""Drafters with weights to train.
-
-Letters: B batch, T time, A anchors, K depths, D width, S draft vocabulary.
-"""
+"""Drafters with weights to train."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

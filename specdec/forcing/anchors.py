@@ -1,7 +1,4 @@
-"""Anchors: the positions of known texts at which a drafter is trained or measured.
-
-Letters: B rows, T time, N anchors of all rows, K depths.
-"""
+"""Anchors: the positions of known texts at which a drafter is trained or measured."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

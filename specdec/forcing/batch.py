@@ -1,5 +1,4 @@
-"""Rows of text with the target's states for them, of which p is made. Letters: B batch, T time,
-D width, R rounds, K depth."""
+"""Rows of text with the target's states for them, of which p is made."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

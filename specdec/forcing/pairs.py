@@ -3,9 +3,6 @@ made.
 
 Only one chunk's logits exist at a time: p over the draft vocabulary, normalised over the full one,
 is computed from the target's hidden state and three numbers per position (`sampler.Summary`).
-
-Letters: B batch, T time, N anchors of all rows, K depth, D width, S draft vocabulary, U positions,
-M pairs, R rounds.
 """
 
 from collections.abc import Callable
@@ -53,9 +50,9 @@ class Pairs:
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
         states, accepted_NK = (batch.final_BTD, batch.summary), None
         if (visited := batch.visited) is not None:
-            round_N = torch.searchsorted(visited.place_R, row_N1[:, 0] * T + at_NK[:, 0])
-            accepted_NK = depths < visited.accepted_R[round_N, None]
-            states = visited.final_RKD, visited.summary
+            round_N = torch.searchsorted(visited.place_Ro, row_N1[:, 0] * T + at_NK[:, 0])
+            accepted_NK = depths < visited.accepted_Ro[round_N, None]
+            states = visited.final_RoKD, visited.summary
             where_NK = round_N[:, None] * len(depths) + depths
         else:
             near = anchors.nearest
@@ -82,12 +79,12 @@ class Pairs:
             hidden_NKD: Tensor,
             confidence_NK: Tensor | None = None,
         ) -> Piece:
-            index_M = index_NK[at, k].flatten()
-            of = Summary(*(x[index_M] for x in summary))
+            index = index_NK[at, k].flatten()
+            of = Summary(*(x[index] for x in summary))
             with torch.no_grad():
-                log_p_MS = self.sampler.log_probs_of(logits_US[index_M], of)
+                log_p = self.sampler.log_probs_of(logits_US[index], of)
             return Piece(
-                log_p=log_p_MS.view_as(logits_NKS),
+                log_p=log_p.view_as(logits_NKS),
                 log_q=self.sampler.log_probs(logits_NKS),
                 target_argmax=self._draft_ids(of.argmax_N).view(logits_NKS.shape[:2]),
                 label=self._draft_ids(label_NK[at, k]),

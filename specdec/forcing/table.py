@@ -1,5 +1,4 @@
-"""Acceptance at every anchor of a batch, and what follows from it for a decoder.
-Letters: N anchors, K depth, T anchors of one answer, U usable anchors."""
+"""Acceptance at every anchor of a batch, and what follows from it for a decoder."""
 
 from typing import NamedTuple
 

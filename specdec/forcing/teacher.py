@@ -1,9 +1,6 @@
 """Teacher forcing: what a drafter would do at every anchor of a known text.
 
 The loss and every teacher-forced α come from the same pairs of p and q (pairs.py).
-
-Letters: B batch, T time, A anchors of a row, N anchors of all rows, K depth, D width, S draft
-vocabulary, U positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -182,10 +179,10 @@ class TeacherForcing(nn.Module):
                     if of.confidence is not None:  # a gradient of 0, not None, if its weight is 0
                         loss_NK = loss_NK + 0 * of.confidence
                     columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
-                    counted_CNK = torch.stack(columns) * of.valid
-                    counted_KC = counted_CNK.permute(2, 0, 1).contiguous().sum(-1)
+                    counted_5NK = torch.stack(columns) * of.valid
+                    counted_K5 = counted_5NK.permute(2, 0, 1).contiguous().sum(-1)
                     total = (loss_NK * weight_NK[at, k] * decay_K[k]).sum()
-                    return total, pad(counted_KC, (0, 0, k.start, depth - k.start - len(some_KND)))
+                    return total, pad(counted_K5, (0, 0, k.start, depth - k.start - len(some_KND)))
 
                 # a loss that compares with a reference ranks a chunk's tokens, so it needs them all
                 size = len(weight_NK) if reference is not None else at_once(tensors[0])

@@ -2,7 +2,7 @@
 
 Layouts: `hf` is what vLLM and SGLang load by method; `speculators` is vLLM's self-describing
 format. Each family that engines serve has its own module here. Weights are written in the
-precision they were trained in. Letters: B batch, T time, N positions, S draft vocabulary.
+precision they were trained in.
 """
 
 import json

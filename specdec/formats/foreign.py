@@ -14,8 +14,6 @@ A `Trial` is a random text with random states in place of the target's, so no pa
 needed, and the text can be long enough for rotary positions to matter. N runs over its anchors at
 depth 0, then at depth 1, and so on; a token outside the draft vocabulary has the logit -inf or, if
 the engine gives it a row of zeros, 0. Networks are computed in float32.
-
-Letters: N anchors × depths, V vocabulary.
 """
 
 import json

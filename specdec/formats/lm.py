@@ -2,7 +2,7 @@
 
 An engine only drafts with a model that has as many rows as the target. If the draft had fewer, it
 was padded with rows of zeros (`specdec.drafters.models.vocabulary`). The engine, which drafts
-greedily, gives their tokens the logit 0. Letters: N positions, S rows before padding, V rows.
+greedily, gives their tokens the logit 0.
 """
 
 import torch

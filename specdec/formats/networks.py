@@ -4,8 +4,6 @@ Attention and rotary positions are those of GLM-4-MoE, which are Llama's and Qwe
 partial; norm and MLP are Llama's; a draft LM has the class that its config names. How pairs and
 blocks enter the layers follows vLLM 0.32 (model_executor/models: llama_eagle.py, llama_eagle3.py,
 medusa.py, mlp_speculator.py, mimo_v2_mtp.py, qwen3_dflash.py).
-
-Letters: T time, K depths, P pairs, F features of a pair, D width, V vocabulary.
 """
 
 import copy

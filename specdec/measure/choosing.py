@@ -1,7 +1,6 @@
 """What a round drafts at one temperature. Measurements choose what `DecodeConfig` leaves open, anew
 at each temperature, since acceptance depends on it: a tree by the acceptance of each rank and the
-times of whole rounds, a draft length by costs or by a stop classifier. Letters: D depths, R sibling
-ranks.
+times of whole rounds, a draft length by costs or by a stop classifier.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ class Learned:
     """Measurements made to choose how to decode; None for those not needed."""
 
     paths: list[list[int]] | None = None  # of the chosen tree or chain
-    acceptance_by_rank: list[list[float]] | None = None  # [D][R], the reason for the choice
+    acceptance_by_rank: list[list[float]] | None = None  # [K][C], the reason for the choice
     c: Interval | None = None
     v: Interval | None = None
     table: CostTable | None = None
@@ -73,12 +72,12 @@ def chosen(
     if cfg.tree == "static" and cfg.paths:
         return Choice(chains.drafting(Static(cfg.paths)))
     if cfg.tree == "static":
-        acceptance_DR = acceptance_by_rank(setup, chains, learning)
+        acceptance_KC = acceptance_by_rank(setup, chains, learning)
         if cfg.nodes is None:
-            shape = fastest_shape(setup, chains, learning, acceptance_DR)
+            shape = fastest_shape(setup, chains, learning, acceptance_KC)
         else:
-            shape = best_static(acceptance_DR, cfg.nodes)
-        learned = Learned(paths_of(shape), acceptance_DR.tolist())
+            shape = best_static(acceptance_KC, cfg.nodes)
+        learned = Learned(paths_of(shape), acceptance_KC.tolist())
         return Choice(chains.drafting(shape), learned)
     settings, learned = {"limit": gamma} | dict(cfg.settings), Learned()
     if cfg.length == "fixed":
@@ -124,7 +123,7 @@ def weigh(setup: Setup, drafter: Weighs, way: Way, prompts: Sequence[Sequence[in
 def acceptance_by_rank(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = 6
 ) -> Tensor:
-    """Acceptance by depth and rank [D, R], up to the depth of the way's shape. It is measured with
+    """Acceptance by depth and rank [K, C], up to the depth of the way's shape. It is measured with
     a tree in which each node of the first-ranked chain has `width` children: of the rounds that
     reached a node of that chain, it is the share that went on to its child of this rank. Rank r is
     the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`), else the
@@ -151,39 +150,39 @@ def acceptance_by_rank(
     return taken / reached.clamp_min(1)
 
 
-def best_static(acceptance_DR: Tensor, nodes: int) -> Static:
+def best_static(acceptance_KC: Tensor, nodes: int) -> Static:
     """The static tree of this many nodes with the largest expected accepted length, from
     `acceptance_by_rank`, as Sequoia (Chen et al. 2024) and Medusa build theirs."""
-    falling_DR = acceptance_DR.clamp(1e-6, 1).cummin(-1).values
-    return Static(best_paths(falling_DR.log().tolist(), nodes))
+    falling_KC = acceptance_KC.clamp(1e-6, 1).cummin(-1).values
+    return Static(best_paths(falling_KC.log().tolist(), nodes))
 
 
-def expected_static(acceptance_DR: Tensor, paths: Sequence[Sequence[int]]) -> float:
+def expected_static(acceptance_KC: Tensor, paths: Sequence[Sequence[int]]) -> float:
     """Expected tokens of a round that drafts these paths, including the target's own token."""
-    shares = (acceptance_DR[range(len(path)), list(path)].prod() for path in paths)
+    shares = (acceptance_KC[range(len(path)), list(path)].prod() for path in paths)
     return 1 + float(sum(shares))
 
 
-def candidates(acceptance_DR: Tensor, sizes: Sequence[int]) -> list[Shape]:
+def candidates(acceptance_KC: Tensor, sizes: Sequence[int]) -> list[Shape]:
     """The shapes of depth D or less that may be fastest: chains, and the best static trees with
     these numbers of nodes (as Sequoia fits its trees to the hardware, Chen et al. 2024)."""
-    depths = range(1, len(acceptance_DR) + 1)
-    trees = {tuple(best_static(acceptance_DR[:d], n).paths) for d in depths for n in sizes}
+    depths = range(1, len(acceptance_KC) + 1)
+    trees = {tuple(best_static(acceptance_KC[:d], n).paths) for d in depths for n in sizes}
     chains = [Chain(d) for d in depths]
     trees -= {tuple(map(tuple, paths_of(chain))) for chain in chains}
     return [*chains, *map(Static, sorted(sorted(trees), key=len))]
 
 
 def fastest_shape(
-    setup: Setup, way: Way, prompts: Sequence[Sequence[int]], acceptance_DR: Tensor
+    setup: Setup, way: Way, prompts: Sequence[Sequence[int]], acceptance_KC: Tensor
 ) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
     given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds on `prompts`."""
-    shapes = candidates(acceptance_DR, SIZES.get(setup.target.device.type, MORE))
+    shapes = candidates(acceptance_KC, SIZES.get(setup.target.device.type, MORE))
     ways = [replace(way, shape=shape, rule="auto") for shape in shapes]
     seconds = rounds_in_turn(setup, ways, prompts)
 
-    tokens = [expected_static(acceptance_DR, paths_of(shape)) for shape in shapes]
+    tokens = [expected_static(acceptance_KC, paths_of(shape)) for shape in shapes]
     rates = [n / of_round for n, of_round in zip(tokens, seconds, strict=True)]
     return shapes[rates.index(max(rates))]
 

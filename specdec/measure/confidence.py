@@ -2,8 +2,7 @@
 
 Confidence and acceptance are compared at the anchors where a decoder's rounds started and, at each
 depth, over the cases in which all earlier tokens were accepted. This is done by teacher forcing,
-where p gives the probability of acceptance, so no outcome has to be drawn. Letters: T anchors of
-one answer, K depths, N tokens.
+where p gives the probability of acceptance, so no outcome has to be drawn.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """What decoding costs on this machine, in seconds: plain steps, verification, drafting, rounds.
 Things that are compared take turns, so that a change in the machine's speed affects all of them.
 Of several processes, only the first measures, by its own clock, while the others wait. Then all of
-them get what it found (see `specdec.ranks`).
-Letters: B rows of the batch, M tokens of a pass (the anchor and what was drafted)."""
+them get what it found (see `specdec.ranks`)."""
 
 import math
 import statistics

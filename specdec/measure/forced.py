@@ -1,5 +1,4 @@
-"""A draft along known text: acceptance, and what the theory needs of p and q, at every anchor.
-Letters: N anchors, S draft vocabulary, T anchors of one answer, K depths, D width."""
+"""A draft along known text: acceptance, and what the theory needs of p and q, at every anchor."""
 
 from collections.abc import Sequence
 from copy import copy

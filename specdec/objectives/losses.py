@@ -2,9 +2,8 @@
 
 A term does not reduce, mask or weight: `objective.py` does that once for all. Its constants are
 keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
-q = softmax(z) and P = Σ_S p <= 1, the docstrings give ∂L/∂z, which the tests check in float64.
-
-Letters: N anchors, K depths, S draft vocabulary, β = Σ min(p, q) of one position.
+q = softmax(z), P = Σ_S p <= 1 and β = Σ min(p, q) at one position, the docstrings give ∂L/∂z,
+which the tests check in float64.
 """
 
 import math
@@ -50,8 +49,8 @@ def top_k(piece: Piece, k: float = 10.0) -> Tensor:
     """-Σ p log q over the k likeliest tokens of p (Zhang et al. 2024, HASS, arXiv 2408.15766).
     p is not renormalised over them.
     ∂/∂z = P_k q - p on these tokens and P_k q elsewhere, P_k being their mass in p."""
-    best_NKk = piece.log_p.topk(min(int(k), piece.log_p.shape[-1]), -1).indices
-    return -(piece.p.gather(-1, best_NKk) * _floor(piece.log_q.gather(-1, best_NKk))).sum(-1)
+    best_NKC = piece.log_p.topk(min(int(k), piece.log_p.shape[-1]), -1).indices
+    return -(piece.p.gather(-1, best_NKC) * _floor(piece.log_q.gather(-1, best_NKC))).sum(-1)
 
 
 def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
@@ -182,25 +181,25 @@ def expected_tree(
         accepted_NK = torch.minimum(piece.p, mass_NK1 * piece.q).sum(-1)
         by_rank.append(accepted_NK - before_NK)
         mass_NK1, before_NK = mass_NK1 + 1 - accepted_NK[..., None], accepted_NK
-    by_rank_NKR = torch.stack(by_rank, -1)
+    by_rank_NKC = torch.stack(by_rank, -1)
 
-    def by_depth(a_NKR: Tensor) -> Tensor:
-        reach_Nn, sums = torch.ones_like(a_NKR[:, 0, :1]), []
+    def by_depth(a_NKC: Tensor) -> Tensor:
+        reach_NW, sums = torch.ones_like(a_NKC[:, 0, :1]), []
         for k, level in enumerate(levels):
             parents, ranks = zip(*level, strict=True)
-            reach_Nn = reach_Nn[:, parents] * a_NKR[:, k, ranks]
-            sums.append(reach_Nn.sum(-1))
+            reach_NW = reach_NW[:, parents] * a_NKC[:, k, ranks]
+            sums.append(reach_NW.sum(-1))
         return torch.stack(sums, -1)
 
     with torch.enable_grad():
-        smoothed_NKR = (1 - smooth) * by_rank_NKR.detach()
-        smoothed_NKR[..., 0] += smooth
-        total = by_depth(smoothed_NKR.requires_grad_()) * piece.valid[:, : len(levels)]
-        (others_NKR,) = torch.autograd.grad(total.sum(), smoothed_NKR)
-    first_NK = (others_NKR * smoothed_NKR.detach())[..., 0] * nla(piece)
-    later_NK = (others_NKR * by_rank_NKR)[..., 1:].sum(-1) * (1 - smooth)
+        smoothed_NKC = (1 - smooth) * by_rank_NKC.detach()
+        smoothed_NKC[..., 0] += smooth
+        total = by_depth(smoothed_NKC.requires_grad_()) * piece.valid[:, : len(levels)]
+        (others_NKC,) = torch.autograd.grad(total.sum(), smoothed_NKC)
+    first_NK = (others_NKC * smoothed_NKC.detach())[..., 0] * nla(piece)
+    later_NK = (others_NKC * by_rank_NKC)[..., 1:].sum(-1) * (1 - smooth)
     loss_NK = first_NK - later_NK
-    value_NK = nn.functional.pad(1 - by_depth(by_rank_NKR.detach()), (0, K - len(levels)))
+    value_NK = nn.functional.pad(1 - by_depth(by_rank_NKC.detach()), (0, K - len(levels)))
     return value_NK + loss_NK - loss_NK.detach()
 
 

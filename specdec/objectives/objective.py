@@ -1,7 +1,4 @@
-"""The objective: which terms a draft is trained on, and how they are combined into one number.
-
-Letters: N anchors, K depths.
-"""
+"""The objective: which terms a draft is trained on, and how they are combined into one number."""
 
 import inspect
 import math

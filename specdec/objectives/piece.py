@@ -1,4 +1,4 @@
-"""What an objective may read. Letters: N anchors, K depths, S draft vocabulary, D width."""
+"""What an objective may read."""
 
 from dataclasses import dataclass
 

@@ -2,8 +2,7 @@
 
 Each row holds its committed tokens in its first slots. A pass writes after them, into scratch
 slots that `keep` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
-copied except an accepted path whose slots are not consecutive. Letters: B batch, T tokens of a
-pass, S scratch slots, P slots in all, H heads, E head width.
+copied except an accepted path whose slots are not consecutive.
 """
 
 import inspect
@@ -37,7 +36,7 @@ class Place(NamedTuple):
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [B, H, P, E] of one layer, written where the cache says."""
+    """Keys and values [B, Hkv, P, Dh] of one layer, written where the cache says."""
 
     is_sliding = False
     is_compileable = False  # if True, transformers would make its own masks
@@ -114,7 +113,7 @@ class SlotCache(Cache):
         self.rows_B1: Tensor | None = None  # row numbers, if slots differ from row to row
         self.shown = 0  # number of slots that the current pass sees
         self.offset = 0  # where the current pass starts in the longest row
-        self._sees_BSS: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
+        self._sees_BPsPs: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -143,7 +142,7 @@ class SlotCache(Cache):
         if alike:  # rows of equal length write the same slots
             fresh_T = torch.arange(self.offset, end, device=device)
             self.slots = fresh_T if self.fixed else slice(self.offset, end)
-            if parents_BT is None and self._sees_BSS is None:
+            if parents_BT is None and self._sees_BPsPs is None:
                 mask = None
                 if self.fixed or (self.offset and T > 1):
                     seen_P = torch.arange(self.shown, device=device)
@@ -154,15 +153,15 @@ class SlotCache(Cache):
         if not alike:
             self.slots = length_B1 + torch.arange(start, self.scratch, device=device)
             self.rows_B1 = torch.arange(B, device=device)[:, None]
-        depth_BS, sees_BTS = self._follow(B, T, device, parents_BT)
+        depth_BPs, sees_BTPs = self._follow(B, T, device, parents_BT)
         slot_P = torch.arange(self.shown, device=device)
         inner_BP = slot_P - length_B1
         index_BP = inner_BP.clamp(0, self.scratch - 1)
-        mask_BTP = sees_BTS.gather(2, index_BP[:, None].expand(-1, T, -1))
+        mask_BTP = sees_BTPs.gather(2, index_BP[:, None].expand(-1, T, -1))
         mask_BTP = mask_BTP & (inner_BP < self.scratch)[:, None] | (inner_BP < 0)[:, None]
-        ahead_BP = depth_BS.gather(1, index_BP)
+        ahead_BP = depth_BPs.gather(1, index_BP)
         slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B1 + ahead_BP)
-        return Place(length_B1 + depth_BS[:, start:], mask_BTP, slot_position_BP)
+        return Place(length_B1 + depth_BPs[:, start:], mask_BTP, slot_position_BP)
 
     def reserve(self, slots: int) -> None:
         """Make at least this many slots in each layer when it is next written."""
@@ -173,23 +172,23 @@ class SlotCache(Cache):
     def _follow(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Depths of all scratch tokens [B, S], and which of them the T new ones see [B, T, S]."""
-        S, start = self.scratch, self.scratch - T
-        slot_S = torch.arange(S, device=device)
-        before_SS = (slot_S <= slot_S[:, None]).expand(B, -1, -1)
-        if parents_BT is None and self._sees_BSS is None:
-            return slot_S.expand(B, -1), before_SS[:, start:]
-        sees = torch.zeros(B, S, S, device=device)
-        known = before_SS[:, :start, :start] if self._sees_BSS is None else self._sees_BSS
+        """Depths of all scratch tokens [B, Ps], and which of them the T new ones see [B, T, Ps]."""
+        Ps, start = self.scratch, self.scratch - T
+        slot_Ps = torch.arange(Ps, device=device)
+        before_PsPs = (slot_Ps <= slot_Ps[:, None]).expand(B, -1, -1)
+        if parents_BT is None and self._sees_BPsPs is None:
+            return slot_Ps.expand(B, -1), before_PsPs[:, start:]
+        sees = torch.zeros(B, Ps, Ps, device=device)
+        known = before_PsPs[:, :start, :start] if self._sees_BPsPs is None else self._sees_BPsPs
         sees[:, :start, :start] = known
         if parents_BT is None:
-            parents_BT = (slot_S[start:] - 1).expand(B, -1)
+            parents_BT = (slot_Ps[start:] - 1).expand(B, -1)
         known_BT1 = (parents_BT >= 0).to(sees.dtype)[..., None]
         sees[:, start:].scatter_(2, parents_BT.clamp_min(0)[..., None], known_BT1)
         sees.diagonal(0, 1, 2).fill_(1)
         for _ in range(T.bit_length()):  # ancestors: each product reaches twice as far
             sees = (sees @ sees).clamp_(max=1)
-        self._sees_BSS = sees
+        self._sees_BPsPs = sees
         return sees.sum(-1).long() - 1, sees[:, start:] > 0
 
     def known(self) -> list[int]:
@@ -214,7 +213,7 @@ class SlotCache(Cache):
 
     def drop(self) -> None:
         """Forget all uncommitted slots."""
-        self.scratch, self._sees_BSS = 0, None
+        self.scratch, self._sees_BPsPs = 0, None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""

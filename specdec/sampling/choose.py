@@ -1,7 +1,6 @@
 """How logits become tokens: the sampler, the caller's logits processors, and randomness by row.
 
-One object serves target and draft throughout a decoding, so that p and q are warped in the same
-way. Letters: B batch, W nodes of a tree, C children of a node, S draft vocabulary, V vocabulary.
+One object serves target and draft throughout a decoding, so that p and q are warped alike.
 """
 
 from collections.abc import Callable, Sequence

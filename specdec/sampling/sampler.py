@@ -1,7 +1,7 @@
 """The sampler: how logits become the distributions p and q, and how tokens are drawn from them.
 
 One object warps target and draft in the same way in training, evaluation and decoding, so α means
-the same everywhere. Letters: N positions, V vocabulary, S draft vocabulary.
+the same everywhere.
 """
 
 import math

@@ -1,8 +1,7 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
 A shape drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
-siblings as the verification rule requires; the other trees pick the likeliest nodes. Letters:
-B batch, N nodes, L nodes of a level, W grown at once, C children, S draft vocabulary.
+siblings as the verification rule requires; the other trees pick the likeliest nodes.
 """
 
 import heapq
@@ -79,21 +78,21 @@ class Chain(Shape):
         self.nodes, self.grown = self.depth, self.depth - 1
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
+        logits_BWS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         qs: list[Tensor] = []
         going_B = logits_BWS.new_ones(len(logits_BWS), dtype=torch.bool)  # rows that still draft
         for k in range(self.depth):
             if k > 0:
-                logits_BWS = growth.grow(tokens_BN[:, -1:].clamp_min(0), None)
-            place_B1 = tokens_BN.new_full((len(tokens_BN), 1), k)
+                logits_BWS = growth.grow(tokens_BG[:, -1:].clamp_min(0), None)
+            place_B1 = tokens_BG.new_full((len(tokens_BG), 1), k)
             # a GPU draws for all rows: to wait until it is known which have stopped costs more
             asked_B = None if self.stop is None and is_awaited(going_B) else going_B
-            chosen = choose(logits_BWS, 1, Proposal(tokens_BN), place_B1, asked_B)
+            chosen = choose(logits_BWS, 1, Proposal(tokens_BG), place_B1, asked_B)
             token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)
             going_B = token_B >= 0
             if not perhaps_any(going_B):
                 break
-            tokens_BN = torch.cat([tokens_BN, token_B[:, None]], 1)
+            tokens_BG = torch.cat([tokens_BG, token_B[:, None]], 1)
             if chosen.q_BWS is not None:
                 qs.append(chosen.q_BWS)
             if self.stop is not None:
@@ -104,7 +103,7 @@ class Chain(Shape):
                 going_B = going_B & ~stop_B
                 if not going_B.any():
                     break
-        return Proposal(tokens_BN, torch.cat(qs, 1) if qs else None)
+        return Proposal(tokens_BG, torch.cat(qs, 1) if qs else None)
 
 
 @dataclass
@@ -152,22 +151,22 @@ class Static(Shape):
         ]
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
-        parents_BN = tokens_BN.new_tensor(self._parents).expand(len(tokens_BN), -1)
+        logits_BWS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
+        parents_BG = tokens_BG.new_tensor(self._parents).expand(len(tokens_BG), -1)
         qs: list[Tensor] = []
         front, last = [-1], -1  # the nodes that grew last; the last one's number among those grown
         while front:
             level = [i for i, parent in enumerate(self._parents) if parent in front]
             above, ranks = [self._parents[i] for i in level], [self._ranks[i] for i in level]
-            draft = Proposal(tokens_BN, None, parents_BN[:, : tokens_BN.shape[1]])
-            place_BW = tokens_BN.new_tensor([i + 1 for i in front]).expand(len(tokens_BN), -1)
+            draft = Proposal(tokens_BG, None, parents_BG[:, : tokens_BG.shape[1]])
+            place_BW = tokens_BG.new_tensor([i + 1 for i in front]).expand(len(tokens_BG), -1)
             chosen = choose(logits_BWS, max(ranks) + 1, draft, place_BW)
             at = [front.index(parent) for parent in above]
             missing = max(ranks) + 1 - chosen.tokens_BWC.shape[2]  # in a very small vocabulary
-            level_BL = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
+            drafted = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
             if front != [-1]:
-                level_BL = torch.where(tokens_BN[:, above] < 0, -1, level_BL)
-            tokens_BN = torch.cat([tokens_BN, level_BL], 1)
+                drafted = torch.where(tokens_BG[:, above] < 0, -1, drafted)
+            tokens_BG = torch.cat([tokens_BG, drafted], 1)
             if chosen.q_BWS is not None:
                 qs.append(chosen.q_BWS[:, at])
             front = [i for i in level if i in self._grown]
@@ -175,10 +174,10 @@ class Static(Shape):
                 numbers = [self._grown.index(self._parents[i]) - 1 for i in front]
                 at_BW = None  # None: a single node below the one that grew last
                 if numbers != [last]:
-                    at_BW = tokens_BN.new_tensor(numbers).expand(len(tokens_BN), -1)
-                logits_BWS = growth.grow(tokens_BN[:, front].clamp_min(0), at_BW)
+                    at_BW = tokens_BG.new_tensor(numbers).expand(len(tokens_BG), -1)
+                logits_BWS = growth.grow(tokens_BG[:, front].clamp_min(0), at_BW)
                 last += len(front)
-        return Proposal(tokens_BN, torch.cat(qs, 1) if qs else None, parents_BN)
+        return Proposal(tokens_BG, torch.cat(qs, 1) if qs else None, parents_BG)
 
 
 @dataclass
@@ -197,37 +196,37 @@ class Dynamic(Shape):
         self.grown = (self.depth - 1) * self.top_k
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        logits_BWS, tokens_BN = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
-        parents_BN, scores_BN = tokens_BN, tokens_BN.float()
-        front_BW = tokens_BN.new_full((len(tokens_BN), 1), -1)  # the nodes that grew last
+        logits_BWS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
+        parents_BG, scores_BG = tokens_BG, tokens_BG.float()
+        front_BW = tokens_BG.new_full((len(tokens_BG), 1), -1)  # the nodes that grew last
         numbers_BW, score_BW = front_BW, torch.zeros_like(front_BW, dtype=torch.float32)
         count = 0  # nodes grown so far
         for d in range(self.depth):
-            draft = Proposal(tokens_BN, None, parents_BN)
+            draft = Proposal(tokens_BG, None, parents_BG)
             logits = choose.drafted(logits_BWS, draft, front_BW + 1).float()
             width = min(self.top_k, logits.shape[-1])
             best_BWC, index_BWC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
             best_BWC = growth.log_confidence(d, best_BWC)
             # less 1e-5, so that a parent outranks even a child of confidence 1
             total_BC = (score_BW[..., None] + best_BWC - 1e-5).flatten(1)
-            first = tokens_BN.shape[1]
-            tokens_BN = torch.cat([tokens_BN, choose.ids(index_BWC).flatten(1)], 1)
-            parents_BN = torch.cat([parents_BN, front_BW.repeat_interleave(width, 1)], 1)
-            scores_BN = torch.cat([scores_BN, total_BC], 1)
+            first = tokens_BG.shape[1]
+            tokens_BG = torch.cat([tokens_BG, choose.ids(index_BWC).flatten(1)], 1)
+            parents_BG = torch.cat([parents_BG, front_BW.repeat_interleave(width, 1)], 1)
+            scores_BG = torch.cat([scores_BG, total_BC], 1)
             if d + 1 == self.depth:
                 break
             score_BW, kept_BW = total_BC.topk(min(self.top_k, total_BC.shape[1]), -1)
             front_BW, above_BW = first + kept_BW, numbers_BW.gather(1, kept_BW // width)
-            logits_BWS = growth.grow(tokens_BN.gather(1, front_BW), above_BW)
+            logits_BWS = growth.grow(tokens_BG.gather(1, front_BW), above_BW)
             numbers_BW = count + torch.arange(front_BW.shape[1], device=front_BW.device)
             numbers_BW = numbers_BW.expand_as(front_BW)
             count += front_BW.shape[1]
-        kept_BN = scores_BN.topk(min(self.nodes, scores_BN.shape[1]), -1).indices.sort(-1).values
-        new_BN = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand_as(kept_BN)
-        new_BN = torch.full_like(tokens_BN, -1).scatter_(1, kept_BN, new_BN)
-        above_BN = parents_BN.gather(1, kept_BN)
-        above_BN = torch.where(above_BN < 0, -1, new_BN.gather(1, above_BN.clamp_min(0)))
-        return Proposal(tokens_BN.gather(1, kept_BN), None, above_BN)
+        kept_BG = scores_BG.topk(min(self.nodes, scores_BG.shape[1]), -1).indices.sort(-1).values
+        new_BG = torch.arange(kept_BG.shape[1], device=kept_BG.device).expand_as(kept_BG)
+        new_BG = torch.full_like(tokens_BG, -1).scatter_(1, kept_BG, new_BG)
+        above_BG = parents_BG.gather(1, kept_BG)
+        above_BG = torch.where(above_BG < 0, -1, new_BG.gather(1, above_BG.clamp_min(0)))
+        return Proposal(tokens_BG.gather(1, kept_BG), None, above_BG)
 
 
 @dataclass
@@ -259,8 +258,8 @@ class BestFirst(Shape):
             paths = best_paths(log_KC, self.nodes)
             tokens.append([ids[len(path) - 1][path[-1]] for path in paths])
             parents.append(parents_of(paths))
-        tokens_BN, parents_BN = index_BKC.new_tensor(tokens), index_BKC.new_tensor(parents)
-        return Proposal(tokens_BN, None, parents_BN)
+        tokens_BG, parents_BG = index_BKC.new_tensor(tokens), index_BKC.new_tensor(parents)
+        return Proposal(tokens_BG, None, parents_BG)
 
 
 def parents_of(paths: Sequence[tuple[int, ...]]) -> list[int]:
@@ -269,21 +268,21 @@ def parents_of(paths: Sequence[tuple[int, ...]]) -> list[int]:
     return [index.get(path[:-1], -1) for path in paths]
 
 
-def best_paths(scores_DR: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
-    """The `nodes` paths of ranks with the largest sums of `scores_DR`, the log-scores by depth and
+def best_paths(scores_KC: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
+    """The `nodes` paths of ranks with the largest sums of `scores_KC`, the log-scores by depth and
     rank, ordered by depth. Scores must be at most 0 and fall with the rank, so that each path's
     parent and earlier siblings are among the paths."""
-    heap: list[tuple[float, tuple[int, ...]]] = [(-scores_DR[0][0], (0,))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-scores_KC[0][0], (0,))]
     paths: list[tuple[int, ...]] = []
     while heap and len(paths) < nodes:
         cost, path = heapq.heappop(heap)
         paths.append(path)
         depth, rank = len(path) - 1, path[-1]
-        if rank + 1 < len(scores_DR[depth]):
-            beside = cost + scores_DR[depth][rank] - scores_DR[depth][rank + 1]
+        if rank + 1 < len(scores_KC[depth]):
+            beside = cost + scores_KC[depth][rank] - scores_KC[depth][rank + 1]
             heapq.heappush(heap, (beside, (*path[:-1], rank + 1)))
-        if depth + 1 < len(scores_DR):
-            heapq.heappush(heap, (cost - scores_DR[depth + 1][0], (*path, 0)))
+        if depth + 1 < len(scores_KC):
+            heapq.heappush(heap, (cost - scores_KC[depth + 1][0], (*path, 0)))
     return sorted(paths, key=by_depth)
 
 

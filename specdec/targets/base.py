@@ -1,7 +1,4 @@
-"""The target: a frozen Hugging Face language model, causal (causal.py) or not (seq2seq.py).
-
-Letters: B batch, T time, D width, F concatenated features, V vocabulary.
-"""
+"""The target: a frozen Hugging Face language model, causal (causal.py) or not (seq2seq.py)."""
 
 import copy
 from abc import ABC, abstractmethod

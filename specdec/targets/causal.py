@@ -1,7 +1,4 @@
-"""A causal target: any `AutoModelForCausalLM` with attention in every layer.
-
-Letters: B batch, T time, N documents, L their length, D width, F concatenated features.
-"""
+"""A causal target: any `AutoModelForCausalLM` with attention in every layer."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -74,12 +71,12 @@ class CausalTarget(Target):
         if position_BT is None:
             return self._pass(ids_BT, needs)
         read: list[Tensor | None] = [None, None]  # the layers and the final states of all tokens
-        for slots_NL, mine_NL in _documents(position_BT, document_BT):
-            for i, x_NLD in enumerate(self._pass(ids_BT.flatten()[slots_NL], needs)):
-                if x_NLD is not None:
+        for slots_NTd, mine_NTd in _documents(position_BT, document_BT):
+            for i, x_NTdD in enumerate(self._pass(ids_BT.flatten()[slots_NTd], needs)):
+                if x_NTdD is not None:
                     if (whole := read[i]) is None:
-                        whole = read[i] = x_NLD.new_zeros(ids_BT.numel(), x_NLD.shape[-1])
-                    whole[slots_NL[mine_NL]] = x_NLD[mine_NL]
+                        whole = read[i] = x_NTdD.new_zeros(ids_BT.numel(), x_NTdD.shape[-1])
+                    whole[slots_NTd[mine_NTd]] = x_NTdD[mine_NTd]
         layers, final = (x if x is None else x.unflatten(0, ids_BT.shape) for x in read)
         assert final is not None
         return layers, final
@@ -126,7 +123,7 @@ class CausalTarget(Target):
 
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The documents of packed rows in groups of similar length, longest first: the slots [N, L] of
+    """The documents of packed rows in groups of similar length, longest first: the slots [N, Td] of
     the batch to read for a group, and which of these each document owns (short ones read on)."""
     real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
     begins_BT = (position_BT == 0) & real_BT
@@ -136,7 +133,7 @@ def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tupl
     lengths = length_N.tolist()
     while lengths:
         group = slice(sum(n < LIKE * lengths[-1] for n in lengths), len(lengths))
-        step_L = torch.arange(lengths[-1], device=position_BT.device)
-        slots_NL = begin_N[group, None] + step_L
-        yield slots_NL.clamp_max(position_BT.numel() - 1), step_L < length_N[group, None]
+        step_Td = torch.arange(lengths[-1], device=position_BT.device)
+        slots_NTd = begin_N[group, None] + step_Td
+        yield slots_NTd.clamp_max(position_BT.numel() - 1), step_Td < length_N[group, None]
         del lengths[group]

@@ -1,7 +1,6 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
-`Target` (base.py) adds the layers; `StoredParts` (stored.py) leaves the layers on disk. Letters:
-D width, V vocabulary, S part of the vocabulary.
+`Target` (base.py) adds the layers; `StoredParts` (stored.py) leaves the layers on disk.
 """
 
 import hashlib

@@ -3,9 +3,6 @@
 A text is the encoder's tokens, the decoder's start token, and the answer. Other code uses the whole
 text; this file cuts it at the start token: the encoder reads the tokens before it once, the decoder
 reads the rest. The encoder's tokens have no decoder state, so features are 0 there.
-
-Letters: B batch, T time, N documents, S encoder time, W decoder time, P slots, H heads, D width,
-V vocabulary.
 """
 
 import copy
@@ -38,7 +35,7 @@ TEMPLATE = (
     "{%% else %%}{%% if not loop.first %%}{{ '\n' }}{%% endif %%}{{ m['content'] }}{%% endif %%}"
     "{%% endfor %%}{%% if add_generation_prompt %%}%(eos)s%(start)s{%% endif %%}"
 )
-# The encoder's states of prompts [N, S, D], and which of them are real [N, S] (None: all)
+# The encoder's states of prompts [N, Te, D], and which of them are real [N, Te] (None: all)
 Memory = tuple[Tensor, Tensor | None]
 
 
@@ -80,17 +77,17 @@ class Seq2SeqCache(SlotCache):
 class Split(NamedTuple):
     """Documents of a batch, cut at their start tokens, and the places of the decoders' tokens."""
 
-    encoder_NS: Tensor
-    mask_NS: Tensor | None  # which of the encoder's tokens are real; None: all
-    decoder_NW: Tensor
-    real_NW: Tensor
+    encoder_NTe: Tensor
+    mask_NTe: Tensor | None  # which of the encoder's tokens are real; None: all
+    decoder_NTd: Tensor
+    real_NTd: Tensor
     where_BT: Tensor
     starts: list[int]
 
-    def spread(self, x_NWD: Tensor) -> Tensor:
+    def spread(self, x_NTdD: Tensor) -> Tensor:
         """Put states back in the batch [B, T, D], with 0 at the encoder's tokens."""
-        whole = x_NWD.new_zeros(*self.where_BT.shape, x_NWD.shape[-1])
-        return whole.index_put((self.where_BT,), x_NWD[self.real_NW])
+        whole = x_NTdD.new_zeros(*self.where_BT.shape, x_NTdD.shape[-1])
+        return whole.index_put((self.where_BT,), x_NTdD[self.real_NTd])
 
 
 class Seq2SeqModel:
@@ -155,13 +152,14 @@ class Seq2SeqModel:
                     where_BT[b, begin + start : end] = True
                     encoders.append(ids_T[begin : begin + start])
                     decoders.append(ids_T[begin + start : end])
-        real_NS, real_NW = (
+        real_NTe, real_NTd = (
             pad_sequence([torch.ones_like(x) for x in parts], batch_first=True) > 0
             for parts in (encoders, decoders)
         )
-        encoder_NS, decoder_NW = (pad_sequence(x, batch_first=True) for x in (encoders, decoders))
-        mask_NS = None if bool(real_NS.all()) else real_NS
-        return Split(encoder_NS, mask_NS, decoder_NW, real_NW, where_BT, list(map(len, encoders)))
+        encoder_NTe, decoder_NTd = (pad_sequence(x, batch_first=True) for x in (encoders, decoders))
+        mask_NTe = None if bool(real_NTe.all()) else real_NTe
+        lengths = list(map(len, encoders))
+        return Split(encoder_NTe, mask_NTe, decoder_NTd, real_NTd, where_BT, lengths)
 
     def read(
         self,
@@ -170,24 +168,24 @@ class Seq2SeqModel:
         document_BT: Tensor | None = None,
         cache: Seq2SeqCache | None = None,
     ) -> tuple[Tensor, Split]:
-        """The LM head's input [N, W, D] for whole texts, and how they were split. With a `cache`,
+        """The LM head's input [N, Td, D] for whole texts, and how they were split. With a `cache`,
         the texts are prompts and are cached."""
         split = self.split(ids_BT, position_BT, document_BT)
-        (N, W), S = split.decoder_NW.shape, split.encoder_NS.shape[1]
+        (N, Td), Te = split.decoder_NTd.shape, split.encoder_NTe.shape[1]
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
         require(
-            longest >= S,
-            f"a prompt of {S} tokens does not fit the {longest} positions of the encoder: give "
+            longest >= Te,
+            f"a prompt of {Te} tokens does not fit the {longest} positions of the encoder: give "
             "fewer tokens",
         )
-        encoded = self.encoder(input_ids=split.encoder_NS, attention_mask=split.mask_NS)
-        memory = encoded.last_hidden_state, split.mask_NS
+        encoded = self.encoder(input_ids=split.encoder_NTe, attention_mask=split.mask_NTe)
+        memory = encoded.last_hidden_state, split.mask_NTe
         if cache is None:
-            place = Place(torch.arange(W, device=ids_BT.device).expand(N, -1))
+            place = Place(torch.arange(Td, device=ids_BT.device).expand(N, -1))
         else:
-            place = cache.place(split.decoder_NW)
+            place = cache.place(split.decoder_NTd)
             cache.starts, cache.memory = split.starts, memory
-        return self._decode(split.decoder_NW, place, memory, cache), split
+        return self._decode(split.decoder_NTd, place, memory, cache), split
 
     def continued(
         self, ids_BT: Tensor, cache: Seq2SeqCache, parents_BT: Tensor | None = None

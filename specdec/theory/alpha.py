@@ -1,7 +1,7 @@
 """The measures: α in its three variants, τ, and the anchors that a decoder visits.
 
 α is computed by `acceptance` and nowhere else: training, evaluation and report all call it.
-Letters: N positions, S draft vocabulary, K depth. docs/concepts.md defines the terms.
+docs/concepts.md defines the terms.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 Run alone: python -m pytest tests/decoding/test_disco.py
 
-The synthetic records are drawn under a fixed seed. Letters: B batch, S draft vocabulary, N records,
-F features.
+The synthetic records are drawn under a fixed seed.
 """
 
 import json

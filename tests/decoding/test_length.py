@@ -2,8 +2,6 @@
 DISCO is in test_disco.py, which lengths are lossless in test_length_laws.py.
 
 Run alone: python -m pytest tests/decoding/test_length.py
-
-Letters: B batch, S draft vocabulary.
 """
 
 import json

@@ -2,8 +2,7 @@
 
 Run alone: python -m pytest tests/decoding/test_length_laws.py
 
-The tolerance of 1e-12 leaves room for rounding alone. Letters: B batch, V vocabulary, N drafted,
-M = N + 1.
+The tolerance of 1e-12 leaves room for rounding alone.
 """
 
 import math
@@ -94,21 +93,21 @@ def round_laws(
 ) -> list[tuple[Prefix, int, float, list[float]]]:
     """(chain, accepted, probability, next token's law) for all chains at once, the shorter ones
     padded with -1 as in a batch."""
-    V, N = len(p[()]), max(len(chain) for chain, _ in chains)
-    if N == 0:
+    V, G = len(p[()]), max(len(chain) for chain, _ in chains)
+    if G == 0:
         return [((), 0, mass, p[prefix]) for _, mass in chains]
-    tokens_BN = torch.tensor([chain + (-1,) * (N - len(chain)) for chain, _ in chains])
+    tokens_BG = torch.tensor([chain + (-1,) * (G - len(chain)) for chain, _ in chains])
     uniform = [1 / V] * V  # what stands beyond a chain's end must not matter
-    q_at = [[q[prefix + x[:i]] if i < len(x) else uniform for i in range(N)] for x, _ in chains]
+    q_at = [[q[prefix + x[:i]] if i < len(x) else uniform for i in range(G)] for x, _ in chains]
     p_at = [
-        [p[prefix + x[:i]] if i <= len(x) else uniform for i in range(N + 1)] for x, _ in chains
+        [p[prefix + x[:i]] if i <= len(x) else uniform for i in range(G + 1)] for x, _ in chains
     ]
-    q_BNV, p_BMV = rows(*q_at), rows(*p_at)
-    stop_BM, next_BMV = law(RULES[rule], Proposal(tokens_BN, q_BNV), p_BMV)
+    q_BGV, p_BMV = rows(*q_at), rows(*p_at)
+    stop_BM, next_BMV = law(RULES[rule], Proposal(tokens_BG, q_BGV), p_BMV)
     return [
         (chain, n, mass * stop_BM[b, n].item(), next_BMV[b, n].tolist())
         for b, (chain, mass) in enumerate(chains)
-        for n in range(N + 1)
+        for n in range(G + 1)
         if stop_BM[b, n] != 0
     ]
 

@@ -172,9 +172,9 @@ def test_of_equally_long_paths_typical_takes_the_likelier() -> None:
 
 def test_a_rule_of_chains_refuses_a_tree() -> None:
     for name in ("rejection", "block", "lenience"):
-        tokens_BN, parents_BN, q_BNV, p_BMV = example(RULES["recursive"])
+        tokens_BG, parents_BG, q_BGV, p_BMV = example(RULES["recursive"])
         with pytest.raises(ValueError, match="chains only"):
-            verify(RULES[name], Proposal(tokens_BN, q_BNV, parents_BN), lookup(p_BMV))
+            verify(RULES[name], Proposal(tokens_BG, q_BGV, parents_BG), lookup(p_BMV))
 
 
 # --- greedy ------------------------------------------------------------------------------------
@@ -210,12 +210,12 @@ def test_greedy_is_the_limit_of_every_lossless_rule() -> None:
     p = [torch.nn.functional.one_hot(x.argmax(-1), 3).double() for x in p]
     for rule in TREE_RULES.values():
         found = drafts(shape, [x[:1] for x in p], "fixed")
-        twins_B = (found.tokens_BN[:, ::2] == found.tokens_BN[:, 1::2]).any(-1)
+        twins_B = (found.tokens_BG[:, ::2] == found.tokens_BG[:, 1::2]).any(-1)
         found = Drafts(*(x[~twins_B] for x in found))
         stop_BM, next_BMV = judged(rule, shape, p, None, found)
-        parents_BN = torch.tensor(shape).expand(found.tokens_BN.shape)
+        parents_BG = torch.tensor(shape).expand(found.tokens_BG.shape)
         verdict = greedy(
-            Proposal(found.tokens_BN, None, parents_BN), along(p, shape, found).argmax(-1)
+            Proposal(found.tokens_BG, None, parents_BG), along(p, shape, found).argmax(-1)
         )
         end_B = verdict.path_BK.amax(-1) + 1
         row_B = torch.arange(len(end_B))
@@ -228,7 +228,7 @@ def test_greedy_of_rows_of_many_shapes() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, -1], [1, 1, 1], [-1, -1, -1]])
     parents = torch.tensor([[-1, -1, 1], [-1, 0, -1], [-1, 0, 1], [-1, -1, -1]])
     argmax = torch.tensor([[2, 0, 3, 0], [1, 2, 0, 0], [1, 1, 1, 9], [6, 0, 0, 0]])
-    accepted_B, next_B, path_BN = greedy(Proposal(tokens, None, parents), argmax)
+    accepted_B, next_B, path_BG = greedy(Proposal(tokens, None, parents), argmax)
     assert accepted_B.tolist() == [2, 2, 3, 0]
     assert next_B.tolist() == [0, 0, 9, 6]
-    assert path_BN.tolist() == [[1, 2, -1], [0, 1, -1], [0, 1, 2], [-1, -1, -1]]
+    assert path_BG.tolist() == [[1, 2, -1], [0, 1, -1], [0, 1, 2], [-1, -1, -1]]

@@ -7,8 +7,6 @@ vocabulary, p_j [V^j, V] being the distribution after each of the V^j prefixes o
 prefix read as a number in base V. All in float64; sums of at most some hundred terms of at
 most 1 are exact to 1e-14, so the tolerance of 1e-12 leaves room for rounding alone. Trees, and
 the rules made for them, are in test_verify_trees.py and test_rules.py; here they judge chains.
-
-Letters: B batch, N drafted tokens, M = N + 1 target distributions, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -56,34 +54,34 @@ def prefixes(V: int, length: int) -> Tensor:
     return chains.reshape(-1, length).long()
 
 
-def at_chains(table: Tables, chains_BN: Tensor) -> Tensor:
+def at_chains(table: Tables, chains_BG: Tensor) -> Tensor:
     """The conditionals along each chain [B, len(table), V]."""
     V = table[0].shape[-1]
-    rows, index = [], torch.zeros(len(chains_BN), dtype=torch.long)
+    rows, index = [], torch.zeros(len(chains_BG), dtype=torch.long)
     for j, conditional in enumerate(table):
         rows.append(conditional[index])
-        if j < chains_BN.shape[1]:
-            index = index * V + chains_BN[:, j]
+        if j < chains_BG.shape[1]:
+            index = index * V + chains_BG[:, j]
     return torch.stack(rows, 1)
 
 
 def laws(rule: Rule, p: Tables, q: Tables) -> tuple[Tensor, Tensor, Law]:
-    """Every chain that q can draft [B, N], its probability [B], and the law of its round."""
+    """Every chain that q can draft [B, G], its probability [B], and the law of its round."""
     chains, weight = prefixes(p[0].shape[-1], len(q)), joint(q)
     chains, weight = chains[weight > 0], weight[weight > 0]
     return chains, weight, law(rule, Proposal(chains, at_chains(q, chains)), at_chains(p, chains))
 
 
-def committed(p: Tables, chains_BN: Tensor, weight_B: Tensor, round_law: Law) -> Tensor:
+def committed(p: Tables, chains_BG: Tensor, weight_B: Tensor, round_law: Law) -> Tensor:
     """Distribution [V^M] of M tokens from one round and, where it is short, the target's own."""
-    V, N = p[0].shape[-1], chains_BN.shape[1]
-    total, index = torch.zeros(V ** (N + 1), dtype=torch.float64), 0 * weight_B.long()
-    for n in range(N + 1):
+    V, G = p[0].shape[-1], chains_BG.shape[1]
+    total, index = torch.zeros(V ** (G + 1), dtype=torch.float64), 0 * weight_B.long()
+    for n in range(G + 1):
         next_BV = (weight_B * round_law.stop_BM[:, n])[:, None] * round_law.next_BMV[:, n]
         mass = torch.zeros(V**n, V, dtype=torch.float64).index_add_(0, index, next_BV)
         total += extend(mass.reshape(-1), p[n + 1 :])
-        if n < N:
-            index = index * V + chains_BN[:, n]
+        if n < G:
+            index = index * V + chains_BG[:, n]
     return total
 
 
@@ -100,7 +98,7 @@ def expected_accepted(rule: Rule, p: Tables, q: Tables) -> float:
 
 # --- cases -----------------------------------------------------------------------------------
 
-SIZES = [(V, N) for V in (2, 3, 4) for N in (1, 2, 3)]
+SIZES = [(V, G) for V in (2, 3, 4) for G in (1, 2, 3)]
 
 
 def cases() -> list[tuple[Tables, Tables]]:
@@ -108,14 +106,14 @@ def cases() -> list[tuple[Tables, Tables]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = []
-        for V, N in SIZES:
+        for V, G in SIZES:
             for of_p in FILLS:
                 for of_q in FILLS:
-                    found.append((tables(V, N + 1, of_p), tables(V, N, of_q)))
-                p = tables(V, N + 1, of_p)
-                found.append((p, p[:N]))
-                for same in range(N):
-                    q = tables(V, N, uniform)
+                    found.append((tables(V, G + 1, of_p), tables(V, G, of_q)))
+                p = tables(V, G + 1, of_p)
+                found.append((p, p[:G]))
+                for same in range(G):
+                    q = tables(V, G, uniform)
                     found.append((p, q[:same] + [p[same]] + q[same + 1 :]))
         return found
 
@@ -136,8 +134,8 @@ def test_committed_tokens_follow_the_target(rule: Rule) -> None:
 def test_a_fixed_chain_is_a_point_mass(rule: Rule) -> None:
     """q None: a chain drafted without chance. Whichever chain it is, the target's law holds."""
     for p, q in CASES:
-        V, N = p[0].shape[-1], len(q)
-        chains = prefixes(V, N)
+        V, G = p[0].shape[-1], len(q)
+        chains = prefixes(V, G)
         p_BMV = at_chains(p, chains)
         fixed = law(rule, Proposal(chains), p_BMV)
         explicit = law(rule, Proposal(chains, torch.eye(V, dtype=torch.float64)[chains]), p_BMV)
@@ -167,12 +165,12 @@ def test_a_law_in_float32_over_a_real_vocabulary(rule: Rule) -> None:
     p_BMV = logits.softmax(-1)
     near = (logits[:, :-1] + 1e-6 * torch.randn(6, 4, 4000, generator=generator)).softmax(-1)
     other = torch.randn(6, 4, 4000, generator=generator).softmax(-1)
-    for q_BNV in (p_BMV[:, :-1], near, other):
-        tokens = torch.multinomial(q_BNV.reshape(24, -1), 1, generator=generator).reshape(6, 4)
-        round_law = law(rule, Proposal(tokens, q_BNV), p_BMV)
+    for q_BGV in (p_BMV[:, :-1], near, other):
+        tokens = torch.multinomial(q_BGV.reshape(24, -1), 1, generator=generator).reshape(6, 4)
+        round_law = law(rule, Proposal(tokens, q_BGV), p_BMV)
         for x in round_law:
             assert (x >= 0).all() and torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
-        if q_BNV is not other and rule is not RULES["point_mass"]:
+        if q_BGV is not other and rule is not RULES["point_mass"]:
             assert (round_law.stop_BM[:, -1] > 0.999).all()
 
 
@@ -252,7 +250,7 @@ def test_block_never_accepts_fewer_than_rejection() -> None:
 
 
 def test_the_papers_example() -> None:
-    """Sun et al. 2024, Section 2: p = (1/3, 2/3), q = (2/3, 1/3), N = 2. Rejection accepts
+    """Sun et al. 2024, Section 2: p = (1/3, 2/3), q = (2/3, 1/3), G = 2. Rejection accepts
     2/3 + 4/9 = 10/9; block: E[w_1] = 2/3, E[w_2] = 1/9 + 2/9 + 1/9 + 1/9 = 5/9, so 11/9."""
     p = [torch.tensor([[1.0, 2.0]]).double().expand(2**j, 2) / 3 for j in range(3)]
     q = [table.flip(-1) for table in p[:2]]
@@ -278,14 +276,14 @@ def keeps_p_after_rejection(proposal: Proposal, p: Tensor) -> Law:
 
 def accepts_by_p_alone(proposal: Proposal, p: Tensor) -> Law:
     fixed, right = (
-        law(RULES["rejection"], replace(proposal, q_BNV=x), p) for x in (None, proposal.q_BNV)
+        law(RULES["rejection"], replace(proposal, q_BGV=x), p) for x in (None, proposal.q_BGV)
     )
     return Law(fixed.stop_BM, right.next_BMV)
 
 
 def lenient(proposal: Proposal, p: Tensor) -> Law:
-    assert proposal.q_BNV is not None
-    return law(RULES["rejection"], replace(proposal, q_BNV=0.9 * proposal.q_BNV), p)
+    assert proposal.q_BGV is not None
+    return law(RULES["rejection"], replace(proposal, q_BGV=0.9 * proposal.q_BGV), p)
 
 
 def block_with_residuals_of_rejection(proposal: Proposal, p: Tensor) -> Law:
@@ -316,11 +314,11 @@ BROKEN = [
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_rule_is_caught(broken: Callable[..., Law]) -> None:
-    """Nine orders of magnitude above the tolerance on some of ten ordinary tables, for every N
-    above 1 (at N = 1 some of these rules are right)."""
+    """Nine orders of magnitude above the tolerance on some of ten ordinary tables, for every G
+    above 1 (at G = 1 some of these rules are right)."""
     torch.manual_seed(2)
-    for N in (2, 3):
-        pairs = [(tables(3, N + 1, uniform), tables(3, N, uniform)) for _ in range(10)]
+    for G in (2, 3):
+        pairs = [(tables(3, G + 1, uniform), tables(3, G, uniform)) for _ in range(10)]
         assert max(error(Rule(whole=broken), p, q) for p, q in pairs) > 1e-3
 
 

@@ -26,23 +26,23 @@ def test_verify_follows_the_law(name: str, sampled: bool) -> None:
     """Chi-square over where the path ends and the next token, 25,000 draws of each of the four
     trees in one batch of mixed rows. The seed is fixed."""
     rule, count = RULES[name], 25_000
-    tokens_BN, parents_BN, drawn_from_BNV, p_BMV = example(rule)
-    q_BNV = drawn_from_BNV if sampled else None
-    exact = law(rule, Proposal(tokens_BN, q_BNV, parents_BN), p_BMV)
+    tokens_BG, parents_BG, drawn_from_BGV, p_BMV = example(rule)
+    q_BGV = drawn_from_BGV if sampled else None
+    exact = law(rule, Proposal(tokens_BG, q_BGV, parents_BG), p_BMV)
     row_B = torch.arange(4 * count) % 4
-    q_RNV = None if q_BNV is None else q_BNV[row_B]
-    accepted_B, next_B, path_BN = verify(
+    q_RGV = None if q_BGV is None else q_BGV[row_B]
+    accepted_B, next_B, path_BG = verify(
         rule,
-        Proposal(tokens_BN[row_B], q_RNV, parents_BN[row_B]),
+        Proposal(tokens_BG[row_B], q_RGV, parents_BG[row_B]),
         lambda index_B: p_BMV[row_B, index_B],
         torch.Generator().manual_seed(11),
     )
-    assert torch.equal((path_BN >= 0).sum(-1), accepted_B)
+    assert torch.equal((path_BG >= 0).sum(-1), accepted_B)
     above_B = torch.full((4 * count,), -1)  # every path goes from parent to child
-    for depth in range(path_BN.shape[1]):
-        here_B, node_B = path_BN[:, depth] >= 0, path_BN[:, depth].clamp_min(0)
+    for depth in range(path_BG.shape[1]):
+        here_B, node_B = path_BG[:, depth] >= 0, path_BG[:, depth].clamp_min(0)
         assert torch.equal(here_B, accepted_B > depth)
-        assert (parents_BN[row_B, node_B] == above_B)[here_B].all()
+        assert (parents_BG[row_B, node_B] == above_B)[here_B].all()
         above_B = torch.where(here_B, node_B, above_B)
     seen = torch.zeros(4, 7, 5, dtype=torch.float64)
     ones = torch.ones(4 * count, dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_verify_follows_the_law(name: str, sampled: bool) -> None:
 
 def test_local_rules_ask_for_p_only_where_they_come_by() -> None:
     for name, rule in RULES.items():
-        tokens_BN, parents_BN, q_BNV, p_BMV = (x[:1] for x in example(rule))
+        tokens_BG, parents_BG, q_BGV, p_BMV = (x[:1] for x in example(rule))
         for seed in range(20):
             asked: list[int] = []
 
@@ -68,7 +68,7 @@ def test_local_rules_ask_for_p_only_where_they_come_by() -> None:
                 return p[torch.arange(1), index_B]
 
             generator = torch.Generator().manual_seed(seed)
-            verdict = verify(rule, Proposal(tokens_BN, q_BNV, parents_BN), p_of, generator)
+            verdict = verify(rule, Proposal(tokens_BG, q_BGV, parents_BG), p_of, generator)
             path = [0] + [i + 1 for i in verdict.path_BK[0].tolist()]
             assert asked == (path if rule.node else list(range(7))), name
 
@@ -89,7 +89,7 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
     a drafted x with q(x) = 0, no q mass at all. 1e-5 is 84 float32 epsilons."""
     rule, V, g = RULES[name], 4000, torch.Generator().manual_seed(1)
     shape = SHAPES["binary"] if rule.trees else [-1, 0, 1, 2, 3, 4]
-    parents_BN = torch.tensor(shape).expand(7, 6)
+    parents_BG = torch.tensor(shape).expand(7, 6)
     logits = 4 * torch.randn(7, 7, V, generator=g)
     context_BMV = (logits + 1e-6 * torch.randn(7, 7, V, generator=g)).softmax(-1)
     p_BMV = logits.softmax(-1)
@@ -100,15 +100,15 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
     p_BMV[3], context_BMV[3] = (x[3] / x[3].sum(-1, keepdim=True) for x in (p_BMV, context_BMV))
     context_BMV[4, :, :100] = 0
     context_BMV[5] = 0
-    tokens_BN = torch.randint(V, (7, 6), generator=g)
-    tokens_BN[2], tokens_BN[3] = 7, tokens_BN[3] % (V // 2)
-    tokens_BN[4] = tokens_BN[4] % 100
-    q_BNV = context_BMV[:, parents_BN[0] + 1]
-    for q in (q_BNV, None):
-        for x in law(rule, Proposal(tokens_BN, q, parents_BN), p_BMV):
+    tokens_BG = torch.randint(V, (7, 6), generator=g)
+    tokens_BG[2], tokens_BG[3] = 7, tokens_BG[3] % (V // 2)
+    tokens_BG[4] = tokens_BG[4] % 100
+    q_BGV = context_BMV[:, parents_BG[0] + 1]
+    for q in (q_BGV, None):
+        for x in law(rule, Proposal(tokens_BG, q, parents_BG), p_BMV):
             assert x.isfinite().all() and (x >= 0).all()
             assert torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
-        verdict = verify(rule, Proposal(tokens_BN, q, parents_BN), lookup(p_BMV), g)
+        verdict = verify(rule, Proposal(tokens_BG, q, parents_BG), lookup(p_BMV), g)
         assert verdict.next_B[2] == 7 and ((verdict.next_B >= 0) & (verdict.next_B < V)).all()
         last_B = verdict.path_BK.amax(-1) if verdict.path_BK.shape[1] else torch.full((7,), -1)
         if rule.lossless:

@@ -94,13 +94,13 @@ def test_a_law_is_made_of_distributions(rule: Rule, shape: list[int]) -> None:
 # --- shapes of one batch -----------------------------------------------------------------------
 
 
-def padded(shape: list[int], at: list[int], found: Drafts, N: int) -> tuple[Tensor, Tensor]:
-    """The same tree with its nodes at the places `at` of N; the other places are padding."""
-    B = len(found.tokens_BN)
-    tokens_BN, parents_BN = torch.full((B, N), -1), torch.full((B, N), -1)
-    tokens_BN[:, at] = found.tokens_BN
-    parents_BN[:, at] = torch.tensor([-1 if u < 0 else at[u] for u in shape]).expand(B, -1)
-    return tokens_BN, parents_BN
+def padded(shape: list[int], at: list[int], found: Drafts, G: int) -> tuple[Tensor, Tensor]:
+    """The same tree with its nodes at the places `at` of G; the other places are padding."""
+    B = len(found.tokens_BG)
+    tokens_BG, parents_BG = torch.full((B, G), -1), torch.full((B, G), -1)
+    tokens_BG[:, at] = found.tokens_BG
+    parents_BG[:, at] = torch.tensor([-1 if u < 0 else at[u] for u in shape]).expand(B, -1)
+    return tokens_BG, parents_BG
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -115,18 +115,18 @@ def test_rows_of_many_shapes_in_one_batch(rule: Rule) -> None:
     for shape, at in places:
         found = drafts(shape, q, "with" if rule.siblings == "with" else "without")
         found = Drafts(*(x[:: max(1, len(x) // 100)] for x in found))
-        tokens_BN, parents_BN = padded(shape, at, found, 8)
+        tokens_BG, parents_BG = padded(shape, at, found, 8)
         if not rule.trees:
-            parents_BN = torch.arange(-1, 7).expand(len(tokens_BN), 8)
-        q_BNV = torch.rand(len(tokens_BN), 8, 3, dtype=torch.float64)
-        q_BNV[:, at] = along(q + p[-1:], shape, found)[:, torch.tensor(shape) + 1]
-        p_BMV = torch.full((len(tokens_BN), 9, 3), 1 / 3, dtype=torch.float64)
+            parents_BG = torch.arange(-1, 7).expand(len(tokens_BG), 8)
+        q_BGV = torch.rand(len(tokens_BG), 8, 3, dtype=torch.float64)
+        q_BGV[:, at] = along(q + p[-1:], shape, found)[:, torch.tensor(shape) + 1]
+        p_BMV = torch.full((len(tokens_BG), 9, 3), 1 / 3, dtype=torch.float64)
         keep = [0] + [i + 1 for i in at]
         p_BMV[:, keep] = along(p, shape, found)
-        rows.append((tokens_BN, parents_BN, q_BNV, p_BMV))
+        rows.append((tokens_BG, parents_BG, q_BGV, p_BMV))
         alone.append((keep, judged(rule, shape, p, q, found)))
-    tokens_BN, parents_BN, q_BNV, p_BMV = (torch.cat(x) for x in zip(*rows))
-    mixed = law(rule, Proposal(tokens_BN, q_BNV, parents_BN), p_BMV)
+    tokens_BG, parents_BG, q_BGV, p_BMV = (torch.cat(x) for x in zip(*rows))
+    mixed = law(rule, Proposal(tokens_BG, q_BGV, parents_BG), p_BMV)
     start = 0
     for keep, own in alone:
         here = slice(start, start + len(own.stop_BM))

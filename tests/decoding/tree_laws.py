@@ -1,13 +1,11 @@
 """The law of a round on a tree, summed exactly over every draft of a toy vocabulary.
 
 A tree's shape is the list of its nodes' parents. p and q are conditional tables over a toy
-vocabulary, p_j [K, V^j, V] being the distribution after each of the V^j prefixes of length j in
-each of K cases. `drafts` enumerates every way in which the tokens of a shape can be drawn from q
+vocabulary, p_j [N, V^j, V] being the distribution after each of the V^j prefixes of length j in
+each of N cases. `drafts` enumerates every way in which the tokens of a shape can be drawn from q
 and with what probability; `committed` adds up what the law then commits, path and next token,
 continued by p to a common length. All in float64: the tolerance of 1e-12 leaves room for
 rounding alone.
-
-Letters: K cases, B drafts, N nodes, M = N + 1 (0 the anchor), V vocabulary.
 """
 
 from collections.abc import Callable
@@ -37,7 +35,7 @@ TREE_RULES = {name: rule for name, rule in RULES.items() if rule.lossless and ru
 class Drafts(NamedTuple):
     case_B: Tensor
     weight_B: Tensor  # probability of the draft, given its case
-    tokens_BN: Tensor
+    tokens_BG: Tensor
     context_BM: Tensor  # the path to each node, read as a number in base V
 
 
@@ -53,14 +51,14 @@ def drafts(shape: list[int], q: Tables, siblings: str) -> Drafts:
     """Every draft of a shape. `siblings`: "without" or "with" replacement; "junk" is without,
     but where q has no token left (or never had one) any token is drawn, instead of none; "fixed"
     is every assignment of tokens, each a case by itself."""
-    K, V, depth = len(q[0]), q[0].shape[-1], depths(shape)
-    case_B, weight_B = torch.arange(K), torch.ones(K, dtype=torch.float64)
-    tokens_BN, context_BM = torch.zeros(K, 0).long(), torch.zeros(K, 1).long()
+    N, V, depth = len(q[0]), q[0].shape[-1], depths(shape)
+    case_B, weight_B = torch.arange(N), torch.ones(N, dtype=torch.float64)
+    tokens_BG, context_BM = torch.zeros(N, 0).long(), torch.zeros(N, 1).long()
     for i, parent in enumerate(shape):
         left_BV = q[depth[parent + 1]][case_B, context_BM[:, parent + 1]].clone()
         for j in range(i):
             if shape[j] == parent and siblings in ("without", "junk"):
-                x_B1 = tokens_BN[:, j, None]
+                x_B1 = tokens_BG[:, j, None]
                 left_BV.scatter_(1, x_B1.clamp_min(0), 0.0)
         if siblings == "fixed":
             left_BV = torch.ones_like(left_BV)
@@ -70,7 +68,7 @@ def drafts(shape: list[int], q: Tables, siblings: str) -> Drafts:
             mass_B1 = left_BV.sum(1, keepdim=True)
         there_B1 = mass_B1 > 0
         if parent >= 0:
-            there_B1 = there_B1 & (tokens_BN[:, parent, None] >= 0)
+            there_B1 = there_B1 & (tokens_BG[:, parent, None] >= 0)
         odds_BV = torch.where(there_B1, left_BV / mass_B1, 0.0)
         row, x = torch.cat([odds_BV, (~there_B1).double()], 1).nonzero(as_tuple=True)
         drawn = torch.where(x < V, x, -1)
@@ -78,8 +76,8 @@ def drafts(shape: list[int], q: Tables, siblings: str) -> Drafts:
         case_B, weight_B = case_B[row], weight_B[row] * chance
         path = context_BM[row, parent + 1] * V + drawn.clamp_min(0)
         context_BM = torch.cat([context_BM[row], path[:, None]], 1)
-        tokens_BN = torch.cat([tokens_BN[row], drawn[:, None]], 1)
-    return Drafts(case_B, weight_B, tokens_BN, context_BM)
+        tokens_BG = torch.cat([tokens_BG[row], drawn[:, None]], 1)
+    return Drafts(case_B, weight_B, tokens_BG, context_BM)
 
 
 def along(tables: Tables, shape: list[int], found: Drafts) -> Tensor:
@@ -90,23 +88,23 @@ def along(tables: Tables, shape: list[int], found: Drafts) -> Tensor:
 
 def judged(rule: Rule, shape: list[int], p: Tables, q: Tables | None, found: Drafts) -> Law:
     """The law of each draft. q None: the tokens are point masses."""
-    parents_BN = torch.tensor(shape).expand(found.tokens_BN.shape)
-    q_BNV = None
+    parents_BG = torch.tensor(shape).expand(found.tokens_BG.shape)
+    q_BGV = None
     if q is not None:
         deep = q + [torch.zeros_like(p[-1])]  # nothing is drawn below the deepest nodes
-        q_BNV = along(deep, shape, found)[:, parents_BN[0] + 1]
-    return law(rule, Proposal(found.tokens_BN, q_BNV, parents_BN), along(p, shape, found))
+        q_BGV = along(deep, shape, found)[:, parents_BG[0] + 1]
+    return law(rule, Proposal(found.tokens_BG, q_BGV, parents_BG), along(p, shape, found))
 
 
 def committed(shape: list[int], p: Tables, found: Drafts, round_law: Law) -> Tensor:
-    """Distribution [K, V^(depth + 1)] of the tokens of a round and, where short, the target's."""
-    K, V = len(p[0]), p[0].shape[-1]
+    """Distribution [N, V^(depth + 1)] of the tokens of a round and, where short, the target's."""
+    N, V = len(p[0]), p[0].shape[-1]
     total = torch.zeros_like(joint(p))
     for m, d in enumerate(depths(shape)):
         odds_BV = (found.weight_B * round_law.stop_BM[:, m])[:, None] * round_law.next_BMV[:, m]
-        mass = torch.zeros(K * V**d, V, dtype=torch.float64)
+        mass = torch.zeros(N * V**d, V, dtype=torch.float64)
         mass.index_add_(0, found.case_B * V**d + found.context_BM[:, m], odds_BV)
-        total += extend(mass.reshape(K, -1), p[d + 1 :])
+        total += extend(mass.reshape(N, -1), p[d + 1 :])
     return total
 
 
@@ -117,7 +115,7 @@ def error(rule: Rule, shape: list[int], p: Tables, q: Tables, siblings: str) -> 
 
 
 def expected_accepted(rule: Rule, shape: list[int], p: Tables, q: Tables) -> Tensor:
-    """Of each case [K]."""
+    """Of each case [N]."""
     found = drafts(shape, q, "without" if rule.siblings == "none" else rule.siblings)
     stop_BM = judged(rule, shape, p, q, found).stop_BM
     mean_B = stop_BM @ torch.tensor(depths(shape), dtype=torch.float64)
@@ -163,13 +161,13 @@ def example(rule: Rule, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...
     p_BMV, context_BMV = (x / x.sum(-1, keepdim=True) for x in (p_BMV, context_BMV))
     tokens = [[0, 3, 1, 2, 0, 1], [2, 0, 1, 4, -1, -1], [4, -1, 1, 2, -1, 0], [-1] * 6]
     parents = [[-1, -1, 0, 0, 1, 2], [-1, 0, 1, 2, -1, -1], [-1, -1, -1, 2, -1, 2], [-1] * 6]
-    tokens_BN, parents_BN = torch.tensor(tokens), torch.tensor(parents)
+    tokens_BG, parents_BG = torch.tensor(tokens), torch.tensor(parents)
     if not rule.trees:
         tokens[0::2] = [[0, 3, 1, 2, 0, 1], [4] + [-1] * 5]
-        tokens_BN = torch.tensor(tokens)
-        parents_BN = torch.arange(-1, 5).expand(4, 6)
-    q_BNV = context_BMV.gather(1, (parents_BN + 1)[..., None].expand(-1, -1, 5))
-    return tokens_BN, parents_BN, q_BNV, p_BMV
+        tokens_BG = torch.tensor(tokens)
+        parents_BG = torch.arange(-1, 5).expand(4, 6)
+    q_BGV = context_BMV.gather(1, (parents_BG + 1)[..., None].expand(-1, -1, 5))
+    return tokens_BG, parents_BG, q_BGV, p_BMV
 
 
 def lookup(p_BMV: Tensor) -> Callable[[Tensor], Tensor]:

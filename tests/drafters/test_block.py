@@ -26,7 +26,7 @@ from specdec.sampling.trees import BestFirst, Chain
 from specdec.targets.base import Target
 from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
 
-V, D, E, T = 61, 32, 8, 20
+V, D, Dh, T = 61, 32, 8, 20
 CONFIGS = {
     "dflash": DFlashConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7),
     "jetspec": JetSpecConfig(depth=4, num_layers=2, draft_vocab=30, mask_token=7),
@@ -60,23 +60,24 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def turned(x_HNE: Tensor, position_N: Tensor) -> Tensor:
-    """Rotary embedding: numbers i and i + E/2 as a plane that turns by position / 10000^(2i/E)."""
-    angle = position_N[:, None] / 10000 ** (torch.arange(0, E, 2).double() / E)
+def turned(x_HNDh: Tensor, position_N: Tensor) -> Tensor:
+    """Rotary embedding: numbers i and i + Dh/2 are a plane that turns by
+    position / 10000^(2i/Dh)."""
+    angle = position_N[:, None] / 10000 ** (torch.arange(0, Dh, 2).double() / Dh)
     cos, sin = angle.cos(), angle.sin()
-    one, two = x_HNE[..., : E // 2], x_HNE[..., E // 2 :]
+    one, two = x_HNDh[..., : Dh // 2], x_HNDh[..., Dh // 2 :]
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
-def convolved(x_MD: Tensor, read_MD: Tensor, of: dict[str, Tensor], kind: str, side: int) -> Tensor:
+def convolved(x_ND: Tensor, read_ND: Tensor, of: dict[str, Tensor], kind: str, side: int) -> Tensor:
     """Σ_t (base_t + correction_t(read_j)) x_{j-t} over the slots of one block, without a loop over
     anything but slots and taps; a correction holds for 8 channels."""
-    base, found = of[f"{kind}_conv.base_kernel"][side], torch.zeros_like(x_MD)
-    correction = read_MD @ of[f"{kind}_conv.kernel_projection.weight"].T
-    correction = correction.view(len(x_MD), 2, 3, D // 8)[:, side].repeat_interleave(8, -1)
-    for j in range(len(x_MD)):
+    base, found = of[f"{kind}_conv.base_kernel"][side], torch.zeros_like(x_ND)
+    correction = read_ND @ of[f"{kind}_conv.kernel_projection.weight"].T
+    correction = correction.view(len(x_ND), 2, 3, D // 8)[:, side].repeat_interleave(8, -1)
+    for j in range(len(x_ND)):
         for tap in range(min(3, j + 1)):
-            found[j] += (base[tap] + correction[j, tap]) * x_MD[j - tap]
+            found[j] += (base[tap] + correction[j, tap]) * x_ND[j - tap]
     return found
 
 
@@ -106,13 +107,13 @@ def plain(
 
         def heads(x: Tensor, kind: str, of: dict[str, Tensor] = of) -> Tensor:
             found = x @ of[f"self_attn.{kind}_proj.weight"].T
-            found = found.unflatten(-1, (-1, E)).transpose(0, 1)
+            found = found.unflatten(-1, (-1, Dh)).transpose(0, 1)
             norm = of.get(f"self_attn.{kind}_norm.weight")
             return found if norm is None else rms(found, norm)
 
         query = turned(heads(read, "q"), a + torch.arange(M))
         keys = turned(heads(both, "k"), torch.arange(a + M)).repeat_interleave(2, 0)
-        scores = (query @ keys.transpose(1, 2) / E**0.5).masked_fill(~keep, -torch.inf)
+        scores = (query @ keys.transpose(1, 2) / Dh**0.5).masked_fill(~keep, -torch.inf)
         seen = scores.softmax(-1) @ heads(both, "v").repeat_interleave(2, 0)
         made = seen.transpose(0, 1).flatten(1) @ of["self_attn.o_proj.weight"].T
         if name == "dflash2":
@@ -177,7 +178,7 @@ def test_drafting_is_the_same_block_and_its_keys_never_stay(target: Target, draf
     for ends in ((4, 9), (7, 10), (12, 16)):
         ctx, _ = target.features(ids[:, : max(ends)], drafter.needs)
         ctx.lengths = list(ends)
-        found = drafted(drafter, ctx, Chain(4), cache).tokens_BN.tolist()
+        found = drafted(drafter, ctx, Chain(4), cache).tokens_BG.tolist()
         assert cache.lengths == [end - 1 for end in ends] and cache.scratch == 0
         for b, end in enumerate(ends):
             wanted: list[int] = []
@@ -206,9 +207,9 @@ def test_one_pass_gives_the_marginals_of_a_tree(target: Target, name: str) -> No
     best = sorted(sorted(paths, key=lambda path: -paths[path])[:3], key=lambda p: (len(p), p))
     ranked = wanted.topk(3).indices
     tokens = [int(drafter.vocab_S[ranked[len(path) - 1, path[-1]]]) for path in best]
-    assert proposal.tokens_BN[0].tolist() == tokens
+    assert proposal.tokens_BG[0].tolist() == tokens
     assert [sum(p == path[:-1] for path in best) for p in best] == [
-        int((proposal.parents_BN[0] == i).sum()) for i in range(3)
+        int((proposal.parents_BG[0] == i).sum()) for i in range(3)
     ]
 
 
@@ -301,7 +302,7 @@ def test_the_start_scores_as_the_targets_layers_do(kind: str) -> None:
         assert ours.self_attn.k_norm.weight.eq(1).all()
         x, scores = ours.input_layernorm(read), []
         for attention in (ours.self_attn, theirs.self_attn):
-            heads = [getattr(attention, f"{n}_proj")(x)[:, :E] for n in "qk"]
+            heads = [getattr(attention, f"{n}_proj")(x)[:, :Dh] for n in "qk"]
             if hasattr(attention, "q_norm"):
                 heads = [attention.q_norm(heads[0]), attention.k_norm(heads[1])]
             scores.append((heads[0] * heads[1]).sum(-1))

@@ -174,15 +174,15 @@ def test_cached_draft_equals_the_uncached_default(
                 if (features := getattr(alone, name)) is not None:
                     setattr(alone, name, features[:, : end - 1])
             plain = drafted(drafter, alone, shape, sampler, 9 * n + b)
-            tokens = cached.tokens_BN[b, : plain.tokens_BN.shape[1]].tolist()
-            assert tokens == plain.tokens_BN[0].tolist()
-            assert (cached.tokens_BN[b, plain.tokens_BN.shape[1] :] == -1).all()
-            if cached.parents_BN is not None and plain.parents_BN is not None:
-                parents = cached.parents_BN[b, : plain.tokens_BN.shape[1]].tolist()
-                assert parents == plain.parents_BN[0].tolist()
-            if cached.q_BNV is not None and plain.q_BNV is not None:
-                q_NV = cached.q_BNV[b, : plain.tokens_BN.shape[1]]
-                torch.testing.assert_close(q_NV, plain.q_BNV[0], atol=1e-4, rtol=1e-4)
+            tokens = cached.tokens_BG[b, : plain.tokens_BG.shape[1]].tolist()
+            assert tokens == plain.tokens_BG[0].tolist()
+            assert (cached.tokens_BG[b, plain.tokens_BG.shape[1] :] == -1).all()
+            if cached.parents_BG is not None and plain.parents_BG is not None:
+                parents = cached.parents_BG[b, : plain.tokens_BG.shape[1]].tolist()
+                assert parents == plain.parents_BG[0].tolist()
+            if cached.q_BGV is not None and plain.q_BGV is not None:
+                q_NV = cached.q_BGV[b, : plain.tokens_BG.shape[1]]
+                torch.testing.assert_close(q_NV, plain.q_BGV[0], atol=1e-4, rtol=1e-4)
 
 
 LIKE_LLAMA = {k: v for k, v in TARGETS["llama"].to_dict().items() if k != "model_type"}

@@ -87,10 +87,10 @@ def test_sampled_decoding_draws_from_counts(target: Target) -> None:
     n = 2000
     ctx = Context(torch.tensor([[1]] * n), lengths=[1] * n)
     proposal = drafted(drafter, ctx, Chain(2), Sampler(1.0))
-    assert proposal.q_BNV is not None and proposal.q_BNV.shape == (n, 2, V)
-    shares = torch.bincount(proposal.tokens_BN[:, 0], minlength=V) / n
-    assert (shares - proposal.q_BNV[0, 0]).abs().max() < 4 * 0.012
-    second = proposal.tokens_BN[:, 1][proposal.tokens_BN[:, 0] == 2]
+    assert proposal.q_BGV is not None and proposal.q_BGV.shape == (n, 2, V)
+    shares = torch.bincount(proposal.tokens_BG[:, 0], minlength=V) / n
+    assert (shares - proposal.q_BGV[0, 0]).abs().max() < 4 * 0.012
+    second = proposal.tokens_BG[:, 1][proposal.tokens_BG[:, 0] == 2]
     assert (second == 1).float().mean() > 0.8  # q(1 | 2) = (2 + u(1)) / 3, u(1) about 1/2
 
 
@@ -262,7 +262,7 @@ def test_suffix_index_of_the_assistants_words(target: Target) -> None:
     drafter.fit([[1, 2, 3, 4, 5], [6, 7]], [[False, True, True, False, True], [True, True]])
     assert drafter.state_dict()["text_N"].tolist() == [-1, 2, 3, -1, 5, -1, 6, 7, -1]
     ctx = Context(torch.tensor([[9, 6], [9, 3]]), lengths=[2, 2])
-    assert drafted(drafter, ctx, Chain(3)).tokens_BN.tolist() == [[7], [-1]]
+    assert drafted(drafter, ctx, Chain(3)).tokens_BG.tolist() == [[7], [-1]]
 
 
 # --- lookahead -------------------------------------------------------------------------------

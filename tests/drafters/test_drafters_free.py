@@ -95,8 +95,8 @@ def test_drafting_in_the_targets_cache_equals_drafting_without(
         ]
         found = drafted(drafter, ctx, shape, Sampler(1.0), cache)
         plain = drafted(drafter, Context(ctx.ids_BT, lengths=ctx.lengths), shape, Sampler(1.0))
-        assert found.tokens_BN.tolist() == plain.tokens_BN.tolist()
-        for ours, theirs in ((found.q_BNV, plain.q_BNV), (found.parents_BN, plain.parents_BN)):
+        assert found.tokens_BG.tolist() == plain.tokens_BG.tolist()
+        for ours, theirs in ((found.q_BGV, plain.q_BGV), (found.parents_BG, plain.parents_BG)):
             if ours is not None and theirs is not None:
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         assert ctx.cache.scratch == 0
@@ -111,7 +111,7 @@ def test_drafting_in_the_targets_cache_equals_drafting_without(
         (*_, ctx) = decoding(any_target, rows[1:], [[31], [40]])
         again = drafted(drafter, ctx, Chain(3), cache=cache)
         fresh = drafted(drafter, Context(ctx.ids_BT, lengths=ctx.lengths), Chain(3))
-        assert again.tokens_BN.tolist() == fresh.tokens_BN.tolist()
+        assert again.tokens_BG.tolist() == fresh.tokens_BG.tolist()
 
 
 def test_early_exit_is_the_logit_lens(target: Target) -> None:
@@ -131,8 +131,8 @@ def test_early_exit_is_the_logit_lens(target: Target) -> None:
 def test_snapkv_keeps_the_needle() -> None:
     """4 query heads of 2 KV heads, 3 voters, 30 positions. Head 0's queries look at position 11,
     head 1's at 20; elsewhere attention is flat. Neighbours come along by the pooling."""
-    Q, w, P = 4, 3, 30
-    weights = torch.full((Q, w, P), 0.01)
+    H, T, P = 4, 3, 30
+    weights = torch.full((H, T, P), 0.01)
     weights[:2, :, 11] = 0.7
     weights[2:, 1, 20] = 0.7
     weights[:, :, 28] = 5.0  # inside the window: not to be chosen

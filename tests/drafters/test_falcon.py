@@ -23,7 +23,7 @@ from tests.drafters.plain import attended, key_value, lstm, mlp, rms
 from tests.runs import require_learning
 from tests.tiny import Tiny, architectures, compose, random_drafter, random_target
 
-V, D, E, T = 61, 32, 8, 14
+V, D, Dh, T = 61, 32, 8, 14
 IDS = torch.randint(2, V, (1, T), generator=torch.Generator().manual_seed(4))
 
 
@@ -56,7 +56,7 @@ def forecasts(
     w |= {n.replace("fc.", "lstm."): x for n, x in w.items() if n.startswith("fc.")}
     entered = [torch.cat(pair) for pair in pairs]
     read = [lstm(w, [entered[max(0, t - 1)], x]) for t, x in enumerate(entered)]
-    cache = [key_value(w, x, t, E) for t, x in enumerate(read)]
+    cache = [key_value(w, x, t, Dh) for t, x in enumerate(read)]
 
     def state(x: Tensor, t: int) -> Tensor:
         stream = x + attended(w, x, t, cache)
@@ -69,7 +69,7 @@ def forecasts(
             entered.append(torch.cat([e, h]))
             x = lstm(w, entered[-2:])
             read.append(x)
-            cache.append(key_value(w, x, len(cache), E))
+            cache.append(key_value(w, x, len(cache), Dh))
         found += [state(x, len(cache) - 2 + j) for j, x in enumerate(read[-2:])]
     return found[:depths]
 

@@ -80,12 +80,12 @@ def test_the_choice_by_hand(
         memory.push(token)
     assert memory.chain(4) == [8, 9, 5, 6] and memory.evidence() == (3, 1.0)
     assert drafter.chain_of(memory) == copied
-    (tokens,) = drafted(drafter, target, [ELSEWHERE], Chain(4), 0.0)[0].tokens_BN.tolist()
+    (tokens,) = drafted(drafter, target, [ELSEWHERE], Chain(4), 0.0)[0].tokens_BG.tolist()
     assert len(tokens) == gamma
     if settings["v"][1] == 1.2 and not copied:
         alone = drafted(drafter.head, target, [HERE], Chain(2), 0.0)[0]
         found = drafted(drafter, target, [HERE], Chain(4), 0.0)[0]
-        assert found.tokens_BN.tolist() == alone.tokens_BN.tolist()
+        assert found.tokens_BG.tolist() == alone.tokens_BG.tolist()
 
 
 def test_counts_by_hand(target: Target) -> None:
@@ -113,17 +113,17 @@ def test_rows_of_a_batch_choose_for_themselves(target: Target, temperature: floa
     """One copies and one drafts; each does what it does alone, with the same draws."""
     drafter, shape = hybrid(target, v={1: 1.1, 4: 1.2}, alpha=[0.4]), Chain(4)
     both, generators = drafted(drafter, target, [HERE, ELSEWHERE], shape, temperature)
-    copies, drafts = both.tokens_BN.tolist()
+    copies, drafts = both.tokens_BG.tolist()
     assert copies == [8, 9, 5, 6] and drafts[2:] == [-1, -1] and min(drafts[:2]) >= 0
     for b, ids in enumerate((HERE, ELSEWHERE)):
         alone, (generator,) = drafted(drafter, target, [ids], shape, temperature)
-        n = alone.tokens_BN.shape[1]
-        assert both.tokens_BN[b, :n].tolist() == alone.tokens_BN[0].tolist()
+        n = alone.tokens_BG.shape[1]
+        assert both.tokens_BG[b, :n].tolist() == alone.tokens_BG[0].tolist()
         assert torch.equal(generators[b].get_state(), generator.get_state())
-    assert (both.q_BNV is None) == (temperature == 0)
-    if both.q_BNV is not None:
-        assert both.q_BNV[0, range(4), copies].tolist() == [1] * 4
-        torch.testing.assert_close(both.q_BNV.sum(-1), torch.tensor([[1.0] * 4, [1.0, 1, 0, 0]]))
+    assert (both.q_BGV is None) == (temperature == 0)
+    if both.q_BGV is not None:
+        assert both.q_BGV[0, range(4), copies].tolist() == [1] * 4
+        torch.testing.assert_close(both.q_BGV.sum(-1), torch.tensor([[1.0] * 4, [1.0, 1, 0, 0]]))
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
@@ -131,22 +131,22 @@ def test_a_copied_row_among_sampled_ones_keeps_p(rule: str) -> None:
     """The exact law of its first token is p: a point mass is judged as one."""
     generator = torch.Generator().manual_seed(1)
     p_BMV = torch.rand(2, 4, V, generator=generator, dtype=torch.float64).softmax(-1)
-    q_BNV = torch.rand(2, 2, V, generator=generator, dtype=torch.float64).softmax(-1)
-    proposal = replaced(Proposal(torch.tensor([[3, 4], [5, 6]]), q_BNV), [[9, 8, 7], []])
+    q_BGV = torch.rand(2, 2, V, generator=generator, dtype=torch.float64).softmax(-1)
+    proposal = replaced(Proposal(torch.tensor([[3, 4], [5, 6]]), q_BGV), [[9, 8, 7], []])
     found = law(RULES[rule], proposal, p_BMV)
     first_V = found.stop_BM[0, 0] * found.next_BMV[0, 0]
     first_V[9] += found.stop_BM[0, 1:].sum()
     torch.testing.assert_close(first_V, p_BMV[0, 0])
-    assert proposal.tokens_BN[1].tolist() == [5, 6, -1]
+    assert proposal.tokens_BG[1].tolist() == [5, 6, -1]
 
 
 def test_a_copied_branch_joins_a_tree() -> None:
     """What it shares with the tree is stored once; its tokens follow the tree's nodes."""
     tokens, parents = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[-1, -1, 0], [-1, -1, 0]])
     found = joined(Proposal(tokens, None, parents), [[5, 8, 7], []])
-    assert found.tokens_BN.tolist() == [[5, 6, 7, 8, 7], [5, 6, 7, -1, -1]]
-    assert found.parents_BN is not None
-    assert found.parents_BN[0].tolist() == [-1, -1, 0, 0, 3]
+    assert found.tokens_BG.tolist() == [[5, 6, 7, 8, 7], [5, 6, 7, -1, -1]]
+    assert found.parents_BG is not None
+    assert found.parents_BG[0].tolist() == [-1, -1, 0, 0, 3]
     assert found.drafted_to()[0][4:] == [[5, 8], [5, 8, 7]]
 
 
@@ -155,9 +155,9 @@ def test_a_tree_holds_both_drafts(target: Target) -> None:
     for temperature in (0.0, 1.0):
         tree = drafted(drafter, target, [HERE], Dynamic(4, 6, 2), temperature)[0]
         alone = drafted(drafter.head, target, [HERE], Dynamic(4, 6, 2), temperature)[0]
-        assert tree.tokens_BN[0, :6].tolist() == alone.tokens_BN[0].tolist()
+        assert tree.tokens_BG[0, :6].tolist() == alone.tokens_BG[0].tolist()
         assert [8, 9, 5, 6] in tree.drafted_to()[0]
-        assert tree.q_BNV is None
+        assert tree.q_BGV is None
 
 
 def test_the_heads_cache_is_right_after_rounds_without_it(
@@ -170,7 +170,7 @@ def test_the_heads_cache_is_right_after_rounds_without_it(
     def checked(self: Hybrid, ctx: Any, shape: Any, choose: Any, cache: Any) -> Proposal:
         found = whole(self, ctx, shape, choose, cache)
         again = whole(self, ctx, shape, choose, None)
-        assert found.tokens_BN.tolist() == again.tokens_BN.tolist()
+        assert found.tokens_BG.tolist() == again.tokens_BG.tolist()
         used.append(cache.head.lengths == [len(ctx.texts[0]) - 1])
         return found
 
@@ -192,7 +192,7 @@ def test_a_saved_hybrid_holds_its_members(target: Target, tmp_path: Path) -> Non
     for ids in (HERE, texts[4][:9], ELSEWHERE):
         for shape in (Chain(4), Dynamic(3, 6, 2)):
             ours, theirs = (drafted(d, target, [ids], shape, 0.0)[0] for d in (drafter, loaded))
-            assert ours.tokens_BN.tolist() == theirs.tokens_BN.tolist()
+            assert ours.tokens_BG.tolist() == theirs.tokens_BG.tolist()
     assert isinstance(loaded, Hybrid) and loaded.tried_EK.sum() > 0
 
 

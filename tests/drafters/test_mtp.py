@@ -28,7 +28,7 @@ from specdec.targets.stored import StoredParts
 from tests.drafters.plain import EPS, attended, key_value, mlp, rms
 from tests.tiny import architectures, compose, random_drafter, random_target, save_target
 
-V, D, E = 61, 32, 8
+V, D, Dh = 61, 32, 8
 IDS = torch.randint(2, V, (1, 12), generator=torch.Generator().manual_seed(4))
 
 
@@ -62,7 +62,7 @@ class Twin:
         both = torch.cat([rms(e, w["enorm.weight"]), rms(h, w["hnorm.weight"])])
         x = w["eh_proj.weight"] @ both
         read = rms(x, w["input_layernorm.weight"])
-        self.cache.append(key_value(w, read, position, E))
+        self.cache.append(key_value(w, read, position, Dh))
         x = x + attended(w, read, position, self.cache)
         x = x + mlp(w, rms(x, w["pre_mlp_layernorm.weight"]))
         return rms(x, w["final_layernorm.weight"])
@@ -143,7 +143,7 @@ def test_the_export_says_what_vllms_loader_reads(target: Target, tmp_path: Path)
         "layernorm_epsilon": EPS,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
-        "swa_head_dim": E,
+        "swa_head_dim": Dh,
         "swa_rope_theta": 10000.0,
         "attention_bias": False,
     }

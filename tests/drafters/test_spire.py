@@ -23,7 +23,7 @@ from tests.drafters.plain import key_value, mlp, rms
 from tests.runs import require_learning
 from tests.tiny import Tiny, architectures, compose, random_drafter, random_target
 
-V, D, E, L = 61, 32, 8, 6
+V, D, Dh, L = 61, 32, 8, 6
 
 
 def text(length: int) -> Tensor:
@@ -88,7 +88,7 @@ def test_drafted_tokens_are_read_as_the_paper_says() -> None:
     visible = [t for t in range(a) if t < sink or t >= a - window]
 
     def pair(i: int, x: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        return key_value(weights[i], rms(x, weights[i]["input_layernorm.weight"]), t, E)
+        return key_value(weights[i], rms(x, weights[i]["input_layernorm.weight"]), t, Dh)
 
     caches = [[pair(i, streams[t, i], t) for t in visible] for i in range(2)]
     for k in range(depth):
@@ -130,13 +130,13 @@ def test_a_draft_over_a_long_text_keeps_and_reads_a_window(sink: int) -> None:
             wide.clear()
             alone = drafter.draft(ctx, shape, greedy)
             wide.clear()
-            assert torch.equal(drafted.tokens_BN, alone.tokens_BN)
+            assert torch.equal(drafted.tokens_BG, alone.tokens_BG)
         assert cache.slot_layers[0].keys.shape[2] == sink + window + 1
     cache.select([1])
     ctx = Context(rows[1:], read(target, drafter, rows[1:]).layers_BTF, lengths=[40])
     assert torch.equal(
-        drafter.draft(ctx, Chain(3), greedy, cache).tokens_BN,
-        drafter.draft(ctx, Chain(3), greedy).tokens_BN,
+        drafter.draft(ctx, Chain(3), greedy, cache).tokens_BG,
+        drafter.draft(ctx, Chain(3), greedy).tokens_BG,
     )
 
 
@@ -155,7 +155,7 @@ def test_a_ring_holds_the_sinks_and_the_latest_tokens() -> None:
 def test_every_way_to_attend_sees_the_same_window(computed: Any) -> None:
     """In tiles of 128 keys and by flex attention as with all scores at once, for two documents."""
     generator, A = torch.Generator().manual_seed(0), 300
-    query, *drawn = (torch.randn(1, 2, n, A, E, generator=generator) for n in (2, 1, 1, 1, 1))
+    query, *drawn = (torch.randn(1, 2, n, A, Dh, generator=generator) for n in (2, 1, 1, 1, 1))
     keys, values, *own = (x[:, :, 0] for x in drawn)
     place = torch.cat([torch.arange(100), torch.arange(200)])[None]
     document, every = torch.arange(A)[None].ge(100).long(), torch.arange(A)[None]

@@ -250,8 +250,8 @@ def test_first_token_follows_p(folders: dict[str, Path], pair: tuple[str, str]) 
             p = sampler.probs(target.logits(final))[0].double()
             choose = Choose(sampler, "none", [torch.Generator()], vocabulary(drafter), V)
             proposal = drafter.draft(Context(text), Chain(1), choose, drafter.new_cache())
-            assert proposal.q_BNV is not None
-            q = proposal.q_BNV[0, 0].double()
+            assert proposal.q_BGV is not None
+            q = proposal.q_BGV[0, 0].double()
             own = torch.tensor([lm.tokenizer.encode(target.tokenizer.decode(prompt))])
             theirs = sampler.probs(lm.model(own).logits[0, -1][drafter.draft_S]).double()
             torch.testing.assert_close(q[drafter.vocab_S], theirs, atol=1e-6, rtol=1e-4)
@@ -292,11 +292,11 @@ def test_cached_draft_equals_the_uncached_one(
         went_back += sum(own[: len(old)] != old for own, old in zip(cache.tokens, before))
         for b, end in enumerate(ends):
             plain = draw(Context(rows[b : b + 1, :end]), [n + 9 * b], None)
-            tokens = plain.tokens_BN[0].tolist()
-            assert cached.tokens_BN[b, : len(tokens)].tolist() == tokens
-            assert (cached.tokens_BN[b, len(tokens) :] == -1).all()
-            if cached.q_BNV is not None:
-                torch.testing.assert_close(cached.q_BNV[b], plain.q_BNV[0], atol=1e-5, rtol=1e-4)
+            tokens = plain.tokens_BG[0].tolist()
+            assert cached.tokens_BG[b, : len(tokens)].tolist() == tokens
+            assert (cached.tokens_BG[b, len(tokens) :] == -1).all()
+            if cached.q_BGV is not None:
+                torch.testing.assert_close(cached.q_BGV[b], plain.q_BGV[0], atol=1e-5, rtol=1e-4)
     assert went_back > 3  # "th" became "the", and the like
 
 
@@ -336,9 +336,9 @@ def test_forced_alpha_at_depth_one_is_the_decoders_own(folders: dict[str, Path])
     prompt = prompts(target)[1]
     choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], vocabulary(drafter), V)
     proposal = drafter.draft(Context(torch.tensor([prompt])), Chain(2), choose, drafter.new_cache())
-    assert proposal.q_BNV is not None
+    assert proposal.q_BGV is not None
     outside = next(i for i in range(V) if i not in inside)
-    for token, known in ((int(proposal.tokens_BN[0, 0]), True), (outside, False)):
+    for token, known in ((int(proposal.tokens_BG[0, 0]), True), (outside, False)):
         ids = [*prompt, token, 5, 6]
         mask = [False] * len(prompt) + [True] * 3
         batch = batch_of(target, drafter.needs, sampler, [ids], [mask])
@@ -347,7 +347,7 @@ def test_forced_alpha_at_depth_one_is_the_decoders_own(folders: dict[str, Path])
         n = table.anchors.position_N.tolist().index(len(prompt) - 1)
         final = target.features(torch.tensor([ids]), Needs())[1][0]
         p = sampler.probs(target.logits(final[len(prompt) - 1 : len(prompt) + 1]))
-        beta = torch.minimum(p, proposal.q_BNV[0]).sum(-1)
+        beta = torch.minimum(p, proposal.q_BGV[0]).sum(-1)
         torch.testing.assert_close(table.alpha.sampled[n, 0], beta[0], atol=1e-5, rtol=1e-4)
         expected = beta[1] if known else torch.tensor(0.0)
         torch.testing.assert_close(table.alpha.sampled[n, 1], expected, atol=1e-5, rtol=1e-4)

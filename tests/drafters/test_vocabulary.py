@@ -112,10 +112,10 @@ def test_a_draft_with_other_padding_computes_what_its_source_does(
     assert drafter.model.get_output_embeddings().weight.shape[0] == V
 
     choose = Choose(Sampler(1.0), "with", [torch.Generator()], drafter.vocab_S, V)
-    q_BNV = drafter.draft(Context(ids_BT), Chain(3), choose).q_BNV
-    assert q_BNV is not None and q_BNV.shape[-1] == V
-    assert not q_BNV[..., both:].any()
-    torch.testing.assert_close(q_BNV.sum(-1), torch.ones(1, 3))
+    q_BGV = drafter.draft(Context(ids_BT), Chain(3), choose).q_BGV
+    assert q_BGV is not None and q_BGV.shape[-1] == V
+    assert not q_BGV[..., both:].any()
+    torch.testing.assert_close(q_BGV.sum(-1), torch.ones(1, 3))
 
     plain = generate(target, TEXT, max_new_tokens=16, eos=())
     assert generate(target, TEXT, Way(drafter), max_new_tokens=16, eos=()).ids == plain.ids

@@ -90,7 +90,7 @@ def case(request: pytest.FixtureRequest) -> Made:
 def by_prompt(case: Made, x_R: torch.Tensor) -> dict[int, list[list[float]]]:
     """What is known of each round, in order, by the number of its prompt."""
     found: dict[int, list[list[float]]] = {}
-    for place, x in zip(case.batch.visited.place_R.tolist(), x_R.tolist(), strict=True):
+    for place, x in zip(case.batch.visited.place_Ro.tolist(), x_R.tolist(), strict=True):
         row, at = divmod(place, case.batch.mask_BT.shape[1])
         found.setdefault(int(case.batch.ctx.document_BT[row, at]), []).append(x)
     return found
@@ -121,17 +121,17 @@ def test_p_after_a_draft_is_that_of_a_plain_pass_over_it(temperature: float) -> 
     case = made("lm", temperature)
     visited, ids_BT = case.batch.visited, case.batch.ctx.ids_BT
     after = 0
-    for r, place in enumerate(visited.place_R.tolist()):
+    for r, place in enumerate(visited.place_Ro.tolist()):
         row, at = divmod(place, ids_BT.shape[1])
         first = at - int(case.batch.ctx.position_BT[row, at])
-        drafted = [token for token in visited.drafted_RK[r].tolist() if token >= 0]
+        drafted = [token for token in visited.drafted_RoK[r].tolist() if token >= 0]
         for k in range(len(drafted)):
             ids = torch.cat([ids_BT[row, first : at + 1], torch.tensor(drafted[:k]).long()])
             _, final = case.target.features(ids[None], case.drafter.needs)
-            torch.testing.assert_close(visited.final_RKD[r, k], final[0, -1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(visited.final_RoKD[r, k], final[0, -1], atol=1e-4, rtol=1e-4)
             z = case.target.logits(final[0, -1])
             torch.testing.assert_close(visited.summary.log_z_N[r, k], z.logsumexp(-1))
-            after += k > visited.accepted_R[r]
+            after += k > visited.accepted_Ro[r]
     assert after > 5
 
 
@@ -227,10 +227,10 @@ def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> No
     assert store.missing(rows) == []
     stored = Disk(store, case.drafter.needs, rows, case.target.device).batch(range(len(rows)))
     ours, theirs = stored.visited, case.batch.visited
-    assert torch.equal(ours.place_R, theirs.place_R)
-    assert torch.equal(ours.drafted_RK, theirs.drafted_RK)
-    there = theirs.drafted_RK >= 0
-    torch.testing.assert_close(ours.final_RKD[there], theirs.final_RKD[there])
+    assert torch.equal(ours.place_Ro, theirs.place_Ro)
+    assert torch.equal(ours.drafted_RoK, theirs.drafted_RoK)
+    there = theirs.drafted_RoK >= 0
+    torch.testing.assert_close(ours.final_RoKD[there], theirs.final_RoKD[there])
     assert torch.equal(ours.summary.argmax_N[there], theirs.summary.argmax_N[there])
     torch.testing.assert_close(stored.final_BTD, case.batch.final_BTD, atol=1e-4, rtol=1e-4)
 

@@ -135,13 +135,13 @@ def test_a_tree_grows_where_calibrated_confidence_is(
     drafter = make_drafter("medusa" if name == "best_first" else name, target, noise=0.05)
     shape: Shape = BestFirst(3, 4) if name == "best_first" else Dynamic(3, 4, 4)
     flat = calibrated(drafter, variant, Calibration([1.0] * 3, [5.0, -40.0, 0.0], [0.5] * 3))
-    assert proposed(flat, target, shape, temperature).parents_BN.tolist() == [[-1] * 4]
+    assert proposed(flat, target, shape, temperature).parents_BG.tolist() == [[-1] * 4]
     deep = calibrated(drafter, variant, Calibration([1.0] * 3, [-9.0, 40.0, 40.0], [0.5] * 3))
-    above = proposed(deep, target, shape, temperature).parents_BN[0].tolist()
+    above = proposed(deep, target, shape, temperature).parents_BG[0].tolist()
     assert above.count(-1) == 1
     other = {"greedy": "sampled", "greedy_draft": "greedy"}[variant]
     found = [
-        proposed(calibrated(drafter, other, c), target, shape, temperature).tokens_BN
+        proposed(calibrated(drafter, other, c), target, shape, temperature).tokens_BG
         for c in (NEVER, ALWAYS)
     ]
     assert torch.equal(*found)
@@ -206,7 +206,7 @@ def test_what_a_length_is_told_is_the_own_estimate_after_calibration(target: Tar
         choose = Choose(Sampler(0.0), "fixed", [], vocabulary(drafter), V)
         return drafter.draft(ctx, Chain(3, stop), choose)
 
-    tokens = drafted(ctx).tokens_BN
+    tokens = drafted(ctx).tokens_BG
     at = torch.tensor([[len(PROMPTS[1]) - 1]])
     own = drafter.confidence(drafter.hidden(ctx, at, tokens[:, None, :-1]))
     assert own is not None

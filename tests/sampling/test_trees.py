@@ -40,4 +40,4 @@ def test_parents_are_named_where_growth_is_no_chain(
     leaves = [p for p in paths if [*p, 0] not in paths]
     inner = {len(p) for p in paths if p not in leaves}  # depths at which nodes grow
     assert found == expected and len(found) == len(inner)
-    assert proposal.tokens_BN[0].tolist() == [6 - path[-1] for path in sorted(paths, key=len)]
+    assert proposal.tokens_BG[0].tolist() == [6 - path[-1] for path in sorted(paths, key=len)]

@@ -302,7 +302,7 @@ def test_committed_tokens_follow_p() -> None:
     p = sampler.probs(target.logits(target.features(text, Needs())[1][0, -2:]))[1].double()
     ctx, cache = Context(text), drafter.new_cache()
     choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], None, V)
-    q = drafter.draft(ctx, Chain(1), choose, cache).q_BNV
+    q = drafter.draft(ctx, Chain(1), choose, cache).q_BGV
     assert q is not None
     q = q[0, 0].double()
     assert 0.01 < float(torch.minimum(p, q).sum()) < 0.999  # neither hopeless nor the target
@@ -398,9 +398,9 @@ def test_cached_draft_equals_the_uncached_default(temperature: float, shape: Sha
         cached = drafted(Context(ids, lengths=[len(t) for t in texts]), [n, n + 9], cache)
         for b, text in enumerate(texts):
             plain = drafted(Context(torch.tensor([text])), [n + 9 * b], None)
-            assert cached.tokens_BN[b].tolist() == plain.tokens_BN[0].tolist()
-            if cached.q_BNV is not None and plain.q_BNV is not None:
-                torch.testing.assert_close(cached.q_BNV[b], plain.q_BNV[0], atol=1e-4, rtol=1e-4)
+            assert cached.tokens_BG[b].tolist() == plain.tokens_BG[0].tolist()
+            if cached.q_BGV is not None and plain.q_BGV is not None:
+                torch.testing.assert_close(cached.q_BGV[b], plain.q_BGV[0], atol=1e-4, rtol=1e-4)
 
 
 def save_t5(folder: Path) -> Path:

@@ -39,9 +39,9 @@ def tokens_of_drafts(rule: str, p: Tables, q: Tables) -> float:
         probability = torch.stack([q[k][index[k], draft[k]] for k in range(K)]).prod()
         if probability == 0:
             continue
-        q_BNV = torch.stack([q[k][index[k]] for k in range(K)])[None]
+        q_BGV = torch.stack([q[k][index[k]] for k in range(K)])[None]
         p_BMV = torch.stack([p[k][index[k]] for k in range(K + 1)])[None]
-        kept = law(RULES[rule], Proposal(torch.tensor([draft]), q_BNV), p_BMV).stop_BM[0]
+        kept = law(RULES[rule], Proposal(torch.tensor([draft]), q_BGV), p_BMV).stop_BM[0]
         total += float(probability * (kept * torch.arange(1.0, K + 2)).sum())
     return total
 

@@ -19,7 +19,7 @@ from specdec.targets.base import Target
 from train.data.packing import Row
 
 PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
-AFTER = "after_"  # begins the names of the same parts after drafted tokens [R, K, …]
+AFTER = "after_"  # begins the names of the same parts after drafted tokens [Ro, K, …]
 Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
 
@@ -55,16 +55,16 @@ class Online:
     def document(self, row: Row, x: slice) -> Features:
         """The features of one document with rounds, and those after its drafted tokens."""
         assert row.rounds is not None
-        rounds_TC = row.rounds[x]
-        (anchors,) = (rounds_TC[:, 0] >= 0).nonzero()
-        accepted, drafted = rounds_TC[anchors, 0].tolist(), rounds_TC[anchors, 1:].tolist()
+        rounds = row.rounds[x]
+        (anchors,) = (rounds[:, 0] >= 0).nonzero()
+        accepted, drafted = rounds[anchors, 0].tolist(), rounds[anchors, 1:].tolist()
         ids = row.ids[x].tolist()
-        ctx, final_1TD, after_RKD = read_drafts(
+        ctx, final_1TD, after_RoKD = read_drafts(
             self.target, self.needs, ids, anchors.tolist(), accepted, drafted
         )
         summary = summarise(self.target, final_1TD, self.sampler)
         of_text = parts_of(final_1TD, summary, ctx.layers_BTF)
-        after = parts_of(after_RKD, summarise(self.target, after_RKD, self.sampler), None)
+        after = parts_of(after_RoKD, summarise(self.target, after_RoKD, self.sampler), None)
         features = {name: part[0] for name, part in of_text.items()}
         return features | {AFTER + name: part for name, part in after.items()}
 
@@ -89,7 +89,7 @@ def assembled(
         return pad_sequence(whole, batch_first=True).to(device)
 
     def after_drafts(name: str) -> Tensor:
-        """A feature [R, K, …]."""
+        """A feature [Ro, K, …]."""
         parts = [features[AFTER + name] for of_row in by_row for features in of_row]
         return torch.cat(parts).to(device)
 
@@ -103,10 +103,10 @@ def assembled(
     rounds = [torch.from_numpy(row.rounds).long() for row in rows if row.rounds is not None]
     if not rounds:
         return Batch(ctx, final, summary, mask_BT)
-    rounds_XC = pad_sequence(rounds, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
-    place_R = (rounds_XC[:, 0] >= 0).nonzero()[:, 0]
-    drafted = rounds_XC[place_R, 0], rounds_XC[place_R, 1:]
-    return Batch(ctx, final, summary, mask_BT, Visited(place_R, *drafted, *states(after_drafts)))
+    by_position = pad_sequence(rounds, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
+    place_Ro = (by_position[:, 0] >= 0).nonzero()[:, 0]
+    drafted = by_position[place_Ro, 0], by_position[place_Ro, 1:]
+    return Batch(ctx, final, summary, mask_BT, Visited(place_Ro, *drafted, *states(after_drafts)))
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:

@@ -157,9 +157,9 @@ class Store:
                     kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
                     by_name[name_of(row.ids[x])] = kept
                     if (visited := batch.visited) is not None:
-                        place_R = visited.place_R
-                        of_x = (place_R >= x.start) & (place_R < x.stop)
-                        after = parts_of(visited.final_RKD, visited.summary, None)
+                        place_Ro = visited.place_Ro
+                        of_x = (place_Ro >= x.start) & (place_Ro < x.stop)
+                        after = parts_of(visited.final_RoKD, visited.summary, None)
                         by_name[name_of_rounds(row, x)] = {
                             AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
                         }

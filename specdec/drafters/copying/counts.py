@@ -6,7 +6,6 @@ bigram: q(y | x) = (c(x, y) + s u(y)) / (c(x) + s), the unigram as a Dirichlet p
 (MacKay and Peto 1995). Leviathan et al. 2023 (Section 4.1) try a bigram as the cheapest draft.
 
 Both give whole distributions, which serve both to draw sampled drafts and to judge them.
-Letters: B batch, A anchors, K depth, V vocabulary, N pairs of tokens that occur.
 """
 
 from collections.abc import Sequence
@@ -101,11 +100,11 @@ class Bigram(Unigram):
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         super().fit(texts, masks)
-        both = zip(texts, masks, strict=True)
-        said = [pair for ids, mask in both for pair in compress(pairwise(ids), mask[1:])]
+        answers = zip(texts, masks, strict=True)
+        said = [pair for ids, mask in answers for pair in compress(pairwise(ids), mask[1:])]
         if said:
-            said_M2 = torch.tensor(said, device=self.next_N.device)
-            pairs_N2, self.pairs_N = said_M2.unique(dim=0, return_counts=True)
+            both = torch.tensor(said, device=self.next_N.device)
+            pairs_N2, self.pairs_N = both.unique(dim=0, return_counts=True)
             after_V = torch.bincount(pairs_N2[:, 0], minlength=self.sizes.target_vocab)
             self.start_V1[1:] = after_V.cumsum(0)
             self.next_N = pairs_N2[:, 1].contiguous()
@@ -125,10 +124,10 @@ class Bigram(Unigram):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         x_R = hidden.flatten()
         start_R, count_R = self.start_V1[x_R], self.start_V1[x_R + 1] - self.start_V1[x_R]
-        row_M = torch.repeat_interleave(torch.arange(len(x_R), device=x_R.device), count_R)
+        row_U = torch.repeat_interleave(torch.arange(len(x_R), device=x_R.device), count_R)
         first_R = count_R.cumsum(0) - count_R
-        at_M = torch.arange(len(row_M), device=x_R.device) + (start_R - first_R)[row_M]
+        at_U = torch.arange(len(row_U), device=x_R.device) + (start_R - first_R)[row_U]
         q_RV = (self.config.prior * self._unigram()).repeat(len(x_R), 1)
-        q_RV[row_M, self.next_N[at_M]] += self.pairs_N[at_M].to(q_RV.dtype)
+        q_RV[row_U, self.next_N[at_U]] += self.pairs_N[at_U].to(q_RV.dtype)
         log_q = (q_RV / q_RV.sum(-1, keepdim=True)).log()
         return log_q.view(*hidden.shape[:-1], -1)

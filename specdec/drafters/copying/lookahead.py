@@ -9,8 +9,6 @@ token; those that begin with the anchor are drafted.
 Every pass is W (N - 1) tokens wider. Lookahead pays only where that costs little and where prompt
 lookup, which is free, finds too few n-grams in the text. The window depends on the rounds so far;
 teacher forcing sees only the text's n-grams, so its α is a lower bound on the decoder's.
-
-Letters: B batch, X scouts, W columns, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -101,14 +99,14 @@ class Lookahead(Copying, Hears, RunsTarget):
         for pool in pools:
             if not pool.levels:  # any guess will do: take tokens from all over the text
                 pool.levels = [[pool.ids[j * len(pool.ids) // columns] for j in range(columns)]]
-        tokens_BX = torch.tensor([list(chain(*pool.levels)) for pool in pools], device=device)
-        parents = [*range(-1, columns - 1), *range(tokens_BX.shape[1] - columns)]
-        return Scouts(tokens_BX, torch.tensor(parents, device=device).expand(len(pools), -1))
+        tokens_BQ = torch.tensor([list(chain(*pool.levels)) for pool in pools], device=device)
+        parents = [*range(-1, columns - 1), *range(tokens_BQ.shape[1] - columns)]
+        return Scouts(tokens_BQ, torch.tensor(parents, device=device).expand(len(pools), -1))
 
-    def hear(self, logits_BXV: Tensor, cache: Memories) -> None:
+    def hear(self, logits_BQV: Tensor, cache: Memories) -> None:
         """One Jacobi iteration: the likeliest tokens after the last level form the next level.
         Complete columns go to the pools, and the oldest level is dropped."""
-        newest = logits_BXV[:, -self.config.window :].float().argmax(-1).tolist()
+        newest = logits_BQV[:, -self.config.window :].float().argmax(-1).tolist()
         for pool, level in zip(cache.rows, newest, strict=True):
             pool.levels.append(level)
             if len(pool.levels) == self.config.ngram:

@@ -3,8 +3,6 @@
 A family supplies a `Memory`, which is fed token by token. While decoding, each row has a memory,
 which is fed the committed tokens; in teacher forcing, one memory walks over each document and
 drafts at every anchor. A memory reads neither the target nor earlier drafts.
-
-Letters: B batch, A anchors, K depth, V vocabulary.
 """
 
 from abc import ABC, abstractmethod

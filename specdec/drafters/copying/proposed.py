@@ -1,7 +1,4 @@
-"""Copied tokens as proposals, as logits, and as the growth that beam search asks for.
-
-Letters: B batch, A anchors, K depth, N nodes, V vocabulary.
-"""
+"""Copied tokens as proposals, as logits, and as the growth that beam search asks for."""
 
 from collections.abc import Callable
 
@@ -27,9 +24,9 @@ def copied_trees(trees: list[list[TreeNode]], device: torch.device) -> Proposal:
     """A proposal of the tree of each row, padded to the largest."""
     most = max(map(len, trees))
     padded = [[*tree, *[(-1, -1)] * (most - len(tree))] for tree in trees]
-    padded_BN2 = torch.tensor(padded, dtype=torch.long, device=device).view(len(trees), most, 2)
-    tokens_BN, parents_BN = padded_BN2.unbind(-1)
-    return Proposal(tokens_BN, None, parents_BN if most else None)
+    padded_BG2 = torch.tensor(padded, dtype=torch.long, device=device).view(len(trees), most, 2)
+    tokens_BG, parents_BG = padded_BG2.unbind(-1)
+    return Proposal(tokens_BG, None, parents_BG if most else None)
 
 
 def point_mass(ids: Tensor, vocab_size: int) -> Tensor:

@@ -8,7 +8,7 @@ and both indices, the one with the largest Σ D, its expected accepted length, i
 
 The corpus is a suffix array in buffers of the module. The index of the text lists the positions of
 each token, from which matches of every length are updated with each new token. A node of either
-tree holds the places at which its path occurs. Letters: N tokens of the corpus, R sampled ones.
+tree holds the places at which its path occurs.
 """
 
 import heapq

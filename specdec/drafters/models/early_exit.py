@@ -13,8 +13,6 @@ draft keeps a cache of its own. This costs E / L of the memory of the target's c
 layers over the prompt, and in each round one over all new tokens instead of the anchor alone. In
 return, depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for
 each depth at every anchor.
-
-Letters: B batch, T tokens of a pass, A anchors, K depth, D width, S vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -71,10 +69,10 @@ class EarlyExit(View, Trainable):
     @classmethod
     def plan(cls, config: EarlyExitConfig, target: Parts) -> EarlyExitSizes:
         L = decoder_layers(target, config.name)
-        E = (L + 1) // 2 if config.layers is None else config.layers
-        require(1 <= E <= L, f"drafter.layers={E}: give 1 to {L}, the layers of this target")
-        adapted = adapted_layers(target, E, config.lora)
-        return cls.Sizes.of(config, target, layers=E, adapted=adapted)
+        kept = (L + 1) // 2 if config.layers is None else config.layers
+        require(1 <= kept <= L, f"drafter.layers={kept}: give 1 to {L}, the layers of this target")
+        adapted = adapted_layers(target, kept, config.lora)
+        return cls.Sizes.of(config, target, layers=kept, adapted=adapted)
 
     @property
     def train_depth(self) -> int:

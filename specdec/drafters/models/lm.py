@@ -2,8 +2,6 @@
 
 It reads only the target's tokens. It is loaded from a hub or a folder, starts from random weights,
 or is cut from the target (its embedding, some of its layers, its head).
-Letters: B batch, T time, A anchors, X drafted tokens of all anchors, M = T + X, D width,
-V vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -89,10 +87,10 @@ class LM(Pretrained, InTransformers):
         """One pass reads the text and then, as its branches, the tokens drafted at all anchors."""
         if drafted_BAk is None:
             return super().hidden(ctx, anchors_BA, None)
-        ids_BM, place = with_branches(ctx, anchors_BA, drafted_BAk)
+        ids_BTx, place = with_branches(ctx, anchors_BA, drafted_BAk)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
-        states_BMD = self.step(ids_BM, use_cache=False, **inputs)
-        of_text, of_drafts = states_BMD.tensor_split([ctx.ids_BT.shape[1]], 1)
+        states_BTxD = self.step(ids_BTx, use_cache=False, **inputs)
+        of_text, of_drafts = states_BTxD.tensor_split([ctx.ids_BT.shape[1]], 1)
         first_BA1D = entries(of_text, anchors_BA)[:, :, None]
         return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAk.shape[1:])], 2)
 
@@ -116,24 +114,24 @@ class LM(Pretrained, InTransformers):
 
 
 def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tuple[Tensor, Place]:
-    """The ids [B, M] of a text followed by the tokens drafted at each anchor, and their place. Each
-    drafted token sees its document up to its anchor, and the tokens drafted there before it."""
+    """The ids [B, Tx] of a text followed by the tokens drafted at each anchor, and their place.
+    Each drafted token sees its document up to its anchor and the tokens drafted there before it."""
     (B, T), k, device = ctx.ids_BT.shape, drafted_BAk.shape[2], anchors_BA.device
     step_T, (position_BT, document_BT) = torch.arange(T, device=device), ctx.documents()
     anchor_BX = anchors_BA.repeat_interleave(k, 1)
     step_X = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
     round_X = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
     position_BX = position_BT.gather(1, anchor_BX) + 1 + step_X
-    position_BM = torch.cat([position_BT, position_BX], 1)
-    document_BM = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
-    last_BM = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # last text token that each sees
-    alike_BMT = document_BM[:, :, None] == document_BT[:, None]
-    of_text_BMT = alike_BMT & (last_BM[:, :, None] >= step_T)
+    position_BTx = torch.cat([position_BT, position_BX], 1)
+    document_BTx = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
+    last_BTx = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # last text token that each sees
+    alike_BTxT = document_BTx[:, :, None] == document_BT[:, None]
+    of_text_BTxT = alike_BTxT & (last_BTx[:, :, None] >= step_T)
     own_XX = (round_X[:, None] == round_X) & (step_X[:, None] >= step_X)
-    own_MX = torch.cat([own_XX.new_zeros(T, len(step_X)), own_XX])
-    mask_BMM = torch.cat([of_text_BMT, own_MX.expand(B, -1, -1)], 2)
-    ids_BM = torch.cat([ctx.ids_BT, drafted_BAk.flatten(1)], 1)
-    return ids_BM, Place(position_BM, mask_BMM, position_BM)
+    own_TxX = torch.cat([own_XX.new_zeros(T, len(step_X)), own_XX])
+    mask_BTxTx = torch.cat([of_text_BTxT, own_TxX.expand(B, -1, -1)], 2)
+    ids_BTx = torch.cat([ctx.ids_BT, drafted_BAk.flatten(1)], 1)
+    return ids_BTx, Place(position_BTx, mask_BTxTx, position_BTx)
 
 
 def _cut(config: LMConfig, target: Parts) -> list[int]:

@@ -4,8 +4,6 @@ start from another model's weights or random ones, and are trained whole or by a
 LoRA (Hu et al. 2022) trains W + (alpha / rank) B A with W frozen. Adapters exist only in training
 and its checkpoints: a draft on disk holds the weights with the adapters added, so it needs nothing
 else, and drafting costs no more than with the plain model.
-
-Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
 from abc import abstractmethod

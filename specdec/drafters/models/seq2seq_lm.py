@@ -1,8 +1,6 @@
 """A smaller encoder-decoder with the target's tokenizer drafts (Leviathan et al. 2023: T5-small
 for T5-XXL). Its own encoder reads the prompt once; its decoder then reads only the target's
 tokens.
-
-Letters: B batch, T time, V vocabulary.
 """
 
 from dataclasses import dataclass, field

@@ -13,9 +13,6 @@ committed tokens to the tail. Every `refresh` tokens the positions are chosen ag
 the last `window` tokens (for snapkv, by a pass over these), and the tail shrinks to these. (SnapKV
 itself chooses once per prompt. On a grid of positions the choice depends only on the text, so α by
 teacher forcing is the decoder's.) Tokens keep their true positions, by which keys were rotated.
-
-Letters: B batch, T tokens of a pass, A anchors, K depth, D width, P slots, H KV heads, Q query
-heads, w the window, C kept positions, E head width.
 """
 
 from collections.abc import Callable, Sequence
@@ -158,13 +155,13 @@ class Sparse(View, ForLongPrompts):
     def _choice(
         self, full: SlotCache, texts: Sequence[Sequence[int]], b: int, before: int
     ) -> list[Tensor]:
-        """Positions [H, C] below `before` that each layer keeps of row b, ascending."""
+        """Positions [Hkv, P] below `before` that each layer keeps of row b, ascending."""
         config, budget, window = self.target.config, self.config.budget, self.config.window
-        H = full.slot_layers[0].keys.shape[1]
+        Hkv = full.slot_layers[0].keys.shape[1]
 
         def latest(sink: int) -> Tensor:
             kept = [*range(sink), *range(before - budget + sink, before)]
-            return torch.tensor(kept, device=self.target.device).expand(H, -1)
+            return torch.tensor(kept, device=self.target.device).expand(Hkv, -1)
 
         last = texts[b][before : before + window]
         votes = [w for view in self.voters for w in attention(view, full, b, last, before)]
@@ -175,7 +172,7 @@ class Sparse(View, ForLongPrompts):
             ):
                 chosen.append(latest(0))
             elif votes:
-                chosen.append(voted(votes[n], H, before, budget, self.config.pool))
+                chosen.append(voted(votes[n], Hkv, before, budget, self.config.pool))
             else:
                 chosen.append(latest(self.config.sink))
         return chosen
@@ -194,37 +191,37 @@ class Sparse(View, ForLongPrompts):
         return torch.cat(states)
 
 
-def voted(attention_QwP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:
-    """The positions [H, C] below `before`, ascending, that get the most attention from the last w
+def voted(attention_HTP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:
+    """The positions [Hkv, P] below `before`, ascending, that get the most attention from the last T
     tokens (SnapKV, Listing 1): attention is summed over those tokens and averaged over a KV head's
     query heads and over `pool` neighbouring positions."""
-    votes_HP = attention_QwP[..., :before].float().sum(1).unflatten(0, (heads, -1)).mean(1)
-    smooth_HP = nn.functional.avg_pool1d(
-        votes_HP, pool, stride=1, padding=pool // 2, count_include_pad=False
+    votes_HkvP = attention_HTP[..., :before].float().sum(1).unflatten(0, (heads, -1)).mean(1)
+    smooth_HkvP = nn.functional.avg_pool1d(
+        votes_HkvP, pool, stride=1, padding=pool // 2, count_include_pad=False
     )
-    return smooth_HP.topk(min(budget, before), -1).indices.sort(-1).values
+    return smooth_HkvP.topk(min(budget, before), -1).indices.sort(-1).values
 
 
 def attention(
     model: Any, full: SlotCache, b: int, last: Sequence[int], before: int
 ) -> list[Tensor]:
-    """For each layer of a model, the attention weights [Q, w, P] of the tokens `last`, which start
+    """For each layer of a model, the attention weights [H, T, P] of the tokens `last`, which start
     at position `before`, over the slots of row b of the target's cache."""
     cache = _rows(full, b, [full.lengths[b]])
-    ids_1w = torch.tensor([list(last)], device=model.device)
-    cache.place(ids_1w)  # the tokens are read again after the text, where no other token sees them
-    position_1w = torch.arange(before, before + len(last), device=model.device)[None]
+    ids_1T = torch.tensor([list(last)], device=model.device)
+    cache.place(ids_1T)  # the tokens are read again after the text, where no other token sees them
+    position_1T = torch.arange(before, before + len(last), device=model.device)[None]
     slot_1P = torch.arange(cache.shown, device=model.device)[None]
-    place = Place(position_1w, slot_1P[:, None] <= position_1w[..., None], slot_1P)
+    place = Place(position_1T, slot_1P[:, None] <= position_1T[..., None], slot_1P)
     inputs = model_inputs(model.config.get_text_config(), place, model.dtype)
     out = model(
-        input_ids=ids_1w,
+        input_ids=ids_1T,
         use_cache=True,
         output_attentions=True,
         **inputs,
         **{cache_argument(model): cache},
     )
-    return [weights_1QwP[0] for weights_1QwP in out.attentions]
+    return [weights_1HTP[0] for weights_1HTP in out.attentions]
 
 
 def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:

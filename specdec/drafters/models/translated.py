@@ -13,8 +13,6 @@ to the first token that differs. There are two ways back to the target's tokens:
   token, but only chains. In teacher forcing, the draft writes on from each anchor without
   seeing how the text continues: at T > 0, the text may have departed from the proposal before a
   later depth.
-
-Letters: B batch, T time, A anchors, K depth, W nodes, D width, S the intersection, V vocabulary.
 """
 
 from collections.abc import Sequence

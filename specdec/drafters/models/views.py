@@ -3,8 +3,6 @@ another attention.
 
 A view is made of copies of the target's modules that share its parameters, so the target itself is
 not changed, and no weight is copied.
-
-Letters: B batch, T tokens of a pass, A anchors, D width.
 """
 
 import copy

@@ -5,8 +5,6 @@ Makers pad embeddings: the same tokenizer comes with 151,936 rows in one model a
 larger one, and engines only draft with a model that has exactly the target's rows. Rows beyond the
 target's are cut. Where the draft has fewer, rows of zeros are added, and its draft vocabulary ends
 before them, so q is 0 there.
-
-Letters: S rows that the draft had, V those of the target.
 """
 
 from collections import defaultdict

@@ -3,9 +3,6 @@
 A family writes one `step` through its layers and hands each of them an `Attend`: attention over a
 text's pairs, at anchors (`over_text`), or over the slots of a cache (`over_slots`). The step does
 not know which.
-
-Letters: B batch, P keys, A anchors, W places that a pass reads, N places whose output it gives,
-D width, H heads, G query heads per KV head, E head width.
 """
 
 from typing import Protocol
@@ -19,7 +16,7 @@ from specdec.drafters.nn.rope import rotated
 
 SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
 
-KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, E]
+KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, Dh]
 
 
 class Attention(nn.Module):
@@ -47,16 +44,16 @@ class Attention(nn.Module):
         return rotated(keys, rope), self._heads(self.v_proj(x_BPD))
 
     def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries [B, Hkv, G, A, E]."""
+        """Queries [B, Hkv, Hg, A, Dh]."""
         query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
         return query.unflatten(1, (self.kv_heads, -1))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, A, H·E] -> [B, H, A, E]"""
+        """[B, A, H·Dh] -> [B, H, A, Dh]"""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def joined(self, heads: Tensor) -> Tensor:
-        """The heads' outputs [B, Hkv, G, A, E] -> [B, A, D]"""
+        """The heads' outputs [B, Hkv, Hg, A, Dh] -> [B, A, D]"""
         return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
 
     def own_output(self, x: Tensor) -> Tensor:
@@ -65,14 +62,14 @@ class Attention(nn.Module):
         heads = values.repeat_interleave(self.heads // self.kv_heads, -2)
         return self.o_proj(heads.flatten(-2))
 
-    def see_oneself(self, inner_XR: Tensor, outer_RD: Tensor) -> None:
-        """Set the weights so that every input x [X] sees little but itself and the output is
-        `x @ inner_XR @ outer_RD`. Queries and keys are the same random map of x's first D
+    def see_oneself(self, inner_FLr: Tensor, outer_LrD: Tensor) -> None:
+        """Set the weights so that every input x [F] sees little but itself and the output is
+        `x @ inner_FLr @ outer_LrD`. Queries and keys are the same random map of x's first D
         numbers."""
-        (R, D), groups = outer_RD.shape, self.heads // self.kv_heads
-        self.v_proj.weight[:R] = inner_XR.T.to(self.v_proj.weight)
+        (Lr, D), groups = outer_LrD.shape, self.heads // self.kv_heads
+        self.v_proj.weight[:Lr] = inner_FLr.T.to(self.v_proj.weight)
         outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)
-        outputs[:, :R] = outer_RD.T
+        outputs[:, :Lr] = outer_LrD.T
         of_heads = outputs.unflatten(1, (self.kv_heads, -1)).repeat_interleave(groups, 1)
         self.o_proj.weight.copy_(of_heads.flatten(1) / groups)
         drawn = torch.randn(
@@ -89,19 +86,19 @@ class Attend(Protocol):
     output of the last layer may be asked for at a few places only."""
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        """What layer i adds to the stream [B, N, D] where it is asked for its output, if its
+        """What layer i adds to the stream [B, Wo, D] where it is asked for its output, if its
         attention reads [B, W, …]."""
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        """The entries [B, N, …] where layer i is asked for its output, of entries [B, W, …]."""
+        """The entries [B, Wo, …] where layer i is asked for its output, of entries [B, W, …]."""
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
-    """Attention [B, Hkv, G, A, E]. The heads of a group become extra rows of the query, so keys and
-    values are not copied."""
-    G, A = query.shape[2:4]
-    mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, G, 1)
+    """Attention [B, Hkv, Hg, A, Dh]. The heads of a group become extra rows of the query, so keys
+    and values are not copied."""
+    Hg, A = query.shape[2:4]
+    mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, Hg, 1)
     out = nn.functional.scaled_dot_product_attention(
         query.flatten(2, 3), keys, values, attn_mask=mask
     )
-    return out.unflatten(2, (G, A))
+    return out.unflatten(2, (Hg, A))

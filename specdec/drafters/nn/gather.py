@@ -1,7 +1,5 @@
 """Tokens and states of a text, gathered at anchors and depths; and how much of a text is still
 unread by a draft's cache.
-
-Letters: B batch, T time, A anchors, k or K number of depths, D width.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""A Llama layer of a draft's own, which takes its shape, and may copy its weights, from the target.
-
-Letters: B batch, N states, A anchors, D width.
-"""
+"""A Llama layer of a draft, which takes its shape, and may copy its weights, from the target."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +52,7 @@ class Layer(nn.Module):
         return stream
 
     def forward(self, read: Tensor, residual: Tensor, attend: Attend, i: int = 0) -> Tensor:
-        """The output [B, N, D] of this layer, the i-th of a draft, where it is asked for it, from
+        """The output [B, Wo, D] of this layer, the i-th of a draft, where it is asked for it, from
         what attention reads at all places and the residual there."""
         added = attend(i, self.self_attn, read)
         return self.finish(attend.asked(i, residual), added)

@@ -1,8 +1,4 @@
-"""Attention of decoding: over the slots of a cache, into which a pass writes its keys.
-
-Letters: B batch, W places that a pass reads, N places whose output it gives, X text entries before
-them, P slots, D width.
-"""
+"""Attention of decoding: over the slots of a cache, into which a pass writes its keys."""
 
 import torch
 from torch import Tensor
@@ -13,10 +9,10 @@ from specdec.runtime.cache import SlotCache
 
 
 class OverSlots:
-    """The attention (`Attend`) of a pass of decoding. `rope` holds cos and sin [B, W, R], and
+    """The attention (`Attend`) of a pass of decoding. `rope` holds cos and sin [B, W, Dr], and
     `mask` [B, W, P] says which slots each place sees; None: all.
 
-    The last of the `layers` is asked for its output only at `last` [B, N], unless that is None.
+    The last of the `layers` is asked for its output only at `last` [B, Wo], unless that is None.
     """
 
     def __init__(
@@ -34,7 +30,7 @@ class OverSlots:
         return x if self.last is None or i < self.layers - 1 else entries(x, self.last)
 
     def seen(self, i: int) -> Tensor | None:
-        """The slots [B, N, P] that layer i sees where it is asked for its output."""
+        """The slots [B, Wo, P] that layer i sees where it is asked for its output."""
         return None if self.mask is None else self.asked(i, self.mask)
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
@@ -46,7 +42,7 @@ class OverSlots:
 
 class AfterText(OverSlots):
     """The attention of a pass over one block in each row, which first writes keys of the `text`
-    [B, X, D] that is new. `rope` covers that text and the block, and `mask` the block alone."""
+    [B, T, D] that is new. `rope` covers that text and the block, and `mask` the block alone."""
 
     def __init__(
         self, cache: SlotCache, rope: tuple[Tensor, Tensor], mask: Tensor, text: Tensor

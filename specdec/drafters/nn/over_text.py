@@ -2,9 +2,6 @@
 
 An anchor sees the shared keys of its document up to its own pair and, for each token that was
 drafted there, one more key, which no other anchor sees: one pass reads all anchors of a text.
-
-Letters: B batch, P shared keys, A anchors, W places that a pass reads, N slots of all anchors'
-blocks, D width, H heads, G query heads per KV head, E head width.
 """
 
 from collections.abc import Callable
@@ -25,7 +22,7 @@ BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys
 
 compiled = cache(torch.compile)  # each function once
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin [B, W, R], as `Rope` gives them
+Rotation = tuple[Tensor, Tensor]  # cos and sin [B, W, Dr], as `Rope` gives them
 
 
 class Sight(NamedTuple):
@@ -52,7 +49,7 @@ class Sight(NamedTuple):
         return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
 
     def mask(self, anchors: slice, keys: slice) -> Tensor:
-        """The mask [B, a, p] of these anchors and keys."""
+        """The mask [B, A, P] of these anchors and keys."""
         pair_BA1, first_BA1 = (x[:, anchors, None] for x in (self.pair_BA, self.first_BA))
         key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
         alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
@@ -92,7 +89,7 @@ class Keys:
         self.sight = self.sight.first(anchors)
 
     def read(self, i: int, query: Tensor) -> Tensor:
-        """The heads of layer i [B, Hkv, G, N, E] for queries of all slots."""
+        """The heads of layer i [B, Hkv, Hg, X, Dh] for queries of all slots."""
         shared, own, size = self.shared[i], self.own[i], self.size
         if not self.causal:
             return over_blocks(query, size, shared, self.sight, own)
@@ -104,9 +101,9 @@ class Keys:
 
 
 class At(NamedTuple):
-    """The places [B, N] of blocks among the pairs of a text, and their rotation."""
+    """The places [B, X] of blocks among the pairs of a text, and their rotation."""
 
-    place_BN: Tensor
+    place_BX: Tensor
     rope: Rotation
 
 
@@ -126,7 +123,7 @@ class OverPairs:
         self.keys, self.rope, self.sight, self.last, self.at = keys, rope, sight, last, at
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        return x if self.at is None or i < self.last else entries(x, self.at.place_BN)
+        return x if self.at is None or i < self.last else entries(x, self.at.place_BX)
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
         self.keys.share(attention.keys_values(read, self.rope))
@@ -171,25 +168,25 @@ class OverDrafts:
 def over_blocks(
     query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
 ) -> Tensor:
-    """Attention [B, Hkv, G, N, E] of the N = A · `size` slots of all anchors' blocks. A block's
+    """Attention [B, Hkv, Hg, X, Dh] of the X = A · `size` slots of all anchors' blocks. A block's
     slots see the same keys, so they count as further query heads of their anchor."""
-    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, G, size, A, E]
+    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, Hg, size, A, Dh]
     out = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
     return out.transpose(3, 4).flatten(3, 4)
 
 
 def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
-    """A key and a value [B, Hkv, A, E] for each slot of blocks, from those of all slots
-    [B, Hkv, A · size, E]."""
+    """A key and a value [B, Hkv, A, Dh] for each slot of blocks, from those of all slots
+    [B, Hkv, A · size, Dh]."""
     keys, values = (x.unflatten(2, (-1, size)).unbind(3) for x in keys_values)
     return tuple(zip(keys, values, strict=True))
 
 
 def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """Attention [B, Hkv, G, A, E] of all anchors of a text, as training needs it. `own` holds a key
-    and a value [B, Hkv, A, E] for each drafted token, of which anchor i sees entry i. The scores of
-    a long text are never held at once and are computed again in the backward pass, so memory grows
-    with the text's length, not with its square."""
+    """Attention [B, Hkv, Hg, A, Dh] of all anchors of a text, as training needs it. `own` holds a
+    key and a value [B, Hkv, A, Dh] for each drafted token, of which anchor i sees entry i. The
+    scores of a long text are never held at once and are computed again in the backward pass, so
+    memory grows with the text's length, not with its square."""
     if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
         return _whole(query, shared, sight, own)
     return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
@@ -197,18 +194,18 @@ def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue,
 
 def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
     """`attended` with all scores at once."""
-    (keys, values), (G, A, E) = shared, query.shape[2:]
+    (keys, values), (Hg, A, Dh) = shared, query.shape[2:]
     P = keys.shape[2]
     mask_BAP = sight.mask(slice(0, A), slice(0, P))
     if not own:
         return fused(query, keys, values, mask_BAP)
-    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (G, A))
+    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (Hg, A))
     scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
     diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
     precise = torch.promote_types(scores.dtype, torch.float32)
-    scores = torch.cat([scores, diagonal], -1).to(precise) * E**-0.5
+    scores = torch.cat([scores, diagonal], -1).to(precise) * Dh**-0.5
     weights = scores.softmax(-1).to(values.dtype)
-    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (G, A))
+    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (Hg, A))
     for j, (_, v) in enumerate(own):
         out = out + weights[..., P + j, None] * v[:, :, None]
     return out

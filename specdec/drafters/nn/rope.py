@@ -122,7 +122,7 @@ class Rope(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., R] at positions below `end`; the first half of sin is negated."""
+        """cos and sin [..., Dr] at positions below `end`; the first half of sin is negated."""
         device, table = position.device, self._table
         if table is None or len(table[0]) < end or table[0].device != device:
             with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
@@ -133,12 +133,12 @@ class Rope(nn.Module):
         return table[0][position], table[1][position]
 
 
-def rotated(x_BHAE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of heads, given cos and sin [B, A, R] from `Rope`, for their first
+def rotated(x_BHADh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of heads, given cos and sin [B, A, Dr] from `Rope`, for their first
     R numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
     are the halves of x; here sin has the sign."""
     width = rope[0].shape[-1]
-    if width < x_BHAE.shape[-1]:
-        return torch.cat([rotated(x_BHAE[..., :width], rope), x_BHAE[..., width:]], -1)
-    cos, sin = (t[:, None].to(x_BHAE.dtype) for t in rope)
-    return torch.addcmul(x_BHAE * cos, x_BHAE.roll(width // 2, -1), sin)
+    if width < x_BHADh.shape[-1]:
+        return torch.cat([rotated(x_BHADh[..., :width], rope), x_BHADh[..., width:]], -1)
+    cos, sin = (t[:, None].to(x_BHADh.dtype) for t in rope)
+    return torch.addcmul(x_BHADh * cos, x_BHADh.roll(width // 2, -1), sin)

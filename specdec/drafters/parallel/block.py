@@ -9,9 +9,6 @@ target's features, never of a block.
 Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
 of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys in every layer
 with the first layer's weights (its kernel reads only one row of the stacked weights).
-
-Letters: B batch, T time, A anchors, M slots of a block, N slots of all anchors, K depth, W new
-features, F their width, D width, E head width, G query heads per KV head, S draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -125,13 +122,13 @@ class Block(Trainable):
         copy_fitting(self.norm.weight, target.norm_weight)
         for k, layer in enumerate(self.layers, depth - len(self.layers)):
             theirs, attention = target.as_llama(max(0, k)), layer.self_attn
-            gain_E = theirs.pop("self_attn.k_norm.weight", None)
+            gain_Dh = theirs.pop("self_attn.k_norm.weight", None)
             copy_alike(theirs, dict(layer.named_parameters()), D)
-            if gain_E is None or gain_E.shape != attention.q_norm.weight.shape:
+            if gain_Dh is None or gain_Dh.shape != attention.q_norm.weight.shape:
                 read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
                 sizes = [getattr(attention, name).weight * read_D for name in projections]
-                gain_E = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
-            attention.q_norm.weight.mul_(gain_E)
+                gain_Dh = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
+            attention.q_norm.weight.mul_(gain_Dh)
 
     def attach(self, target: Parts) -> None:
         self.target, self._head = target, target.unembedding(self.vocab_S)
@@ -160,7 +157,7 @@ class Block(Trainable):
 
     def step(self, embedding: Tensor, attend: Attend) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor, from the embeddings
-        [B, N, D] of its block's slots. Both training and drafting take this step, each with its
+        [B, X, D] of its block's slots. Both training and drafting take this step, each with its
         own attention."""
         x = embedding
         for i, layer in enumerate(self.layers):
@@ -176,11 +173,11 @@ class Block(Trainable):
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         keys = Keys(Sight.of(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
-        position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)
-        of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
-        embedding_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
+        position_BX = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)
+        of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BX))
+        embedding_BXD = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
         return self.step(
-            embedding_BND, OverDrafts(keys, of_slots, lambda _: (context_BTD, of_text))
+            embedding_BXD, OverDrafts(keys, of_slots, lambda _: (context_BTD, of_text))
         )
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -232,12 +229,12 @@ class Block(Trainable):
         known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
         cache.place(anchor_B.new_zeros(len(new), W + M))
         steps = torch.arange(W + M, device=device)
-        position_BX = torch.cat([known_B1 + steps[:W], known_B1 + new_B1 + steps[:M]], 1)
+        positions = torch.cat([known_B1 + steps[:W], known_B1 + new_B1 + steps[:M]], 1)
         inner_B1P = (torch.arange(cache.shown, device=device) - known_B1)[:, None]
         end_M1 = W + (steps[:M, None] + 1 if self.causal else M)
         mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= W) & (inner_B1P < end_M1)
         mask, embedding = mask_BMP.expand(-1, M, -1), self.enter(anchor_B[:, None])[:, 0]
-        cos, sin = self.rope(position_BX, cache.shown + 1)
+        cos, sin = self.rope(positions, cache.shown + 1)
         outputs = self.compiled(
             cache, features=features, embedding=embedding, cos=cos, sin=sin, mask=mask
         )

@@ -10,9 +10,6 @@ A, B and P are learned. Both start without any effect, so training starts from p
 The reference's selector chooses among the 16 likeliest tokens of a slot and is trained by a loss of
 its own. Here it scores the whole draft vocabulary, which costs next to nothing at rank 256, so that
 there is one q to train, to measure and to verify against (`experiment=dflash2_paper`).
-
-Letters: B batch, A anchors, M slots of a block, N slots of all anchors, K depth, W nodes, D width,
-G groups of channels, R rank, S draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -51,19 +48,19 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
 
     def entered(self, read: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """A sub-layer's input [B, N, D], convolved, and the corrections of both its sides."""
+        """A sub-layer's input [B, X, D], convolved, and the corrections of both its sides."""
         corrections = self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
         return self(read, corrections, 0, slots), corrections
 
     def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
-        """x [B, N, D], convolved within each block of `slots` slots; `corrections`
-        [B, N, 2, taps, G] are added to the kernel of each side."""
-        x_BAMGg = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
+        """x [B, X, D], convolved within each block of `slots` slots; `corrections`
+        [B, X, 2, taps, G] are added to the kernel of each side."""
+        grouped = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
         kernel = self.base_kernel[side].unflatten(-1, (-1, self.group))
         kernel = kernel + corrections[..., side, :, :, None].unflatten(1, (-1, slots))
-        mixed = torch.zeros_like(x_BAMGg)
+        mixed = torch.zeros_like(grouped)
         for tap in range(min(self.taps, slots)):
-            earlier = nn.functional.pad(x_BAMGg, (0, 0, 0, 0, tap, 0))[:, :, :slots]
+            earlier = nn.functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :, :slots]
             mixed = mixed + kernel[..., tap, :, :] * earlier
         return mixed.flatten(3).flatten(1, 2)
 
@@ -76,7 +73,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def forward(self, gate: Tensor) -> Tensor:
-        """What is added to the logits [..., S], given A[x] * P h [..., R]."""
+        """What is added to the logits [..., S], given A[x] * P h [..., Lr]."""
         return gate @ self.successor_codebook.T
 
 
@@ -114,7 +111,7 @@ class DFlash2(Block):
         return stream + layer.mlp_conv(layer.mlp(read), kept, 1, self.slots)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + R]."""
+        """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + Lr]."""
         states, chosen = super().hidden(ctx, anchors_BA, drafted_BAk), self.candidate_selector
         before = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         gate = chosen.predecessor_codebook[before] * chosen.hidden_projection(states)
@@ -126,10 +123,10 @@ class DFlash2(Block):
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         chosen = self.candidate_selector
-        states_BKR = chosen.hidden_projection(states_BKD)
+        states_BKLr = chosen.hidden_projection(states_BKD)
 
         def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            gate_BWR = chosen.predecessor_codebook[tokens_BW] * states_BKR[:, depth, None]
-            return logits_BKS[:, depth, None] + chosen(gate_BWR)
+            gate_BWLr = chosen.predecessor_codebook[tokens_BW] * states_BKLr[:, depth, None]
+            return logits_BKS[:, depth, None] + chosen(gate_BWLr)
 
         return Growth(after(anchor_B[:, None], None, 0)[:, 0], with_depth(after))

@@ -7,8 +7,6 @@ text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] 
 reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ plus this head's
 cross-entropy with the acceptance, whose gradient reaches the block too; depth k has the weight
 e^{-k/4} (`experiment=dspark_paper`). Under other objectives that gradient stops at the head.
-
-Letters: B batch, A anchors, N rows, K depth, W nodes, D width, R rank, S draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class DSpark(Block, Estimates):
         self.confidence_head = nn.Linear(self.llama.hidden_size + config.rank, 1)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The block's states and W1 of the token before each depth [B, A, K, D + R]."""
+        """The block's states and W1 of the token before each depth [B, A, K, D + Lr]."""
         previous = self.markov_w1(tokens_from(ctx, anchors_BA, drafted_BAk, self.depth))
         return torch.cat([super().hidden(ctx, anchors_BA, drafted_BAk), previous], -1)
 
@@ -56,10 +54,10 @@ class DSpark(Block, Estimates):
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            previous_BWR = self.markov_w1(tokens_BW)
+            previous_BWLr = self.markov_w1(tokens_BW)
             state_BWD = states_BKD[:, depth, None].expand(-1, tokens_BW.shape[1], -1)
-            growth.own_BW = self.confidence(torch.cat([state_BWD, previous_BWR], -1))
-            return logits_BKS[:, depth, None] + self.markov_w2(previous_BWR)
+            growth.own_BW = self.confidence(torch.cat([state_BWD, previous_BWLr], -1))
+            return logits_BKS[:, depth, None] + self.markov_w2(previous_BWLr)
 
         growth = Growth(logits_BKS[:, 0], with_depth(after))
         growth.logits_BS = after(anchor_B[:, None], None, 0)[:, 0]

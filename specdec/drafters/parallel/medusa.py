@@ -13,8 +13,6 @@ heads' loss at step t of T (section 2.3.2 of the paper; `medusa_self_distillatio
 `sine` of the reference's compute_loss). Unlike in the reference, the target's LM head, which may be
 its embedding too, gets no adapter. In experiment=medusa2_paper the heads' weights learn four times
 as fast (`optim.rates`).
-
-Letters: B batch, T time, K heads, D width.
 """
 
 import math

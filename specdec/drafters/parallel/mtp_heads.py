@@ -8,7 +8,7 @@ and the anchor itself is not read. The released model shares the final norm; her
 copy, as the trunk is frozen. As in the paper, training holds the tensors of one head at a time. A
 chunk of the loss reads the states of all heads, so that the target's logits are computed once, and
 what a layer keeps for its gradient is computed again there: a layer takes much less time than the
-logits. Letters: B batch, A anchors, K heads, N anchors of all rows, D width.
+logits.
 """
 
 from dataclasses import dataclass

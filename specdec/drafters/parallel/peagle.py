@@ -7,8 +7,6 @@ sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, 
 token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle); the
 masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). The paper also trains
 the embedding; here it stays the target's, so that no engine needs a second one.
-
-Letters: B batch, T new pairs, A anchors, K depth, D width, S draft vocabulary.
 """
 
 from dataclasses import dataclass

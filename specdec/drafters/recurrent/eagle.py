@@ -5,8 +5,6 @@ or, at later depths, the layer's own output ĥ. There is no norm before or after
 target's own LM head reads ĥ: embedding and head stay frozen, and the draft vocabulary is the
 target's. So ĥ forecasts h one position ahead, which is what the paper's regression loss trains. The
 tensors have the names and shapes that vLLM and SGLang load.
-
-Letters: B batch, T time, A anchors, K depth, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ The first layer reads a normed embedding and a normed feature side by side, 2D w
 a linear map of the residual stream after several of the target's layers or, at later depths, the
 output of the draft's last layer. Layers above the first are Llama's own and read the stream alone.
 The tensors have the names and shapes that vLLM and SGLang load.
-
-Letters: D width, F features, S draft vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -18,9 +18,6 @@ This differs from the authors' code (models/cnets.py, train/glance.py) in these 
 The nodes of the paper's tree are blocks, and its shape is the same in every round. Here nodes are
 tokens, so that trees of any shape can be drafted: every k-th token of a path takes one pass, which
 drafts the next k depths.
-
-Letters: B batch, T time, P pairs (T - 1), A anchors, K depth, E width of a pair (2D), D width, X
-blocks that are read, N pairs of all blocks (X · k), W new nodes or pairs, S vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -63,7 +60,7 @@ class FalconConfig:
 
 
 class PairLSTM(nn.LSTM):
-    """The output [..., D] of two layers after each window of pairs [..., k, E]."""
+    """The output [..., D] of two layers after each window of pairs [..., k, F]."""
 
     def __init__(self, width: int) -> None:
         super().__init__(2 * width, width, num_layers=2, batch_first=True)
@@ -94,7 +91,7 @@ class Falcon(Eagle):
         return weight_TK
 
     def step(self, read: Tensor, attend: Attend) -> Tensor:  # type: ignore[override]
-        """The states [B, X, k, D] of the blocks that are asked for, from what attention reads of
+        """The states [B, …, k, D] of the blocks that are asked for, from what attention reads of
         pairs [B, W, D] (`fc` of the pairs up to each). Both training and drafting take this step,
         each with its own attention."""
         return self.layer(read, read, attend).unflatten(1, (-1, BLOCK))
@@ -116,22 +113,22 @@ class Falcon(Eagle):
         pairs = self.pairs(ctx, at_BAk)
         for depth in range(BLOCK, depths, BLOCK):
             tokens = drafted_BAk[..., depth - BLOCK : depth]
-            pairs, read_BND = self.following(pairs, tokens, blocks[-1])
+            pairs, read_BXD = self.following(pairs, tokens, blocks[-1])
             last_BA = position_BP.gather(1, pair_BA) + depth
             rope = self.rope(up_to(last_BA, torch.zeros_like(last_BA)).flatten(1), end)
-            blocks.append(self.step(read_BND, OverDrafts(keys, rope)))
+            blocks.append(self.step(read_BXD, OverDrafts(keys, rope)))
         return torch.cat(blocks, 2)[:, :, :depths]
 
-    def pairs(self, ctx: Context, at_BXk: Tensor) -> Tensor:
-        """The pairs [B, X, k, E] of a text at these places."""
-        ids, features = ctx.ids_BT[:, 1:].gather(1, at_BXk.flatten(1)), ctx.features(self.needs)
-        read = self.embed(ids), self.fuse(entries(features, at_BXk.flatten(1)))
-        return torch.cat(read, -1).view(*at_BXk.shape, -1)
+    def pairs(self, ctx: Context, at: Tensor) -> Tensor:
+        """The pairs [B, …, k, F] of a text at these places [B, …, k]."""
+        ids, features = ctx.ids_BT[:, 1:].gather(1, at.flatten(1)), ctx.features(self.needs)
+        read = self.embed(ids), self.fuse(entries(features, at.flatten(1)))
+        return torch.cat(read, -1).view(*at.shape, -1)
 
     def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs [B, X, k, E] of the next blocks, made from the tokens [B, X, k] and states
-        [B, X, k, D] that the blocks with the pairs `before` drafted; and what attention reads of
-        these new pairs [B, N, D].
+        """The pairs [B, …, k, F] of the next blocks, made from the tokens [B, …, k] and states
+        [B, …, k, D] that the blocks with the pairs `before` drafted; and what attention reads of
+        these new pairs [B, X, D].
         """
         block = torch.cat([self.embed(tokens), states], -1)
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
@@ -177,9 +174,9 @@ class Falcon(Eagle):
     def forecast(
         self, cache: SlotCache, new: Tensor, at: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The states and logits [B, X, k, …] of blocks of queries `at` [B, N, D], which see the
+        """The states and logits [B, …, k, …] of blocks of queries `at` [B, X, D], which see the
         slots of `mask`, once the `new` pairs [B, W, D] are written. The first W entries of `cos`
-        and `sin` are for the new pairs, the last N for the queries; if the new pairs are the
+        and `sin` are for the new pairs, the last X for the queries; if the new pairs are the
         queries, these are the same entries.
         """
         states = self.step(at, OverWritten(cache, (cos, sin), mask, new))
@@ -196,29 +193,29 @@ class Falcon(Eagle):
             for x in (cache.lengths, counts, range(len(new)))
         )
         fresh_BW = (known_B1 + torch.arange(max(new), device=device)).minimum(count_B1 - 1)
-        at_BX = torch.cat([fresh_BW, up_to(count_B1 - 1, 0 * count_B1)[:, 0]], 1)
-        windows = self.pairs(ctx, up_to(at_BX, torch.zeros_like(at_BX)))
+        places = torch.cat([fresh_BW, up_to(count_B1 - 1, 0 * count_B1)[:, 0]], 1)
+        windows = self.pairs(ctx, up_to(places, torch.zeros_like(places)))
         cache.place(fresh_BW)
 
         def passed(read: Tensor, W: int, position: Tensor, sees: Tensor) -> list[Tensor]:
-            """Blocks after `W` new pairs: states and logits [B, X, k, …]."""
-            (cos, sin), N = self.rope(position, cache.shown + 1), sees.shape[1]
-            parts = {"new": read[:, :W], "at": read[:, -N:], "cos": cos, "sin": sin, "mask": sees}
+            """Blocks after `W` new pairs: states and logits [B, …, k, …]."""
+            (cos, sin), X = self.rope(position, cache.shown + 1), sees.shape[1]
+            parts = {"new": read[:, :W], "at": read[:, -X:], "cos": cos, "sin": sin, "mask": sees}
             return list(self.compiled(cache, **parts))
 
         seen_B1P = torch.arange(cache.shown, device=device) < count_B1[..., None]
         seen_BkP = seen_B1P.expand(-1, BLOCK, -1)
-        blocks = [windows[:, -1:], *passed(self.fc(windows), max(new), at_BX, seen_BkP)]
+        blocks = [windows[:, -1:], *passed(self.fc(windows), max(new), places, seen_BkP)]
         cache.keep(new)
-        depths, block_BN = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
-        tokens_BNk = block_BN[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
+        depths, block_BM = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
+        tokens_BMk = block_BM[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            nonlocal blocks, block_BN, tokens_BNk
+            nonlocal blocks, block_BM, tokens_BMk
             last_BW, W = torch.full_like(tokens_BW, len(depths) - 1), tokens_BW.shape[1]
             above = row_B1, last_BW if parents_BW is None else parents_BW + 1
-            block_BW, depth = block_BN[above], depths[int(above[1][0, 0])] + 1
-            tokens_BWk = torch.cat([tokens_BNk[above][..., 1:], tokens_BW[..., None]], -1)
+            block_BW, depth = block_BM[above], depths[int(above[1][0, 0])] + 1
+            tokens_BWk = torch.cat([tokens_BMk[above][..., 1:], tokens_BW[..., None]], -1)
             if depth % BLOCK == 0:  # these nodes end a block, and each begins another
                 before, states, _ = (x[row_B1, block_BW] for x in blocks)
                 pairs, read = self.following(before, tokens_BWk, states)
@@ -232,8 +229,8 @@ class Falcon(Eagle):
                 more = [pairs, *passed(read, W * BLOCK, place.position_BT, sees)]
                 blocks = [torch.cat(x, 1) for x in zip(blocks, more, strict=True)]
             depths.extend([depth] * W)
-            block_BN = torch.cat([block_BN, block_BW], 1)
-            tokens_BNk = torch.cat([tokens_BNk, tokens_BWk], 1)
+            block_BM = torch.cat([block_BM, block_BW], 1)
+            tokens_BMk = torch.cat([tokens_BMk, tokens_BWk], 1)
             return blocks[2][row_B1, block_BW, depth % BLOCK]
 
         return Growth(blocks[2][:, 0, 0], grow)
@@ -249,14 +246,14 @@ class OverWritten(OverSlots):
         self.new = new
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        (cos, sin), W, N = self.rope, self.new.shape[1], read.shape[1]
+        (cos, sin), W, X = self.rope, self.new.shape[1], read.shape[1]
         written = attention.keys_values(self.new, (cos[:, :W], sin[:, :W]))
         keys, values = self.cache.update(*written, i)
-        query = attention.query(read, (cos[:, -N:], sin[:, -N:]))
+        query = attention.query(read, (cos[:, -X:], sin[:, -X:]))
         return attention.joined(fused(query, keys, values, self.mask))
 
 
-def up_to(last_BX: Tensor, first_BX: Tensor) -> Tensor:
-    """The k places [B, X, k] up to each of `last_BX`; `first_BX` stands for any place before it."""
-    back = torch.arange(1 - BLOCK, 1, device=last_BX.device)
-    return torch.maximum(last_BX[..., None] + back, first_BX[..., None])
+def up_to(last: Tensor, first: Tensor) -> Tensor:
+    """The k places [..., k] up to each of `last`; `first` stands for any place before it."""
+    back = torch.arange(1 - BLOCK, 1, device=last.device)
+    return torch.maximum(last[..., None] + back, first[..., None])

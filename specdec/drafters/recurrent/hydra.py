@@ -9,8 +9,6 @@ prefix_mlp_head.py).
 Hydra++ replaces h by the normed output of one decoder layer over the target's states, at committed
 positions only. In the reference, which repeats one module, the layers of a head after the first
 share their weights; here each has its own, as in the paper.
-
-Letters: B batch, T time, A anchors, D width, F width of what a head reads.
 """
 
 from collections.abc import Callable, Iterable

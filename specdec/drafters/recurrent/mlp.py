@@ -9,8 +9,6 @@ so that about half of the last state's magnitude comes from the first. The formu
 and the start, all weights from N(0, 1/D), are those of the reference (foundation-model-stack/
 fms-extras, fms_extras/models/speculator.py; its norm is LayerNormParameterized of fms). vLLM leaves
 out w_s and divides w_e by it instead; after the norm, this is the same up to its eps.
-
-Letters: N anchors, E width of the target's state, D width of the speculator's, V vocabulary.
 """
 
 import math
@@ -101,19 +99,19 @@ class Mlp(Heads, Solves):
         """Start with heads that predict the target's next state by least squares.
 
         At first the norms put GELU's inputs where it is nearly linear. So the input of each norm
-        can be the best guess of the target's next state, which `basis_ED` rescales and rotates so
+        can be the best guess of the target's next state, which `basis_DtD` rescales and rotates so
         that all its numbers have like sizes. The LM head maps it back and applies the target's.
         """
         target, D, moments = self._target.held, self.inner_dim, Squares()
         for some in known():
             moments.add(some.wanted(0).float(), some.wanted(0).float())
-        mean_EE = moments.xx / moments.rows
-        size_E = mean_EE.diagonal().sqrt().clamp_min(1e-9)
-        axes_EE = torch.linalg.eigh(mean_EE / size_E / size_E[:, None])[1]
-        kept = min(D, len(size_E))
-        drawn = torch.randn(D, kept, generator=torch.Generator().manual_seed(0)).to(size_E)
-        basis_ED = (axes_EE[:, -kept:] / size_E[:, None]) @ torch.linalg.qr(drawn)[0].T
-        basis_ED = basis_ED.float()
+        mean_DtDt = moments.xx / moments.rows
+        size_Dt = mean_DtDt.diagonal().sqrt().clamp_min(1e-9)
+        axes_DtDt = torch.linalg.eigh(mean_DtDt / size_Dt / size_Dt[:, None])[1]
+        kept = min(D, len(size_Dt))
+        drawn = torch.randn(D, kept, generator=torch.Generator().manual_seed(0)).to(size_Dt)
+        basis_DtD = (axes_DtDt[:, -kept:] / size_Dt[:, None]) @ torch.linalg.qr(drawn)[0].T
+        basis_DtD = basis_DtD.float()
         for norm in self.ln:
             norm.weight.fill_(SMALL)
             norm.bias.fill_(UPWARD)
@@ -121,30 +119,30 @@ class Mlp(Heads, Solves):
         for k, proj in enumerate(self.proj):  # if tied, the second serves all depths from 1 on
             emb, guess, tied = self.part(self.emb, k), Squares(), k >= len(self.emb)
             for some in known():
-                state_NE, tokens_N = self.entered(self.at(some, k), k), some.tokens(k)
-                wanted_ND = some.wanted(k).float() @ basis_ED
+                state_NDt, tokens_N = self.entered(self.at(some, k), k), some.tokens(k)
+                wanted_ND = some.wanted(k).float() @ basis_DtD
                 if tied:
-                    guess.add(state_NE, wanted_ND - self.token_weight * emb(tokens_N))
+                    guess.add(state_NDt, wanted_ND - self.token_weight * emb(tokens_N))
                 else:
-                    token_NE = target.embedding(tokens_N).to(state_NE)
-                    guess.add(torch.cat([state_NE, token_NE], -1), wanted_ND)
+                    token_NDt = target.embedding(tokens_N).to(state_NDt)
+                    guess.add(torch.cat([state_NDt, token_NDt], -1), wanted_ND)
             solved, width = ridge(guess.xx, guess.xy), proj.weight.shape[1]
             proj.weight.copy_(solved[:width].T / self.state_weight)
             if not tied:
-                of_token_ED = (solved[width:] / self.token_weight).to(emb.weight)
+                of_token_DtD = (solved[width:] / self.token_weight).to(emb.weight)
                 every_V = torch.arange(self.sizes.target_vocab, device=target.device)
                 for ids in every_V.split(AT_ONCE):
-                    emb.weight[ids] = target.embedding(ids).to(of_token_ED) @ of_token_ED
+                    emb.weight[ids] = target.embedding(ids).to(of_token_DtD) @ of_token_DtD
 
-        own_head_SE = target.own_head(self.vocab_S)
+        own_head_SDt = target.own_head(self.vocab_S)
         for i, head in enumerate(self.lm_heads):
             depths = range(self.depth) if len(self.lm_heads) == 1 else [i]
             back = Squares()
             for some in known():
                 for k in depths:
                     back.add(self.at(some, k + 1), some.wanted(k).float())
-            back_ED = ridge(back.xx, back.xy).T.to(own_head_SE)
-            head.weight.copy_(own_head_SE @ back_ED)
+            back_DtD = ridge(back.xx, back.xy).T.to(own_head_SDt)
+            head.weight.copy_(own_head_SDt @ back_DtD)
 
     def at(self, some: Known, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""

@@ -20,8 +20,6 @@ Traps, with their sources:
   was the one before the norm.
 - deepseek_mtp replaces the embedding at position 0 by zeros; mimo_v2_mtp, whose block is Llama's
   and which therefore serves these modules, does not, and neither do we.
-
-Letters: B batch, T time, P pairs (T - 1), A anchors, W new tokens, K depths, D width.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,4 @@
-"""One decoder layer over the target's states, for heads that read more than the last of them.
-
-Letters: B batch, T time, D width.
-"""
+"""One decoder layer over the target's states, for heads that read more than the last of them."""
 
 from typing import Any
 

@@ -6,9 +6,6 @@ depths the output of the last layer replaces the feature, which the target has n
 Training unrolls the layers in the same way (training-time test, EAGLE-3), so they train on the
 inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in
 engines.
-
-Letters: B batch, T time, P pairs (T - 1), A anchors, W new pairs, L pairs whose logits are wanted,
-K depth, D width, F features, E head width, S draft vocabulary.
 """
 
 from abc import abstractmethod
@@ -138,7 +135,7 @@ class Recurrent(Trainable):
         return torch.stack(self.unrolled(ctx, anchors_BA, drafted_BAk), 2)
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """The output [B, N, D] after pairs of an embedding and a state [B, W, D]. A state is a
+        """The output [B, Wo, D] after pairs of an embedding and a state [B, W, D]. A state is a
         feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
         drafting take this step, each with its own attention."""
         read, residual = self.enter(embedding, state)
@@ -209,7 +206,7 @@ class Recurrent(Trainable):
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S], or with
-        `last` [B, L] only those of these pairs of each row. The pairs have the target's `features`
+        `last` [B, Wo] only those of these pairs of each row. The pairs have the target's `features`
         [B, W, F] or the layers' `own` earlier output [B, W, D]."""
         earlier = features if own is None else own
         assert earlier is not None

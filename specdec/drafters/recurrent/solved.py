@@ -1,8 +1,7 @@
 """Recurrent drafts whose start can be solved for in closed form (`Solves`).
 
 At such a start, attention adds nothing or lets a token see only itself. So depths 0 and 1 depend
-only on what they read themselves, and are linear in some of the weights. Letters: N known anchors,
-D width, F features.
+only on what they read themselves, and are linear in some of the weights.
 """
 
 from collections.abc import Callable, Iterable

@@ -17,9 +17,6 @@ pruned initialisation). All but the embedding are then trained. Each layer atten
   notebook under the tag SPIRe of MatX-inc/seqax).
 
 The paper trains with half of the cross-entropy and half of the negated α: `experiment=spire_paper`.
-
-Letters: B batch, T time, A anchors, W new nodes, N nodes so far, P slots of the window, K depth,
-D width, E head width, S draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -222,27 +219,27 @@ class Spire(Trainable):
         of_text = self.rope(position_BW, end)
         before: list[KeyValue] = []  # of each layer: the window's, and then the nodes'
         start_B1 = torch.tensor(counts, device=device)[:, None]
-        above_BNN = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
+        above_BMM = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
 
         def text(i: int) -> tuple[Tensor, Rotation]:
             return self.of_text(features, i), of_text
 
         def read(ids_BW: Tensor, follows_BW: Tensor | None) -> Tensor:
             """The logits [B, W, S] after nodes that follow these; None for the anchor."""
-            nonlocal above_BNN
-            (B, W), N = ids_BW.shape, above_BNN.shape[1]
-            line_BWN = above_BNN.new_zeros(B, W, 0)
+            nonlocal above_BMM
+            (B, W), M = ids_BW.shape, above_BMM.shape[1]
+            line_BWM = above_BMM.new_zeros(B, W, 0)
             if follows_BW is not None:
-                line_BWN = entries(above_BNN, follows_BW)
+                line_BWM = entries(above_BMM, follows_BW)
             own_BWW = torch.eye(W, dtype=torch.bool, device=device).expand(B, -1, -1)
-            above_BNN = torch.cat([pad(above_BNN, (0, W)), torch.cat([line_BWN, own_BWW], 2)], 1)
-            mask_BWM = torch.cat([seen_BP[:, None].expand(-1, W, -1), above_BNN[:, N:]], 2)
-            rope = self.rope(start_B1 + line_BWN.sum(-1), end + N + W)
-            over_window = OverWindow(cache, before, rope, mask_BWM, None if before else text)
+            above_BMM = torch.cat([pad(above_BMM, (0, W)), torch.cat([line_BWM, own_BWW], 2)], 1)
+            mask = torch.cat([seen_BP[:, None].expand(-1, W, -1), above_BMM[:, M:]], 2)
+            rope = self.rope(start_B1 + line_BWM.sum(-1), end + M + W)
+            over_window = OverWindow(cache, before, rope, mask, None if before else text)
             return self.unembed(self.step(self.embed(ids_BW), over_window), 0)
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            last = torch.full_like(tokens_BW, above_BNN.shape[1] - 1)
+            last = torch.full_like(tokens_BW, above_BMM.shape[1] - 1)
             return read(tokens_BW, last if parents_BW is None else parents_BW + 1)
 
         return Growth(read(ctx.ids_BT.gather(1, start_B1), None)[:, 0], grow)
@@ -265,10 +262,10 @@ class OverWindow:
         cache: WindowCache,
         before: list[KeyValue],
         rope: Rotation,
-        mask_BWM: Tensor,
+        mask: Tensor,
         text: Callable[[int], tuple[Tensor, Rotation]] | None,
     ) -> None:
-        self.cache, self.before, self.rope, self.mask = cache, before, rope, mask_BWM
+        self.cache, self.before, self.rope, self.mask = cache, before, rope, mask
         self.text = text
 
     def asked(self, i: int, x: Tensor) -> Tensor:
