@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import train
 from specdec.context import Context
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import Sizes
 from specdec.drafters.nn.gather import tokens_from
+from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.errors import command
 from train.config import composed, register

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Needs:
+class FeatureSpec:
     """What a drafter reads of the target. Layer k, from 1 to L, is the residual stream after k
     layers, as Hugging Face's `hidden_states[k]`; layer L is the stream before the final norm."""
 
@@ -24,7 +24,7 @@ class Context:
     before; padding follows. In training (`lengths` is None) both cover all of a packed row."""
 
     ids_BT: Tensor
-    layers_BTF: Tensor | None = None  # the layers of `Needs`, concatenated in their order
+    layers_BTF: Tensor | None = None  # the layers of a `FeatureSpec`, concatenated in their order
     final_BTD: Tensor | None = None
     document_BT: Tensor | None = None  # each token's document, -1 = padding; None: see `documents`
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …
@@ -42,7 +42,7 @@ class Context:
             document_BT = (position_BT == 0).cumsum(1) - 1
         return position_BT, document_BT
 
-    def features(self, needs: Needs) -> Tensor:
+    def features(self, needs: FeatureSpec) -> Tensor:
         """The target's features that a drafter with these needs reads [B, T, F]: layers, or the
         final state."""
         features = self.layers_BTF if needs.layers else self.final_BTD

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.capabilities import Fits
 from specdec.drafters.models.lm import LMConfig
@@ -228,7 +228,7 @@ def lm(target: Target, noise: float = 0.1) -> Drafter:
 
 def batch_of(
     target: Target,
-    needs: Needs,
+    needs: FeatureSpec,
     sampler: Sampler,
     ids: Sequence[Sequence[int]],
     masks: Sequence[Sequence[bool]],

@@ -7,7 +7,7 @@ from pathlib import Path
 from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.decoding.draft_answers import require_writes
-from specdec.drafters.base import Drafter
+from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.formats import draft as drafts
 from specdec.formats import export

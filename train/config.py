@@ -17,9 +17,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, add_installed, family, installed
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Copies, Fits, RunsTarget, adapts
 from specdec.drafters.hybrid import Hybrid
+from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import learning_rate, trains
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from transformers.utils.generic import flatten_dict
 
 from specdec.drafters import DRAFTERS, family, frequent_tokens
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Fits
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require, require_within
 from specdec.formats import draft as drafts

@@ -9,8 +9,8 @@ from accelerate.utils import broadcast
 from rich.progress import Progress
 
 from specdec.context import Known
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Solves
+from specdec.drafters.proposer import Drafter
 from specdec.forcing.anchors import anchors_of
 from specdec.progress import console
 from train.features.source import Online, Source

@@ -13,7 +13,7 @@ from benches.turns import Answer, Answerer, compare, in_turn, ours, show
 from command_line import target_of
 from transformers import DynamicCache, GenerationConfig
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -158,7 +158,7 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
 
     def of_ours(_: list[int]) -> Answer:
         cache = target.new_cache()
-        target.features(ids, Needs(), cache=cache)
+        target.features(ids, FeatureSpec(), cache=cache)
         cache.keep([len(prompt)])
 
         def call() -> None:

@@ -33,8 +33,8 @@ import train
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import starts_of
 from specdec.drafters.capabilities import Copies, Fits
+from specdec.drafters.proposer import starts_of
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdec.context import Context, Needs, Proposal
+from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Verdict
 from specdec.decoding.stream import Stops, Stream
@@ -118,7 +118,7 @@ class Record:
     """Which of the target's features to keep from plain answers. When an answer ends,
     `keep(text, ctx)` gets its prompt and answer and the features of all but the last token."""
 
-    needs: Needs  # and the final hidden state, always
+    needs: FeatureSpec  # and the final hidden state, always
     keep: Callable[[list[int], Context], None]
 
 

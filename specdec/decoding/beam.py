@@ -21,12 +21,12 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.decoding.decode import require_room
 from specdec.decoding.rows import Rows, each
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Grows
 from specdec.drafters.predictor import vocabulary
+from specdec.drafters.proposer import Drafter
 from specdec.errors import require, require_between
 from specdec.targets.base import Target
 
@@ -154,7 +154,7 @@ class Search:
 class LiveTree:
     """The live beams in one row of the target's cache (see the top of this file)."""
 
-    def __init__(self, target: Target, needs: Needs, prompt: Sequence[int]) -> None:
+    def __init__(self, target: Target, needs: FeatureSpec, prompt: Sequence[int]) -> None:
         self.target, self.needs, self.cache = target, needs, target.new_cache()
         self.reread = 0  # number of nodes in the last pass that reread forgotten tokens
         ids_1T = torch.tensor([list(prompt)], device=target.device)
@@ -307,7 +307,7 @@ def beam_search(
 
     root = BeamNode(prompt[-1], None, COMMITTED)
     search = Search(root, beams, max_new_tokens, eos_ids, length_penalty, early_stopping)
-    tree = LiveTree(target, Needs() if drafter is None else drafter.needs, prompt)
+    tree = LiveTree(target, FeatureSpec() if drafter is None else drafter.needs, prompt)
     draft = DraftBeams(drafter, root, prompt, tree.features, eos_ids) if drafter else None
     tree.features = each(tree.features, lambda x_1TD: x_1TD[:, -1:])
     place: Places = {root: 0}  # the index of each node in the target's last pass

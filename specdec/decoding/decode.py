@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import Needs, Proposal
+from specdec.context import FeatureSpec, Proposal
 from specdec.decoding.answers import Answers, Generation, OnTokens, Record, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
@@ -22,10 +22,10 @@ from specdec.decoding.rules import Rule, Verdict, greedy
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Hears
 from specdec.drafters.nn.gather import last_of
 from specdec.drafters.predictor import vocabulary
+from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
@@ -69,7 +69,7 @@ def decode(
         not stop or target.tokenizer is not None,
         "stop strings need a tokenizer, but this target has none: give eos ids instead",
     )
-    needs = replace(record.needs, final_hidden=True) if record else Needs()
+    needs = replace(record.needs, final_hidden=True) if record else FeatureSpec()
     needs = needs if drafter is None else drafter.needs
     slots = None
     if way.compiled:
@@ -140,7 +140,7 @@ def decode(
 
 
 def prefill(
-    target: Target, prompts: Sequence[Sequence[int]], needs: Needs, cache: SlotCache
+    target: Target, prompts: Sequence[Sequence[int]], needs: FeatureSpec, cache: SlotCache
 ) -> tuple[Rows, Tensor]:
     """Read every distinct prompt into the cache once; returns the rows and the logits [B, V]."""
     distinct = list(dict.fromkeys(map(tuple, prompts)))

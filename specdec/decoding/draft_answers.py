@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import Context, Needs
-from specdec.drafters.base import Drafter
+from specdec.context import Context, FeatureSpec
 from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.predictor import vocabulary
+from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -20,7 +20,7 @@ AT_ONCE = 8  # tokens per draft call: few, because the q of each over the whole 
 def require_writes(drafter: Drafter) -> None:
     """Raise UserError unless a draft can write any number of tokens without the target."""
     require(
-        drafter.needs == Needs()
+        drafter.needs == FeatureSpec()
         and drafter.limits.depth is None
         and not isinstance(drafter, RunsTarget),
         f"rounds.data: {drafter.config.name} cannot write text without the target: give "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.decoding.decode import prefill
 from specdec.runtime.memory import free_bytes
 from specdec.targets.base import Target
@@ -23,7 +23,7 @@ def rows_that_fit(target: Target, prompt: Sequence[int], new: int) -> int | None
     if (free := free_bytes(target.device)) is None:
         return None
     cache = target.new_cache()
-    prefill(target, [prompt], Needs(), cache)
+    prefill(target, [prompt], FeatureSpec(), cache)
     kept = cache.nbytes / max(1, cache.capacity) * (len(prompt) + new) * GROWTH
     logits = LOGITS * 4 * target.vocab_size
     read = ACTIVATIONS * target.width * target.dtype.itemsize * len(prompt)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from specdec.context import Context, Known
-from specdec.drafters.base import Drafter
+from specdec.drafters.proposer import Drafter
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.trees import Growth
 from specdec.targets.base import Target

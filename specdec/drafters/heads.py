@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs
-from specdec.drafters.base import Sizes
+from specdec.context import Context, FeatureSpec
 from specdec.drafters.growth import with_depth
 from specdec.drafters.nn.gather import entries, tokens_from
+from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import Parts
@@ -37,7 +37,7 @@ class Heads(Trainable):
     for each depth, or one for all; `width` is that of its input."""
 
     Sizes: ClassVar[type[HeadsSizes]] = HeadsSizes
-    needs = Needs(final_hidden=True)
+    needs = FeatureSpec(final_hidden=True)
 
     def __init__(self, config: Any, sizes: HeadsSizes, width: int, one_head: bool, bias: bool):
         super().__init__(config, sizes)

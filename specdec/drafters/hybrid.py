@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter, Sizes
 from specdec.drafters.capabilities import (
     OWN,
     Calibrated,
@@ -39,6 +38,7 @@ from specdec.drafters.copying.memory import Copying, Memories, Memory
 from specdec.drafters.copying.proposed import copied_chains, copied_trees, point_mass, whole
 from specdec.drafters.growth import rereading
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter, Sizes
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require, require_between
 from specdec.files import record

@@ -1,15 +1,18 @@
 """Drafters with a distribution q of their own at every depth."""
 
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Grows, Sound
 from specdec.drafters.growth import rereading
+from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import variant_of
@@ -76,3 +79,13 @@ class Predictor(Drafter, Grows, Calibrated, Sound):
 def vocabulary(drafter: Drafter | None) -> Tensor | None:
     """The target ids of a drafter's own vocabulary, ascending; None: all, as of copied tokens."""
     return drafter.vocab_S if isinstance(drafter, Predictor) else None
+
+
+def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
+    """The `size` most frequent token ids, ascending [size]: a draft vocabulary.
+
+    Ties go to the lower id. If too few ids occur, the lowest of the others fill the rest.
+    """
+    counts = Counter(chain.from_iterable(texts))
+    ranked = sorted({*counts, *range(size)}, key=lambda i: (-counts[i], i))
+    return torch.tensor(sorted(ranked[:size]))

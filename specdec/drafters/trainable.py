@@ -7,10 +7,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Moment, Needs
-from specdec.drafters.base import Drafter
+from specdec.context import Context, FeatureSpec, Moment
 from specdec.drafters.capabilities import TrainedDepth
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, require, require_between
 from specdec.targets.parts import Parts
 
@@ -133,7 +133,7 @@ class Trainable(Predictor, TrainedDepth):
         """Only drafters that read the target's features lose acceptance beyond their trained depth,
         since there they read their own states in place of these features. A draft that is a
         language model of its own has no such depth."""
-        fed_back = self.trains(self.config) and self.needs != Needs()
+        fed_back = self.trains(self.config) and self.needs != FeatureSpec()
         if depth <= self.depth or self.limits.depth is not None or not fed_back:
             return ""
         return (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.forcing.anchors import Anchors, anchors_of
 from specdec.forcing.visited import Visited
 from specdec.sampling.sampler import Sampler, Summary
@@ -48,7 +48,7 @@ def exactly(states: Tensor) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def batch_of(
-    target: Target, needs: Needs, sampler: Sampler, text: Context, mask_BT: Tensor
+    target: Target, needs: FeatureSpec, sampler: Sampler, text: Context, mask_BT: Tensor
 ) -> Batch:
     """A batch of the texts in `text`, a context without features: the target reads them here."""
     position_BT, document_BT = text.documents()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Moment
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import (
     Adapts,
     Combines,
@@ -24,6 +23,7 @@ from specdec.drafters.capabilities import (
 )
 from specdec.drafters.nn.gather import entries, text_after
 from specdec.drafters.predictor import Predictor, vocabulary
+from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import Trainable
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, together

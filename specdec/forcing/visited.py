@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.sampling.sampler import Summary
 from specdec.targets.base import Target
 
@@ -34,7 +34,7 @@ class Visited:
 @torch.no_grad()
 def read_drafts(
     target: Target,
-    needs: Needs,
+    needs: FeatureSpec,
     ids: Sequence[int],
     anchors: Sequence[int],
     accepted: Sequence[int],
@@ -65,6 +65,8 @@ def read_drafts(
     states_TxD = final_1TD[0]
     if tokens:
         branches = (torch.tensor([x], device=target.device) for x in (tokens, parents))
-        _, more = target.features(next(branches), Needs(), cache=cache, parents_BT=next(branches))
+        _, more = target.features(
+            next(branches), FeatureSpec(), cache=cache, parents_BT=next(branches)
+        )
         states_TxD = torch.cat([states_TxD, more[0]])
     return ctx, final_1TD, states_TxD[torch.tensor(places, device=target.device)]

@@ -21,9 +21,9 @@ from torch import Tensor
 from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.base import Drafter, starts_of
 from specdec.drafters.capabilities import Adapts, Calibrated, Combines, Copies, Sound, finished
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter, starts_of
 from specdec.errors import UserError, located, require
 from specdec.files import read_record, record, replaced, require_file, write_json
 from specdec.integrity import KEY, Damaged, of_tensors

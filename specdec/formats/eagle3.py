@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.drafters.base import Drafter
+from specdec.drafters.proposer import Drafter
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import require
 from specdec.formats.layout import Description, Layout, Tensors, one_layer, special_tokens

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.base import Drafter
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle

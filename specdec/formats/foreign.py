@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
 from specdec.formats.networks import BY_FAMILY, FINAL, Folder, Trial
 from specdec.targets.parts import Parts

@@ -16,8 +16,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Calibrated, Copies
+from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.forced import Text, along, decoded

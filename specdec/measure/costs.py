@@ -14,13 +14,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from specdec.compat import packed_operator
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
 from specdec.decoding.way import Way
-from specdec.drafters.base import Drafter
 from specdec.drafters.predictor import vocabulary
+from specdec.drafters.proposer import Drafter
 from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.device import finish
@@ -65,7 +65,7 @@ def _costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int) -> Costs:
         slots = capacity(len(prompt) + setup.max_new_tokens, drafter, shape)
     rows, cache, draft = _prepared(target, way, prompt, batch, slots)
 
-    def verify(count: int, needs: Needs, tree: bool = False) -> None:
+    def verify(count: int, needs: FeatureSpec, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
         parents_BM = parents.expand(batch, -1) if tree else None
         _, logits = target.step(rows.anchors().expand(-1, count), needs, cache, parents_BM)
@@ -74,7 +74,7 @@ def _costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int) -> Costs:
 
     width = min(1 + shape.nodes, target.positions - max(cache.lengths))
     parts: list[Callable[[], object]] = [
-        lambda: verify(1, Needs()),
+        lambda: verify(1, FeatureSpec()),
         draft,
         lambda: verify(width, drafter.needs, not isinstance(shape, Chain)),
     ]
@@ -103,7 +103,7 @@ def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float |
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()
         drafted = counter.get_total_flops()
-        target.step(rows.anchors(), Needs(), cache, None)
+        target.step(rows.anchors(), FeatureSpec(), cache, None)
         step = counter.get_total_flops() - drafted
     return (drafted / gamma / step if step else None), step
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.decoding.answers import Generation
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Copies
+from specdec.drafters.proposer import Drafter
 from specdec.forcing.batch import batch_of
 from specdec.forcing.table import predicted_rounds
 from specdec.forcing.teacher import TeacherForcing

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
 from specdec.forcing.pairs import kl_divergence
 from specdec.measure.results import Shift
@@ -32,7 +32,7 @@ def shift(
         for before, after in zip(*told, strict=True):
             ids, first = torch.tensor([[*before.prompt, *before.ids]]), len(before.prompt) - 1
             logits = (
-                t.logits(t.features(ids.to(t.device), Needs())[1][0, first:-1])
+                t.logits(t.features(ids.to(t.device), FeatureSpec())[1][0, first:-1])
                 for t in (original, adapted)
             )
             kl = float(kl_divergence(*logits).sum())

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.sampling.choose import Processor
 from specdec.targets.parts import Parts
 
-# The layers of `Needs` [B, T, F], or None if it names none, and the final hidden state [B, T, D]
+# The layers of a `FeatureSpec` [B, T, F], None if it names none, and the final states [B, T, D]
 States = tuple[Tensor | None, Tensor]
 
 
@@ -28,7 +28,7 @@ class Target(Parts, ABC):
     def features(
         self,
         ids_BT: Tensor,
-        needs: Needs,
+        needs: FeatureSpec,
         *,
         cache: SlotCache | None = None,
         parents_BT: Tensor | None = None,
@@ -52,13 +52,17 @@ class Target(Parts, ABC):
 
     @abstractmethod
     def _read(
-        self, ids_BT: Tensor, needs: Needs, position_BT: Tensor | None, document_BT: Tensor | None
+        self,
+        ids_BT: Tensor,
+        needs: FeatureSpec,
+        position_BT: Tensor | None,
+        document_BT: Tensor | None,
     ) -> States:
         """`features` without a cache."""
 
     @abstractmethod
     def _continued(
-        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
         """`features` over a cache."""
 
@@ -67,7 +71,7 @@ class Target(Parts, ABC):
         """An empty KV cache; `capacity` fixes its slots, for compiled passes."""
 
     def step(
-        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None = None
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None = None
     ) -> tuple[Context, Tensor]:
         """A pass of decoding: the context and the logits [B, T, V]."""
         ctx, final_BTD = self.features(ids_BT, needs, cache=cache, parents_BT=parents_BT)
@@ -95,7 +99,7 @@ class Target(Parts, ABC):
         self.tokenizer.save_pretrained(folder)
 
     @contextmanager
-    def _watched(self, needs: Needs) -> Iterator[dict[int, Tensor]]:
+    def _watched(self, needs: FeatureSpec) -> Iterator[dict[int, Tensor]]:
         """A dict of the residual stream after each layer of `needs`, filled by passes inside."""
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
@@ -122,6 +126,6 @@ class Target(Parts, ABC):
         return self.layers[k - 1].register_forward_hook(keep)
 
 
-def concatenated(seen: dict[int, Tensor], needs: Needs) -> Tensor | None:
+def concatenated(seen: dict[int, Tensor], needs: FeatureSpec) -> Tensor | None:
     """The layers of `needs` [B, T, F] in their order, or None if it names none."""
     return torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None

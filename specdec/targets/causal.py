@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
@@ -31,7 +31,7 @@ class CausalTarget(Target):
         super().__init__(model, tokenizer, name, revision, quantisation)
         with understood(self):
             self.layers = self._decoder_layers()
-        self._compiled: dict[Needs, Pass] = {}
+        self._compiled: dict[FeatureSpec, Pass] = {}
         check_causal(self)
 
     @torch.no_grad()
@@ -58,13 +58,17 @@ class CausalTarget(Target):
         return new_cache(self.config, capacity)
 
     def _continued(
-        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
         inputs = model_inputs(self.config, cache.place(ids_BT, parents_BT), self.dtype)
         return self._pass(ids_BT, needs, cache, **inputs)
 
     def _read(
-        self, ids_BT: Tensor, needs: Needs, position_BT: Tensor | None, document_BT: Tensor | None
+        self,
+        ids_BT: Tensor,
+        needs: FeatureSpec,
+        position_BT: Tensor | None,
+        document_BT: Tensor | None,
     ) -> States:
         """Read each document by itself, with plain causal attention: this is faster on a CPU than
         a mask over whole rows, and right for every architecture."""
@@ -82,7 +86,7 @@ class CausalTarget(Target):
         return layers, final
 
     def _pass(
-        self, ids_BT: Tensor, needs: Needs, cache: SlotCache | None = None, **inputs: Any
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache | None = None, **inputs: Any
     ) -> States:
         model = self.model.base_model
         if cache is not None:
@@ -92,7 +96,7 @@ class CausalTarget(Target):
         return concatenated(seen, needs), out.last_hidden_state
 
     def step(
-        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None = None
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None = None
     ) -> tuple[Context, Tensor]:
         """Like `Target.step`, but compiled if `cache` has a fixed capacity."""
         if not cache.fixed:
@@ -102,7 +106,7 @@ class CausalTarget(Target):
         assert logits is not None
         return Context(ids_BT, layers, final if needs.final_hidden else None), logits
 
-    def _through_graph(self, needs: Needs) -> Pass:
+    def _through_graph(self, needs: FeatureSpec) -> Pass:
         """A pass through `torch.compile` that returns the final hidden state, the hidden states of
         the layers in `needs` (None if there are none) and the logits."""
         if needs in self._compiled:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.compat import attention_of, set_attention
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
 from specdec.targets.base import Target
@@ -89,7 +89,7 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
         for x in (encoder + [start] + some, encoder, [start] + some)
     )
     with understood(target), torch.no_grad():
-        _, final = target.features(text, Needs())
+        _, final = target.features(text, FeatureSpec())
         ours = target.logits(final[:, len(encoder) :])
         theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits
     require(
@@ -110,7 +110,7 @@ def _cache_error(target: Target) -> float:
     cache, worst = target.new_cache(), 0.0
 
     def logits(few: Tensor, parents_BT: Tensor | None = None) -> Tensor:
-        _, final = target.features(few, Needs(), cache=cache, parents_BT=parents_BT)
+        _, final = target.features(few, FeatureSpec(), cache=cache, parents_BT=parents_BT)
         return target.logits(final)
 
     def error(logits_TV: Tensor, text: Tensor) -> float:

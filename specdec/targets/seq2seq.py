@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.compat import relative_position_bucket
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.sampling.choose import Processor
@@ -321,7 +321,7 @@ class Seq2SeqTarget(Target):
         return self.seq2seq.new_cache()
 
     def _continued(
-        self, ids_BT: Tensor, needs: Needs, cache: SlotCache, parents_BT: Tensor | None
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
         assert isinstance(cache, Seq2SeqCache)
         if not cache.starts:
@@ -333,7 +333,7 @@ class Seq2SeqTarget(Target):
     def _read(
         self,
         ids_BT: Tensor,
-        needs: Needs,
+        needs: FeatureSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
         cache: Seq2SeqCache | None = None,

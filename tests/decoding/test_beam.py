@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.decoding import beam
 from specdec.decoding.beam import BeamResult, beam_search
 from specdec.decoding.decode import generate
@@ -266,7 +266,7 @@ def test_rows_hold_the_features_of_their_texts(monkeypatch: pytest.MonkeyPatch) 
     """By a draft that accepts, though it only says that it reads them."""
     target, seen = make_target("qwen3"), []
     drafter, grow = near(target), beam.DraftBeams.grow
-    drafter.needs = Needs(layers=(1, 3), final_hidden=True)
+    drafter.needs = FeatureSpec(layers=(1, 3), final_hidden=True)
 
     def spied(draft: beam.DraftBeams, *args: Any) -> int:
         ctx = draft.rows.context()

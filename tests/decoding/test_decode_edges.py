@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.context import Needs, Proposal
+from specdec.context import FeatureSpec, Proposal
 from specdec.decoding.decode import capacity, decode, generate
 from specdec.decoding.length import length
 from specdec.decoding.policy import Length
@@ -287,11 +287,11 @@ def test_a_tree_deeper_than_the_window_sees_by_positions(lengths: list[int]) -> 
     windowed = random_target(architectures(61, 2, window=2)["mistral"])
     prompts = [text(b, n)[0].tolist() for b, n in enumerate(lengths)]
     rows, cache = Rows(prompts, windowed.device), windowed.new_cache()
-    windowed.features(rows.ids(), Needs(), cache=cache)
+    windowed.features(rows.ids(), FeatureSpec(), cache=cache)
     cache.keep(lengths)
     nodes_BM = torch.tensor([[3, 5, 7, 9, 11, 13, 15, 17]]).expand(len(lengths), -1)
     parents_BM = torch.tensor([[-1, 0, 0, 1, 1, 3, 3, 5]]).expand(len(lengths), -1)
-    _, logits = windowed.step(nodes_BM, Needs(), cache, parents_BM)
+    _, logits = windowed.step(nodes_BM, FeatureSpec(), cache, parents_BM)
     for b, prompt in enumerate(prompts):
-        _, final = windowed.features(torch.tensor([[*prompt, 3, 5, 9, 13, 17]]), Needs())
+        _, final = windowed.features(torch.tensor([[*prompt, 3, 5, 9, 13, 17]]), FeatureSpec())
         torch.testing.assert_close(logits[b, -1], windowed.logits(final)[0, -1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import CohereConfig, GraniteConfig, PreTrainedConfig
 
-from specdec.context import Context, Needs, Proposal
+from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
@@ -339,7 +339,7 @@ def first_two() -> dict[tuple[int, int], float]:
     target, found = of_kind("llama"), {}
 
     def after(ids: list[int]) -> torch.Tensor:
-        final = target.features(torch.tensor([ids]), Needs())[1]
+        final = target.features(torch.tensor([ids]), FeatureSpec())[1]
         return SAMPLED.probs(target.logits(final[:, -1]))[0]
 
     first = after(PROMPT)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.context import Context, Needs, Proposal
+from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
@@ -298,7 +298,7 @@ def test_scouts_are_a_jacobi_iteration(target: Target) -> None:
         for extra in (None, scouts):
             proposal = Proposal(torch.tensor([[7, 3]]), None, siblings, extra)
             ids_BM, above_BM = proposal.block(torch.tensor([[ids[end - 1]]]))
-            heard.append(target.step(ids_BM, Needs(), ctx.cache, above_BM)[1])
+            heard.append(target.step(ids_BM, FeatureSpec(), ctx.cache, above_BM)[1])
             ctx.cache.drop()
         assert torch.allclose(heard[0], heard[1][:, :3], atol=1e-5)
         if n == 0:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter
 from specdec.drafters.parallel.mtp_heads import MTPHeads, MTPHeadsConfig
+from specdec.drafters.proposer import Drafter
 from specdec.drafters.recurrent.mtp import MTP, MTPConfig
 from specdec.errors import UserError
 from specdec.forcing.pairs import logits_of

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 import train.start
 from specdec.context import Context, Known
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import starts_of
+from specdec.drafters.proposer import starts_of
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.recurrent.hydra import Hydra, HydraHeadsConfig

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import Estimates, Separate
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
+from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, together

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -314,7 +314,7 @@ def test_the_layers_of_a_model_that_also_sees_are_those_that_read_the_text() -> 
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
     target = CausalTarget(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
     assert target.layers is target.model.base_model.language_model.layers
-    ctx, _ = target.features(torch.tensor([words(9)]), Needs(layers=(1, 4)))
+    ctx, _ = target.features(torch.tensor([words(9)]), FeatureSpec(layers=(1, 4)))
     assert ctx.layers_BTF is not None and ctx.layers_BTF.shape == (1, 9, 2 * 32)
 
 
@@ -361,9 +361,9 @@ def test_layers_that_pass_other_states_than_the_head_reads_are_refused_in_one_li
     several = target_of("gemma3n_text", **{**SHARED, **streams, **kinds}, laurel_rank=4)
     narrow = {"word_embed_proj_dim": 16, "ffn_dim": 48, "max_position_embeddings": 64}
     for target in (several, target_of("opt", **SMALL, **narrow)):
-        target.features(torch.tensor([words(5)]), Needs(final_hidden=True))
+        target.features(torch.tensor([words(5)]), FeatureSpec(final_hidden=True))
         with pytest.raises(UserError, match="cannot read its layers") as caught:
-            target.features(torch.tensor([words(5)]), Needs(layers=(2,)))
+            target.features(torch.tensor([words(5)]), FeatureSpec(layers=(2,)))
         assert "\n" not in str(caught.value)
 
 

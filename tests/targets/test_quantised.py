@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -146,7 +146,7 @@ def test_a_draft_starts_from_what_a_quantised_model_computes_with(
     assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
     ids = torch.arange(3, 20)[None]
     states = drafter.model.base_model(ids).last_hidden_state
-    torch.testing.assert_close(states, theirs.features(ids, Needs())[1])
+    torch.testing.assert_close(states, theirs.features(ids, FeatureSpec())[1])
 
 
 def test_a_quantised_source_that_cannot_be_read_is_refused(
@@ -265,7 +265,10 @@ def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -
     assert state.keys() == plain.model.layers[2].state_dict().keys()
     ids = torch.arange(3, 20)[None]
     drafter = DRAFTERS["lm"].build(LMConfig(depth=3, layers=[0, 1, 2, 3]), target).eval()
-    theirs, ours = target.features(ids, Needs())[1], drafter.model.base_model(ids).last_hidden_state
+    theirs, ours = (
+        target.features(ids, FeatureSpec())[1],
+        drafter.model.base_model(ids).last_hidden_state,
+    )
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     eagle = DRAFTERS["eagle3"].build(Eagle3Config([1, 2, 3], draft_vocab=None), target)
     answer = generate(target, ids[0].tolist(), max_new_tokens=12, eos=())

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 from transformers.models.llama import LlamaForCausalLM
 
-from specdec.context import Context, Needs, Proposal
+from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.beam import beam_search
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
@@ -224,7 +224,7 @@ def test_one_pass_over_documents_is_each_alone() -> None:
     """Teacher forcing's pass: packed documents, padding, features of layers, 0 in the encoder."""
     target = make_target("t5")
     one, two = ([*p, 7, 9, 11, 6] for p in prompts(target)[:2])
-    needs = Needs(layers=(1, 2), final_hidden=True)
+    needs = FeatureSpec(layers=(1, 2), final_hidden=True)
     ids = torch.tensor([one + two + [0] * 3])
     position = torch.tensor([[*range(len(one)), *range(len(two)), 0, 1, 2]])
     document = torch.tensor([[0] * len(one) + [1] * len(two) + [-1] * 3])
@@ -299,7 +299,7 @@ def test_committed_tokens_follow_p() -> None:
     drafter = make_drafter("seq2seq_lm", target)
     text = torch.tensor([prompts(target)[0] + [7]])
     sampler = Sampler(1.0)
-    p = sampler.probs(target.logits(target.features(text, Needs())[1][0, -2:]))[1].double()
+    p = sampler.probs(target.logits(target.features(text, FeatureSpec())[1][0, -2:]))[1].double()
     ctx, cache = Context(text), drafter.new_cache()
     choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], None, V)
     q = drafter.draft(ctx, Chain(1), choose, cache).q_BGV

@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.context import Needs
+from specdec.context import FeatureSpec
 from specdec.drafters import family
-from specdec.drafters.base import Drafter
+from specdec.drafters.proposer import Drafter
 from specdec.errors import memory_for
 from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
@@ -29,7 +29,7 @@ from train.features.source import Online, Source
 from train.features.store import Disk, Store, megabytes
 
 
-def needs_of(config: Any, parts: Parts) -> Needs:
+def needs_of(config: Any, parts: Parts) -> FeatureSpec:
     """What a drafter of this configuration reads of the target, known before it is built."""
     kind = family(config.name)
     sizes = kind.plan(config, parts)  # not on the meta device, since it may load the target
@@ -43,7 +43,7 @@ class Features:
     whenever they are requested."""
 
     target: TargetOnDemand
-    needs: Needs | None  # what is stored
+    needs: FeatureSpec | None  # what is stored
     sampler: Sampler
     length: int  # of a packed row, at most
     store: Store | None
@@ -94,10 +94,10 @@ class Features:
         device = self.target.parts.device
         return [Disk(store, needs, rows, device, partial(self._again, needs)) for rows in sides]
 
-    def _online(self, needs: Needs, rows: Sequence[Row]) -> Online:
+    def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> Online:
         return Online(self.target.whole(), needs, self.sampler, rows)
 
-    def _again(self, needs: Needs, row: Row) -> None:
+    def _again(self, needs: FeatureSpec, row: Row) -> None:
         """Store the features of a row that turned out to be damaged."""
         assert self.store is not None
         with bars(console, False) as quiet:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.forcing.batch import Batch, batch_of, summarise
 from specdec.forcing.visited import Visited, read_drafts
 from specdec.sampling.sampler import Sampler, Summary
@@ -38,7 +38,9 @@ class Source(Protocol):
 class Online:
     """Rows that the target reads whenever they are requested."""
 
-    def __init__(self, target: Target, needs: Needs, sampler: Sampler, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, target: Target, needs: FeatureSpec, sampler: Sampler, rows: Sequence[Row]
+    ) -> None:
         self.target, self.needs, self.sampler, self.rows = target, needs, sampler, rows
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -77,7 +79,10 @@ def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features
 
 
 def assembled(
-    rows: Sequence[Row], device: torch.device, needs: Needs, read: Callable[[Row, slice], Features]
+    rows: Sequence[Row],
+    device: torch.device,
+    needs: FeatureSpec,
+    read: Callable[[Row, slice], Features],
 ) -> Batch:
     """A batch put together from the features of single documents, which `read` gives."""
     ctx, mask_BT = texts(rows, device)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import pad
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.decoding.answers import Record
 from specdec.errors import UserError, first_line, require, require_known
 from specdec.files import make_folder, read_record, require_file, write_json
@@ -88,7 +88,9 @@ class Store:
     """Features of documents in a folder, in files of a few hundred documents each. A file that
     cannot be read is removed. Raises UserError if the folder holds features of another kind."""
 
-    def __init__(self, cfg: FeaturesConfig, target: Parts, needs: Needs, sampler: Sampler) -> None:
+    def __init__(
+        self, cfg: FeaturesConfig, target: Parts, needs: FeatureSpec, sampler: Sampler
+    ) -> None:
         of_target = target.fingerprint(), str(target.dtype)
         self.kind = Kind(*of_target, needs.layers, sampler, target.width)
         plain = json.dumps(asdict(self.kind)).encode()
@@ -182,7 +184,7 @@ class Store:
                 n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu() for n, x in parts.items()
             }
 
-        return Record(Needs(self.kind.layers), keep)
+        return Record(FeatureSpec(self.kind.layers), keep)
 
     def write(self) -> None:
         """Store what was recorded since the last call."""
@@ -302,7 +304,7 @@ class Disk:
     def __init__(
         self,
         store: Store,
-        needs: Needs,
+        needs: FeatureSpec,
         rows: Sequence[Row],
         device: torch.device,
         again: Callable[[Row], None] | None = None,

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.base import Sizes
 from specdec.drafters.capabilities import Fits
 from specdec.drafters.nn.gather import tokens_from
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Sizes
 from specdec.errors import require
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import Drafter
 from specdec.drafters.capabilities import NOTHING, Copies
 from specdec.drafters.copying.proposed import (
     TreeNode,
@@ -21,6 +20,7 @@ from specdec.drafters.copying.proposed import (
     copied_growth,
     copied_trees,
 )
+from specdec.drafters.proposer import Drafter
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Growth, Shape
 

@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.drafters.base import Sizes
 from specdec.drafters.capabilities import Fits, Sound
 from specdec.drafters.copying.memory import Copying, Memory
 from specdec.drafters.copying.proposed import TreeNode
+from specdec.drafters.proposer import Sizes
 from specdec.errors import require
 
 SEPARATOR = -1  # between texts of the corpus: not the id of any token

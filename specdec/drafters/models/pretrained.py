@@ -18,11 +18,11 @@ from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdec.context import Context
-from specdec.drafters.base import Drafter, Sizes
 from specdec.drafters.capabilities import Extends
 from specdec.drafters.growth import growth_over
 from specdec.drafters.models.vocabulary import resize
 from specdec.drafters.nn.gather import states
+from specdec.drafters.proposer import Drafter, Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache

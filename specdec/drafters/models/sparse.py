@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Needs
+from specdec.context import Context, FeatureSpec
 from specdec.drafters.capabilities import ForLongPrompts
 from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
 from specdec.drafters.nn.gather import first_tokens, tokens_from
@@ -180,7 +180,7 @@ class Sparse(View, ForLongPrompts):
     def _forced(self, ids_T: Tensor, ends: list[int], block_AK: Tensor) -> Tensor:
         """Hidden states [A, K, D] of blocks; block i follows the first `ends[i]` tokens."""
         full, text, longest = self.target.new_cache(), ids_T.tolist(), max(1, *ends)
-        self.target.features(ids_T[None, :longest], Needs(), cache=full)
+        self.target.features(ids_T[None, :longest], FeatureSpec(), cache=full)
         full.keep([longest])
         choice = cache(partial(self._choice, full, [text], 0))
         states = []

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Needs, Proposal
-from specdec.drafters.base import Drafter, Sizes
+from specdec.context import Context, FeatureSpec, Proposal
 from specdec.drafters.capabilities import NOTHING, Copies
 from specdec.drafters.copying.proposed import copied_chains, copied_growth
 from specdec.drafters.models.bridge import Bridge
 from specdec.drafters.nn.gather import first_tokens, last_of, unread
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Drafter, Sizes
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
@@ -145,7 +145,7 @@ class Translated(Drafter):
         self, ids_BT: Tensor, cache: "TranslatedCache", parents_BT: Tensor | None = None
     ) -> Tensor:
         """Hidden states [B, T, D] of uncommitted tokens, given in the draft's own ids."""
-        return self.lm.features(ids_BT, Needs(), cache=cache, parents_BT=parents_BT)[1]
+        return self.lm.features(ids_BT, FeatureSpec(), cache=cache, parents_BT=parents_BT)[1]
 
     def _fitting(self, own: list[int]) -> list[int]:
         """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""

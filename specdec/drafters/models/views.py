@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from specdec.compat import set_attention, twin
 from specdec.context import Context
-from specdec.drafters.base import Sizes
 from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposer import Sizes
 from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Context, Needs
-from specdec.drafters.base import Limits, Sizes, chosen_layers, require_rising
+from specdec.context import Context, FeatureSpec
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import last_of, pieces, unread
@@ -28,6 +27,7 @@ from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting
 from specdec.drafters.nn.over_slots import AfterText
 from specdec.drafters.nn.over_text import Keys, OverDrafts, Sight
 from specdec.drafters.nn.rope import Rope
+from specdec.drafters.proposer import Limits, Sizes, chosen_layers, require_rising
 from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
@@ -81,7 +81,7 @@ class Block(Trainable):
     def __init__(self, config: BlockConfig, sizes: BlockSizes) -> None:
         super().__init__(config, sizes)
         require_between("drafter.mask_token", sizes.mask_token, 0, sizes.target_vocab - 1)
-        self.needs = Needs(layers=tuple(sizes.layers))
+        self.needs = FeatureSpec(layers=tuple(sizes.layers))
         self.llama = config_of(sizes.llama)
         self.slots = config.depth + self.first
         self.limits = Limits(depth=config.depth, slots=self.slots, parallel=self.parallel)

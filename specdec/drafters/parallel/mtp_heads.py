@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec.context import Context, Needs
-from specdec.drafters.base import Limits, Sizes
+from specdec.context import Context, FeatureSpec
 from specdec.drafters.capabilities import Separate
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.layer import copy_last, llama_of
+from specdec.drafters.proposer import Limits, Sizes
 from specdec.drafters.recurrent.prefix import Prefix
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes
 from specdec.drafters.trainable import Trainable
@@ -55,7 +55,7 @@ class Head(Prefix):
 
     def __init__(self, sizes: MTPHeadsSizes) -> None:
         super().__init__(sizes.llama, sizes.target_vocab)
-        self.needs = Needs(layers=(sizes.trunk,))
+        self.needs = FeatureSpec(layers=(sizes.trunk,))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return Recurrent.unembed(self, self.norm(hidden), k)
@@ -80,7 +80,7 @@ class MTPHeads(Trainable, Separate):
 
     def __init__(self, config: MTPHeadsConfig, sizes: MTPHeadsSizes) -> None:
         super().__init__(config, sizes)
-        self.needs = Needs(layers=(sizes.trunk,))
+        self.needs = FeatureSpec(layers=(sizes.trunk,))
         self.limits = Limits(depth=config.depth, parallel=True)
         self.heads: Any = nn.ModuleList(Head(sizes) for _ in range(config.depth))
 

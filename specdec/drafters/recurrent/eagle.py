@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Known, Moment, Needs
+from specdec.context import Context, FeatureSpec, Known, Moment
 from specdec.drafters.nn.gather import text_after
 from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
@@ -45,7 +45,7 @@ class EagleConfig(RecurrentConfig):
 
 class Eagle(Solved):
     Config: ClassVar[type] = EagleConfig
-    needs = Needs(final_hidden=True)
+    needs = FeatureSpec(final_hidden=True)
 
     def __init__(self, config: EagleConfig, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Known, Needs
-from specdec.drafters.base import chosen_layers, require_rising
+from specdec.context import FeatureSpec, Known
 from specdec.drafters.nn.layer import Layer, copy_alike, copy_fitting, llama_of
+from specdec.drafters.proposer import chosen_layers, require_rising
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import STARTS, Solved
 from specdec.drafters.regression import Squares, low_rank, ridge
@@ -73,7 +73,7 @@ class Eagle3(Solved):
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
-        self.needs = Needs(layers=tuple(sizes.layers))
+        self.needs = FeatureSpec(layers=tuple(sizes.layers))
         D, eps, count = self.llama.hidden_size, self.llama.rms_norm_eps, len(self.needs.layers)
         self.input_norm = LlamaRMSNorm(count * D, eps) if config.norm_before_fc else None
         norms = (LlamaRMSNorm(D, eps) for _ in range(count))

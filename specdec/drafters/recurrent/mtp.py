@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Context, Known, Needs
+from specdec.context import Context, FeatureSpec, Known
 from specdec.drafters.growth import with_depth
 from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import entries, pieces, truncated_contexts, unread
@@ -110,7 +110,7 @@ class Module(Layer):
 
 class MTP(Solved):
     Config = MTPConfig
-    needs = Needs(final_hidden=True)
+    needs = FeatureSpec(final_hidden=True)
 
     def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.context import Context, Needs
-from specdec.drafters.base import Sizes
+from specdec.context import Context, FeatureSpec
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.nn.attention import Attend, Attention, KeyValue, fused
 from specdec.drafters.nn.gather import entries, tokens_from
 from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
 from specdec.drafters.nn.over_text import Keys, OverDrafts, Rotation, Sight
 from specdec.drafters.nn.rope import Rope
+from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
@@ -114,7 +114,7 @@ class Spire(Trainable):
 
     def __init__(self, config: SpireConfig, sizes: SpireSizes) -> None:
         super().__init__(config, sizes)
-        self.needs = Needs(layers=tuple(sizes.layers))
+        self.needs = FeatureSpec(layers=tuple(sizes.layers))
         self.llama = config_of(sizes.llama)
         D, n = self.llama.hidden_size, config.num_layers
         self.layers: Any = nn.ModuleList(

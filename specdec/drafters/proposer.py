@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from specdec.compat import set_buffer
-from specdec.context import Context, Needs, Proposal
+from specdec.context import Context, FeatureSpec, Proposal
 from specdec.errors import require, require_known, require_within
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import DEEPEST, Shape
@@ -66,7 +66,7 @@ class Drafter(nn.Module, ABC):
     Sizes: ClassVar[type[Sizes]] = Sizes
     config: Any
     sizes: Any
-    needs: Needs = Needs()
+    needs: FeatureSpec = FeatureSpec()
     depth: int  # how many depths are trained and measured; also the default γ
     limits: Limits
 
