@@ -58,7 +58,8 @@ def version(x: Tensor) -> int:
 def storage_of(x: Tensor) -> int:
     """A number that two tensors have in common if, and only if, they share their memory. The public
     way, a storage's `data_ptr`, is 0 for all empty tensors and for all on the meta device."""
-    return x.untyped_storage()._cdata
+    address: int = x.untyped_storage()._cdata
+    return address
 
 
 def own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -45,11 +45,14 @@ class Ranks:
         """What `work` returns in the first process, which alone does it while the others wait."""
         if self.alone:
             return work()
-        error, outcome = self._tried(work) if self.rank == 0 else (None, None)
+        error: Exception | None = None
+        outcome: Any = None
+        if self.rank == 0:
+            error, outcome = self._tried(work)
         held: list[Any] = [outcome]
         dist.broadcast_object_list(held)
         _require_done(error, held)
-        result: Any = outcome if self.rank == 0 else held[0]
+        result: T = outcome if self.rank == 0 else held[0]
         return result
 
     def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:

@@ -115,7 +115,8 @@ def _placed(device: torch.device, options: InitProcessGroupKwargs) -> torch.devi
         f"target.device={device} names one device for {state.num_processes} processes: give "
         f"target.device={device.type}, and each process takes its own",
     )
-    return state.device
+    chosen: torch.device = state.device
+    return chosen
 
 
 def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:

@@ -68,9 +68,10 @@ class Stream:
         return self._pieces[-1]
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
+        text: str = self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return text
 
 
 class Stops:
@@ -88,4 +89,5 @@ class Stops:
         return any(s in text[max(0, len(known) - len(s) + 1) :] for s in self.stop)
 
     def _decoded(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text

@@ -69,7 +69,8 @@ class Heads(Trainable):
         return state
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
+        logits: Tensor = self.lm_heads[min(k, len(self.lm_heads) - 1)](hidden)
+        return logits
 
     def hidden(
         self,

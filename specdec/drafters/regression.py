@@ -41,7 +41,8 @@ def ridge(xx_FF: Tensor, xy_FD: Tensor) -> Tensor:
     penalty_F = RIDGE * size_F + 1e-12 * size_F.max().clamp_min(1e-12)
     penalised_FF = xx_FF.clone()
     penalised_FF.diagonal().add_(penalty_F)
-    return torch.linalg.solve(penalised_FF, xy_FD)
+    weight_FD: Tensor = torch.linalg.solve(penalised_FF, xy_FD)
+    return weight_FD
 
 
 def low_rank(weight_FD: Tensor, xx_FF: Tensor, rank: int) -> tuple[Tensor, Tensor]:

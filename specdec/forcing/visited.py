@@ -28,7 +28,10 @@ class Visited:
     def drafted_BTK(self, like_BT: Tensor) -> Tensor:
         """The drafted tokens at each position of the batch; -1 where no round began."""
         table = self.drafted_RoK.new_full((like_BT.numel(), self.drafted_RoK.shape[1]), -1)
-        return table.index_copy(0, self.place_Ro, self.drafted_RoK).unflatten(0, like_BT.shape)
+        drafted: Tensor = table.index_copy(0, self.place_Ro, self.drafted_RoK).unflatten(
+            0, like_BT.shape
+        )
+        return drafted
 
 
 @torch.no_grad()

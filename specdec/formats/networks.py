@@ -84,7 +84,8 @@ class Folder:
         says."""
         own = self.tensors.get("lm_head.weight")
         weight = self.target.head.weight if own is None else own.float()
-        scores = linear(states.to(weight.dtype), weight).float() * self.config.get("logit_scale", 1)
+        scale: float = self.config.get("logit_scale", 1)
+        scores = linear(states.to(weight.dtype), weight).float() * scale
         if cap := self.config.get("final_logit_softcapping"):
             scores = cap * torch.tanh(scores / cap)
         V = self.target.vocab_size
@@ -117,11 +118,13 @@ class Block(nn.Module):
 
     def attend(self, x_PD: Tensor, rope: tuple[Tensor, Tensor], sees_PP: Tensor) -> Tensor:
         mask = torch.zeros_like(sees_PP, dtype=x_PD.dtype).masked_fill(~sees_PP, -torch.inf)
-        return self.self_attn(x_PD[None], rope, mask[None, None])[0][0]
+        attended: Tensor = self.self_attn(x_PD[None], rope, mask[None, None])[0][0]
+        return attended
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         stream = residual + attended
-        return stream + self.mlp(self.post_attention_layernorm(stream))
+        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return output
 
 
 def llama(config: Description) -> LlamaConfig:
@@ -149,7 +152,9 @@ def llama(config: Description) -> LlamaConfig:
 
 def rope_of(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [1, P, R] at these positions."""
-    return Glm4MoeRotaryEmbedding(config)(torch.zeros(()), positions.cpu()[None])  # type: ignore[arg-type]
+    embedding: Any = Glm4MoeRotaryEmbedding  # takes the configurations of other models, too
+    rope: tuple[Tensor, Tensor] = embedding(config)(torch.zeros(()), positions.cpu()[None])
+    return rope
 
 
 def loaded(module: nn.Module, tensors: Tensors, unread: tuple[str, ...] = ()) -> Any:
@@ -255,7 +260,8 @@ APART = ("lm_head.", "embed_tokens.", "d2t", "t2d", "mask_hidden")  # not of the
 def eagle3_layers(files: Folder) -> Eagle3Layers:
     tensors = {n.replace("midlayer.", "layers.0."): x for n, x in files.tensors.items()}
     require("lm_head.weight" in tensors, "an engine needs lm_head.weight")
-    return loaded(Eagle3Layers(llama(files.config), files.config), tensors, APART)
+    network: Eagle3Layers = loaded(Eagle3Layers(llama(files.config), files.config), tensors, APART)
+    return network
 
 
 def eagle3(files: Folder, trial: Trial, anchor: int) -> Tensor:
@@ -374,7 +380,10 @@ def mtp(files: Folder, trial: Trial, anchor: int) -> Tensor:
     scaled = replace(files, config=shared_head(files.target))
 
     def run(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return layer(embedding, state, _on(state, rope_of(config, torch.arange(len(state)))))
+        output: tuple[Tensor, Tensor] = layer(
+            embedding, state, _on(state, rope_of(config, torch.arange(len(state))))
+        )
+        return output
 
     return unrolled(run, scaled, trial.state(FINAL), trial, anchor)
 

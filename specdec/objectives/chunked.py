@@ -85,7 +85,8 @@ def chunked(
     if len(cut[0]) == 0:
         raise ValueError("chunked: no rows")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*cut, *parameters)):
-        return _Chunked.apply(part, chunk, len(cut), *cut, *parameters)  # type: ignore[no-untyped-call]
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Chunked.apply
+        return apply(part, chunk, len(cut), *cut, *parameters)
     sums = [part(rows, *(x[rows] for x in cut)) for rows in slices(cut[0], chunk)]
     losses, seen = zip(*sums, strict=True)
     return torch.stack(losses).sum(), torch.stack(seen).sum(0)

@@ -133,17 +133,18 @@ def code(lines: Sequence[str]) -> str:
 def escaped(value: T) -> T:
     """A dataclass, list, tuple or dict with every text in it, keys included, as `text` writes
     it."""
-    copy: Any = value
+    read: Any = value
     if isinstance(value, str):
-        copy = text(value)
+        read = text(value)
     elif isinstance(value, list | tuple):
         parts = map(escaped, value)
-        copy = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        read = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif isinstance(value, dict):
-        copy = {escaped(key): escaped(x) for key, x in value.items()}
+        read = {escaped(key): escaped(x) for key, x in value.items()}
     elif is_dataclass(value):
         named = {f.name: escaped(getattr(value, f.name)) for f in fields(value) if f.init}
-        copy = replace(value, **named)  # type: ignore[type-var]
+        read = replace(value, **named)  # type: ignore[type-var]
+    copy: T = read
     return copy
 
 

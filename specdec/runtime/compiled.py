@@ -120,7 +120,8 @@ def _signature(x: Any) -> Hashable:
         return tuple((name, _signature(value)) for name, value in x.items())
     if isinstance(x, list | tuple):
         return tuple(map(_signature, x))
-    return x
+    value: Hashable = x
+    return value
 
 
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:

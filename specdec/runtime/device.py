@@ -48,6 +48,8 @@ class Stopwatch:
     def seconds(self, start: Any, end: Any) -> float:
         """The time between two marks; waits until the device has passed the second."""
         if self._event is None:
-            return end - start
+            own: float = end - start
+            return own
         end.synchronize()
-        return start.elapsed_time(end) / 1000
+        seconds: float = start.elapsed_time(end) / 1000
+        return seconds

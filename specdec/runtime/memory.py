@@ -15,7 +15,8 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cpu":
         free = psutil.virtual_memory().available
         limit = _left_in_container()
-        return free if limit is None else min(free, limit)
+        least: int | None = free if limit is None else min(free, limit)
+        return least
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None

@@ -61,7 +61,8 @@ def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
         if mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
         masks[groups, dtype] = mask.repeat(1, 1, groups, 1)
-    return masks[groups, dtype]
+    repeated: Tensor = masks[groups, dtype]
+    return repeated
 
 
 AttentionInterface.register("grouped", grouped_attention)

@@ -196,7 +196,8 @@ class Parts:
     @property
     def prefix(self) -> str:
         """The beginning of the layers' weight names in the model's state dict."""
-        return next(name for name, m in self.model.named_modules() if m is self.layers)
+        prefix: str = next(name for name, m in self.model.named_modules() if m is self.layers)
+        return prefix
 
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer, as plain numbers

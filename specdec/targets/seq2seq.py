@@ -122,7 +122,10 @@ class Seq2SeqModel:
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder's layers."""
-        return self.decoder.block if hasattr(self.decoder, "block") else self.decoder.layers
+        layers: nn.ModuleList = (
+            self.decoder.block if hasattr(self.decoder, "block") else self.decoder.layers
+        )
+        return layers
 
     def new_cache(self) -> Seq2SeqCache:
         return Seq2SeqCache(len(self.layers))
@@ -212,7 +215,8 @@ class Seq2SeqModel:
                 use_cache=cache is not None,
                 **{cache_argument(self.decoder): theirs},
             ).last_hidden_state
-        return out_BTD if self.scale == 1 else out_BTD * self.scale
+        scaled_BTD: Tensor = out_BTD if self.scale == 1 else out_BTD * self.scale
+        return scaled_BTD
 
     @contextmanager
     def _standing(self, place: Place) -> Iterator[None]:
@@ -245,7 +249,8 @@ class Seq2SeqModel:
                 position_BT = position_BT[:1]
         distance_BTP = slot_BP[:, None] - position_BT[..., None]
         bucket_BTP = relative_position_bucket(attention, distance_BTP)
-        return attention.relative_attention_bias(bucket_BTP).permute(0, 3, 1, 2)
+        bias: Tensor = attention.relative_attention_bias(bucket_BTP).permute(0, 3, 1, 2)
+        return bias
 
 
 class Seq2SeqTarget(Target):
@@ -278,7 +283,8 @@ class Seq2SeqTarget(Target):
 
     def prompt(self, text: str) -> list[int]:
         """The tokens that `decode` continues: the encoder's, then the decoder's start token."""
-        return self.tokenizer(text).input_ids + [self.seq2seq.start]
+        ids: list[int] = self.tokenizer(text).input_ids + [self.seq2seq.start]
+        return ids
 
     def begun(self, encoder: Sequence[int]) -> list[int]:
         """The tokens that `decode` continues, made from the encoder's tokens. Raises UserError if

@@ -60,7 +60,8 @@ def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]])
 
     def figure(columns: np.ndarray, at: np.ndarray) -> np.ndarray:
         sums = columns[..., at].sum(-1)
-        return (sums[:, 0] / sums[:, 1]).prod(0)
+        products: np.ndarray = (sums[:, 0] / sums[:, 1]).prod(0)
+        return products
 
     random = np.random.default_rng(0)
     resampled = np.ones(RESAMPLES)
@@ -82,7 +83,8 @@ def difference_interval(
     a, b, c, d = (x[kept] for x in columns)
 
     def figure(at: np.ndarray) -> np.ndarray:
-        return a[at].sum(-1) / b[at].sum(-1) - c[at].sum(-1) / d[at].sum(-1)
+        differences: np.ndarray = a[at].sum(-1) / b[at].sum(-1) - c[at].sum(-1) / d[at].sum(-1)
+        return differences
 
     return _bootstrap(figure, len(a), len(a))
 

@@ -369,7 +369,8 @@ class Plain:
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         text = "".join(m.content for m in messages)
         _require_no_control([text], self.tokenizer.all_special_tokens)
-        return self.lead + self.tokenizer(text, add_special_tokens=False).input_ids
+        ids: list[int] = self.lead + self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
 
 
 def _texts(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:

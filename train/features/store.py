@@ -81,7 +81,8 @@ class Kind:
     def bytes(self, tokens: int) -> int:
         """Size on disk of the features of `tokens` tokens."""
         itemsize = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
-        return tokens * (self.width * (len(self.layers) + 1) * itemsize + 12)
+        size: int = tokens * (self.width * (len(self.layers) + 1) * itemsize + 12)
+        return size
 
 
 class Store:

@@ -71,7 +71,8 @@ class Unigram(Predictor, Fits):
 
     def _unigram(self) -> Tensor:
         counts_V = self.times_V.float() + self.config.add
-        return counts_V / counts_V.sum()
+        shares_V: Tensor = counts_V / counts_V.sum()
+        return shares_V
 
 
 @dataclass(kw_only=True)
@@ -130,4 +131,5 @@ class Bigram(Unigram):
         q_RV = (self.config.prior * self._unigram()).repeat(len(x_R), 1)
         q_RV[row_U, self.next_N[at_U]] += self.pairs_N[at_U].to(q_RV.dtype)
         log_q = (q_RV / q_RV.sum(-1, keepdim=True)).log()
-        return log_q.view(*hidden.shape[:-1], -1)
+        logits: Tensor = log_q.view(*hidden.shape[:-1], -1)
+        return logits

@@ -65,7 +65,7 @@ class Bridge:
         was = _text(self.target, tail)
         known = self.target.encode(was, add_special_tokens=False)
         whole = self.target.encode(was + text, add_special_tokens=False)
-        candidates = [self.target.encode(text, add_special_tokens=False)]
+        candidates: list[list[int]] = [self.target.encode(text, add_special_tokens=False)]
         if whole[: len(known)] == known:
             candidates.insert(0, whole[len(known) :])
         for spelled in candidates:
@@ -122,7 +122,8 @@ def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 def _after_last(ids: list[int], special: set[int]) -> list[int]:

@@ -94,7 +94,8 @@ class EarlyExit(View, Trainable):
         return new_cache(self.target.config) if self.config.lora.rank else None
 
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
-        return ctx.cache
+        cache_of_target: SlotCache = ctx.cache
+        return cache_of_target
 
     def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         if not self.config.lora.rank:

@@ -102,6 +102,7 @@ class LM(Pretrained, InTransformers):
     ) -> Tensor:
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
+        logits: Tensor
         (logits,) = self.compiled(cache, last=last_B1, input_ids=ids_BT, **inputs)
         return logits
 

@@ -161,7 +161,8 @@ class Pretrained(Trainable, Extends):
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
         what they see: the tokens of their text, or the slots of a cache."""
-        return self.model.base_model(input_ids=ids, **attend).last_hidden_state
+        states: Tensor = self.model.base_model(input_ids=ids, **attend).last_hidden_state
+        return states
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of texts [B, T], packed as for `Target.features`."""

@@ -60,7 +60,8 @@ class View(Predictor, RunsTarget):
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
         what they see: the tokens of their text, or the slots of a cache."""
-        return self.body.held(input_ids=ids, **attend).last_hidden_state
+        states: Tensor = self.body.held(input_ids=ids, **attend).last_hidden_state
+        return states
 
     def continued(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of tokens that continue what the cache holds."""

@@ -46,21 +46,25 @@ class Attention(nn.Module):
     def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Queries [B, Hkv, Hg, A, Dh]."""
         query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
-        return query.unflatten(1, (self.kv_heads, -1))
+        grouped: Tensor = query.unflatten(1, (self.kv_heads, -1))
+        return grouped
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, A, H·Dh] -> [B, H, A, Dh]"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def joined(self, heads: Tensor) -> Tensor:
         """The heads' outputs [B, Hkv, Hg, A, Dh] -> [B, A, D]"""
-        return self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
+        output: Tensor = self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
+        return output
 
     def own_output(self, x: Tensor) -> Tensor:
         """The output [..., D] for inputs that see only themselves."""
         values = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
         heads = values.repeat_interleave(self.heads // self.kv_heads, -2)
-        return self.o_proj(heads.flatten(-2))
+        output: Tensor = self.o_proj(heads.flatten(-2))
+        return output
 
     def see_oneself(self, inner_FLr: Tensor, outer_LrD: Tensor) -> None:
         """Set the weights so that every input x [F] sees little but itself and the output is
@@ -101,4 +105,5 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) 
     out = nn.functional.scaled_dot_product_attention(
         query.flatten(2, 3), keys, values, attn_mask=mask
     )
-    return out.unflatten(2, (Hg, A))
+    by_anchor: Tensor = out.unflatten(2, (Hg, A))
+    return by_anchor

@@ -64,7 +64,8 @@ def windows(x_BT: Tensor, first_BA: Tensor, count: int) -> Tensor:
     """`count` entries [B, A, count, …] starting at each index (clamped at the text's end)."""
     steps = torch.arange(count, device=x_BT.device)
     index = (first_BA[..., None] + steps).clamp_max(x_BT.shape[1] - 1)
-    return entries(x_BT, index.flatten(1)).unflatten(1, index.shape[1:])
+    chosen: Tensor = entries(x_BT, index.flatten(1)).unflatten(1, index.shape[1:])
+    return chosen
 
 
 def entries(x_BT: Tensor, index_BA: Tensor) -> Tensor:

@@ -172,7 +172,8 @@ def over_blocks(
     slots see the same keys, so they count as further query heads of their anchor."""
     query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, Hg, size, A, Dh]
     out = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
-    return out.transpose(3, 4).flatten(3, 4)
+    heads: Tensor = out.transpose(3, 4).flatten(3, 4)
+    return heads
 
 
 def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
@@ -205,7 +206,7 @@ def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, .
     precise = torch.promote_types(scores.dtype, torch.float32)
     scores = torch.cat([scores, diagonal], -1).to(precise) * Dh**-0.5
     weights = scores.softmax(-1).to(values.dtype)
-    out = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (Hg, A))
+    out: Tensor = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (Hg, A))
     for j, (_, v) in enumerate(own):
         out = out + weights[..., P + j, None] * v[:, :, None]
     return out
@@ -250,7 +251,8 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
     out = built(flex_attention)(
         query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True
     )
-    return out.unflatten(1, query.shape[1:3])
+    grouped: Tensor = out.unflatten(1, query.shape[1:3])
+    return grouped
 
 
 def flexible(query: Tensor, depths: int) -> Answer:

@@ -147,7 +147,8 @@ class Block(Trainable):
 
     def fuse(self, features: Tensor) -> Tensor:
         """c [B, T, D], of which keys and values are made, from the target's features [B, T, F]."""
-        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        read: Tensor = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return read
 
     def enter(self, anchor_BA: Tensor) -> Tensor:
         """The embeddings [B, A, M, D] of blocks that begin with these tokens."""
@@ -163,7 +164,8 @@ class Block(Trainable):
         for i, layer in enumerate(self.layers):
             read, kept = self.read(layer, x)
             x = self.finish(layer, x, attend(i, layer.self_attn, read), kept)
-        return self.norm(x).unflatten(1, (-1, self.slots))[:, :, self.first :]
+        drafted: Tensor = self.norm(x).unflatten(1, (-1, self.slots))[:, :, self.first :]
+        return drafted
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""

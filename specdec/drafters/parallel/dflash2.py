@@ -103,12 +103,16 @@ class DFlash2(Block):
                 conv.base_kernel.zero_()[:, 0] = 1
 
     def read(self, layer: Any, x: Tensor) -> tuple[Tensor, Any]:
-        return layer.attention_conv.entered(layer.input_layernorm(x), self.slots)
+        entered: tuple[Tensor, Any] = layer.attention_conv.entered(
+            layer.input_layernorm(x), self.slots
+        )
+        return entered
 
     def finish(self, layer: Any, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
         stream = x + layer.attention_conv(attended, kept, 1, self.slots)
         read, kept = layer.mlp_conv.entered(layer.post_attention_layernorm(stream), self.slots)
-        return stream + layer.mlp_conv(layer.mlp(read), kept, 1, self.slots)
+        output: Tensor = stream + layer.mlp_conv(layer.mlp(read), kept, 1, self.slots)
+        return output
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + Lr]."""
@@ -119,7 +123,8 @@ class DFlash2(Block):
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         D = self.llama.hidden_size
-        return self.head(hidden[..., :D]) + self.candidate_selector(hidden[..., D:])
+        logits: Tensor = self.head(hidden[..., :D]) + self.candidate_selector(hidden[..., D:])
+        return logits
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         chosen = self.candidate_selector
@@ -127,6 +132,7 @@ class DFlash2(Block):
 
         def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
             gate_BWLr = chosen.predecessor_codebook[tokens_BW] * states_BKLr[:, depth, None]
-            return logits_BKS[:, depth, None] + chosen(gate_BWLr)
+            logits: Tensor = logits_BKS[:, depth, None] + chosen(gate_BWLr)
+            return logits
 
         return Growth(after(anchor_B[:, None], None, 0)[:, 0], with_depth(after))

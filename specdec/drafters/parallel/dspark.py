@@ -50,18 +50,21 @@ class DSpark(Block, Estimates):
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         D = self.llama.hidden_size
-        return self.head(hidden[..., :D]) + self.markov_w2(hidden[..., D:])
+        logits: Tensor = self.head(hidden[..., :D]) + self.markov_w2(hidden[..., D:])
+        return logits
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
             previous_BWLr = self.markov_w1(tokens_BW)
             state_BWD = states_BKD[:, depth, None].expand(-1, tokens_BW.shape[1], -1)
             growth.own_BW = self.confidence(torch.cat([state_BWD, previous_BWLr], -1))
-            return logits_BKS[:, depth, None] + self.markov_w2(previous_BWLr)
+            logits: Tensor = logits_BKS[:, depth, None] + self.markov_w2(previous_BWLr)
+            return logits
 
         growth = Growth(logits_BKS[:, 0], with_depth(after))
         growth.logits_BS = after(anchor_B[:, None], None, 0)[:, 0]
         return growth
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:
-        return self.confidence_head(hidden_NKD)[..., 0].float().sigmoid()
+        alpha_NK: Tensor = self.confidence_head(hidden_NKD)[..., 0].float().sigmoid()
+        return alpha_NK

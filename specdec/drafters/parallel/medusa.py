@@ -109,7 +109,7 @@ class Medusa(Heads, Adapts, Separate):
 
     @classmethod
     def plan(cls, config: MedusaConfig, target: Parts) -> MedusaSizes:
-        sizes = super().plan(config, target)
+        sizes: MedusaSizes = super().plan(config, target)
         if cls.adapts_target(config):
             L = decoder_layers(target, config.name)
             sizes.adapted = adapted_layers(target, L, config.adapter)
@@ -149,7 +149,8 @@ class Medusa(Heads, Adapts, Separate):
         return state
 
     def output(self, state: Tensor, k: int) -> Tensor:
-        return self.blocks[k](state)
+        output: Tensor = self.blocks[k](state)
+        return output
 
     def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         return self.first(ctx, anchors_BA)[:, :, None]

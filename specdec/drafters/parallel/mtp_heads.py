@@ -116,7 +116,8 @@ class MTPHeads(Trainable, Separate):
         return read_NKD
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.heads[k].unembed(hidden, 0)
+        logits: Tensor = self.heads[k].unembed(hidden, 0)
+        return logits
 
     def new_cache(self, capacity: int | None = None) -> Caches:
         return Caches(head.new_cache(capacity) for head in self.heads)

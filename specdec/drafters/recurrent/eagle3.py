@@ -189,7 +189,8 @@ class Eagle3(Solved):
         return features
 
     def fuse(self, features: Tensor) -> Tensor:
-        return self.fc(self.normed(features))
+        fused: Tensor = self.fc(self.normed(features))
+        return fused
 
     def onward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden
@@ -201,4 +202,5 @@ class Eagle3(Solved):
         return both, normed if self.config.norm_before_residual else feature
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits

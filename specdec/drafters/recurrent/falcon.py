@@ -67,7 +67,8 @@ class PairLSTM(nn.LSTM):
 
     def forward(self, windows: Tensor) -> Tensor:  # type: ignore[override]
         output = super().forward(windows.flatten(0, -3))[0]
-        return output[:, -1].unflatten(0, windows.shape[:-2])
+        last: Tensor = output[:, -1].unflatten(0, windows.shape[:-2])
+        return last
 
 
 class Falcon(Eagle):
@@ -94,7 +95,8 @@ class Falcon(Eagle):
         """The states [B, …, k, D] of the blocks that are asked for, from what attention reads of
         pairs [B, W, D] (`fc` of the pairs up to each). Both training and drafting take this step,
         each with its own attention."""
-        return self.layer(read, read, attend).unflatten(1, (-1, BLOCK))
+        blocks: Tensor = self.layer(read, read, attend).unflatten(1, (-1, BLOCK))
+        return blocks
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:

@@ -83,7 +83,7 @@ class Hydra(Heads, Solves):
 
     @classmethod
     def plan(cls, config: HydraHeadsConfig, target: Parts) -> HydraSizes:
-        sizes = super().plan(config, target)
+        sizes: HydraSizes = super().plan(config, target)
         sizes.llama = llama_of(target) if config.prefix else None
         return sizes
 
@@ -153,7 +153,8 @@ class Hydra(Heads, Solves):
         def drop(x_BAF: Tensor) -> Tensor:
             drawn = x_BAF.new_empty(ctx.ids_BT.shape[1], x_BAF.shape[-1])
             masks = [drawn.clone().bernoulli_(kept, generator=g) for g in generators]
-            return x_BAF * entries(torch.stack(masks), anchors_BA) / kept
+            dropped_BAF: Tensor = x_BAF * entries(torch.stack(masks), anchors_BA) / kept
+            return dropped_BAF
 
         if kept == 1:
             return self.hidden(ctx, anchors_BA, None)

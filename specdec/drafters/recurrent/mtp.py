@@ -91,7 +91,8 @@ class Module(Layer):
         return self.entered(self.eh_proj(self.joined(embedding, state)))
 
     def leave(self, stream: Tensor) -> Tensor:
-        return self.final_layernorm(stream)
+        output: Tensor = self.final_layernorm(stream)
+        return output
 
     def copy_last(self, target: Parts) -> None:
         """Copy the target's last layer if it is Llama's. The state comes from after the final

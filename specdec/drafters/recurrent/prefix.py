@@ -27,4 +27,5 @@ class Prefix(Recurrent):
         return self.layer.entered(feature)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.norm(hidden)
+        normed: Tensor = self.norm(hidden)
+        return normed

@@ -74,7 +74,8 @@ class Recurrent(Trainable):
     @property
     def layer(self) -> Layer:
         """The first layer."""
-        return self.layers[0]
+        first: Layer = self.layers[0]
+        return first
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +140,7 @@ class Recurrent(Trainable):
         feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
         drafting take this step, each with its own attention."""
         read, residual = self.enter(embedding, state)
-        stream = self.layer(read, residual, attend)
+        stream: Tensor = self.layer(read, residual, attend)
         for i, layer in enumerate(self.upper, 1):
             stream = layer(*layer.entered(stream), attend, i)
         return stream

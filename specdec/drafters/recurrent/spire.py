@@ -160,15 +160,18 @@ class Spire(Trainable):
         self.target = target
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.target.embedding(ids).to(self.lm_head.weight.dtype)
+        embeddings: Tensor = self.target.embedding(ids).to(self.lm_head.weight.dtype)
+        return embeddings
 
     def of_text(self, features_BTF: Tensor, i: int) -> Tensor:
         """What layer i reads of the target's streams, of which it makes the text's keys."""
         streams = features_BTF.to(self.lm_head.weight.dtype).chunk(len(self.layers), -1)
-        return self.layers[i].input_layernorm(streams[i])
+        normed: Tensor = self.layers[i].input_layernorm(streams[i])
+        return normed
 
     def step(self, embedding: Tensor, attend: "AttendFed") -> Tensor:
         """The output [B, A, D] for one token at each place, from its embedding. Both training and
