@@ -301,7 +301,8 @@ def test_no_method_is_compared_with_its_base() -> None:
 
 WRITTEN = r"(?:…|\.\.\.|[A-Za-z0-9]+)(?: ?[·+*-] ?[A-Za-z0-9]+)*"  # one dimension
 SHAPE = re.compile(rf"\[({WRITTEN}(?:,\s+{WRITTEN})*)\]")
-SUFFIX = re.compile(r"_*[a-z]\w*_([0-9]?[A-Z][A-Za-z0-9]*)")
+# a suffix has at most two small letters in a row, unlike a word such as the one in `int_Tensor`
+SUFFIX = re.compile(r"_*[a-z]\w*_([0-9]?[A-Z](?:[A-Z0-9]|[a-z](?![a-z]{2}))*)")
 LETTER = "|".join(sorted(LETTERS, key=len, reverse=True))
 
 
@@ -331,20 +332,27 @@ def shapes_in(source: str) -> Iterator[tuple[str, str]]:
 
 
 def test_shapes_have_one_alphabet() -> None:
-    """Tests, which are not read by other code, may have letters of their own."""
+    files = [ROOT / path_of(module) for module in modules()]
+    files += [*(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     used, unknown = set[str](), list[str]()
-    for module in modules():
-        if module.startswith(("specdec", "train")):
-            source = (ROOT / path_of(module)).read_text()
-            assert not re.search(r"\bLetters:", source), f"{path_of(module)}: see specdec/shapes.py"
-            for letter, where in shapes_in(source):
-                used.add(letter)
-                unknown += [] if letter in LETTERS else [f"{path_of(module)}: {letter} in {where}"]
+    for file in files:
+        path, source = file.relative_to(ROOT), file.read_text()
+        product = path.parts[0] != "tests"
+        assert not product or not re.search(r"\bLetters:", source), f"{path}: see specdec/shapes.py"
+        for letter, where in shapes_in(source):
+            used |= {letter} if product else set()
+            unknown += [] if letter in LETTERS else [f"{path}: {letter} in {where}"]
     assert unknown == []
     assert used == set(LETTERS)
 
 
 def test_letters_of_shapes_are_told() -> None:
-    source = 'def f(x_BHkvTxDh):\n    """[B, J]"""\n    Y = x_BHkvTxDh.seen_1P'
+    source = 'def f(x_BHkvTxDh):\n    """[B, J]"""\n    Y = x_BHkvTxDh.seen_1P(int_Tensor)'
     letters = ["Y", *["B", "Hkv", "Tx", "Dh"] * 2, "P", "B", "J"]
     assert sorted(letter for letter, _ in shapes_in(source)) == sorted(letters)
+
+
+def test_the_alphabet_is_in_the_documents() -> None:
+    text = (ROOT / "docs" / "adding.md").read_text()
+    section = text.partition("## Shapes")[2].partition("\n## ")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.M)) == LETTERS

@@ -51,7 +51,7 @@ def read(target: Target, drafter: Recurrent) -> Context:
 
 
 def attend(attention: Attention, query: Tensor, keys: Tensor, sees: Tensor, rope: tuple) -> Tensor:
-    """Eager attention of `query` [Q, …] over `keys` [N, …], with cos and sin of both."""
+    """Eager attention of `query` [W, …] over `keys` [P, …], with cos and sin of both."""
     Dh, groups = attention.head_dim, attention.heads // attention.kv_heads
     q, k, v = (
         project(x).view(1, len(x), -1, Dh).transpose(1, 2)
