@@ -9,7 +9,7 @@ from specdec.drafters.capabilities import Copies, TrainedDepth
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
-from specdec.sampling.sampler import Sampler, require_temperature
+from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature
 from specdec.sampling.trees import DEEPEST, Chain, Static
 
 TREES = ("static", "dynamic", "best_first")
@@ -53,7 +53,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         require_within("decode", self, prompts=1, max_new_tokens=1, repeats=1, batch=1, nodes=1)
         require_within("decode", self, timed=1, counting=1)
-        require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1), top_k=0)
+        require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1))
         require_known("decode", self, tree=TREES, length=LENGTHS)
         require(
             self.tree is None or (self.length == "fixed" and not self.settings),
@@ -77,7 +77,7 @@ class DecodeConfig:
                 "them, and no decode.nodes",
             )
             Static(self.paths)  # raises if they do not form a tree
-        require(0 < self.top_p <= 1, f"decode.top_p={self.top_p}: give a share above 0, up to 1")
+        require_cutoffs("decode", self)
         require(
             0 < len(self.temperatures) == len(set(self.temperatures)),
             f"decode.temperatures={self.temperatures}: give at least one, and each only once",

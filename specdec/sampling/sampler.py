@@ -6,7 +6,7 @@ the same everywhere.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ def require_temperature(name: str, value: float) -> None:
         value == 0 or COLDEST <= value < math.inf,
         f"{name}={value}: give 0 for greedy decoding, or a finite number of {COLDEST:g} or more",
     )
+
+
+def require_cutoffs(group: str, settings: Any) -> None:
+    """Raise UserError unless `top_k` and `top_p` of a group of settings are possible."""
+    top_k, top_p = settings.top_k, settings.top_p
+    require(top_k >= 0, f"{group}.top_k={top_k}: give a number of 0 or more (0 keeps all tokens)")
+    require(0 < top_p <= 1, f"{group}.top_p={top_p}: give a number above 0, up to 1")
 
 
 class Summary(NamedTuple):
@@ -44,10 +51,8 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        top_k, top_p = self.top_k, self.top_p
         require_temperature("sampler.temperature", self.temperature)
-        require(top_k >= 0, f"sampler.top_k={top_k}: give a number >= 0 (0 keeps all)")
-        require(0 < top_p <= 1, f"sampler.top_p={top_p}: give a number in (0, 1]")
+        require_cutoffs("sampler", self)
 
     @property
     def greedy(self) -> bool:

@@ -163,6 +163,8 @@ def test_terms_that_change_over_a_run() -> None:
         ("sampler.temperature=-1", ["sampler.temperature", "-1", "give 0"]),
         ("sampler.top_p=1.5", ["sampler.top_p", "1.5"]),
         ("decode.top_p=1.5", [r"decode\.top_p", "1.5"]),
+        ("answers.top_p=0", [r"answers\.top_p", "above 0"]),
+        *((f"{g}.top_k=-1", [rf"{g}\.top_k", "-1"]) for g in ("answers", "sampler", "decode")),
         ("decode.temperatures=[-1]", [r"decode\.temperatures", "-1"]),
         ("decode.temperatures=[nan]", [r"decode\.temperatures", "nan"]),
         ("decode.temperatures=[0,0]", [r"decode\.temperatures", "only once"]),

@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/train/test_pipeline.py
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import shutil
@@ -405,6 +406,28 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     path = min((tmp_path / "x").rglob("*.jsonl"), key=lambda p: p.read_text().count("\n"))
     path.write_text("{\x00}\n" + json.dumps({"ids": [1]}) + "\n" + path.read_text()[:-3])
     assert made(prompts) == apart and asked == [2, 1, 1]
+
+
+def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Path) -> None:
+    """The likeliest token alone is greedy decoding. The folder's name without top-k is the one that
+    answers had before there was any."""
+    target = TargetOnDemand(tiny.config().target)
+    prompts = [Prompt("a", np.array([5, 6, 7], np.int32)), Prompt("b", np.array([8, 9], np.int32))]
+
+    def texts(temperature: float, top_k: int, folder: str) -> list[list[int]]:
+        root = str(tmp_path / folder)
+        cfg = AnswersConfig(temperature, top_k=top_k, max_new_tokens=6, root=root)
+        with progress.bars(Console(quiet=True), False) as bar:
+            documents = answered(target, prompts, cfg, Accelerator(cpu=True), bar)
+        return [d.ids.tolist() for d in documents]
+
+    greedy, drawn = texts(0.0, 0, "greedy"), texts(1.0, 0, "drawn")
+    assert texts(1.0, 1, "drawn") == greedy != drawn
+    how = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 6, "seed": 0}
+    how |= {"target": target.parts.fingerprint(), "dtype": str(target.parts.dtype)}
+    before = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
+    folders = {path.name for path in (tmp_path / "drawn").iterdir()}
+    assert len(folders) == 2 and before in folders
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from specdec.integrity import Damaged, sealed
 from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.runtime.memory import release
-from specdec.sampling.sampler import Sampler, require_temperature
+from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetOnDemand
@@ -44,6 +44,7 @@ class AnswersConfig:
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     max_new_tokens: int = 192
     batch: int = 128
     seed: int = 0
@@ -53,7 +54,7 @@ class AnswersConfig:
         seeds = (0, 2**32 - 1)
         require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
         require_temperature("answers.temperature", self.temperature)
-        require(0 < self.top_p <= 1, f"answers.top_p={self.top_p}: give a number above 0, up to 1")
+        require_cutoffs("answers", self)
         require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
 
@@ -111,7 +112,7 @@ def answered(
     total = sum(map(len, batches)) * cfg.max_new_tokens
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
-    sampler = Sampler(cfg.temperature, top_p=cfg.top_p)
+    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     way = Way(sampler=sampler)
     if author and author.rule is not None:
         way = Way(author.drafter, Chain(author.gamma), sampler, author.rule)
@@ -265,6 +266,8 @@ def _key(target: Parts, cfg: AnswersConfig) -> str:
         how["eos"] = sorted(target.eos)
     for name in ("batch", "root"):  # these do not change the answers
         del how[name]
+    if cfg.top_k == 0:  # older answers were all drawn without it
+        del how["top_k"]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
