@@ -12,7 +12,7 @@ LETTERS = {
     "Dr": "numbers of a head that its position rotates",
     "Dt": "width of the target's hidden states, where a draft's own have another",
     "E": "cells into which a hybrid sorts its evidence",
-    "F": "features: the numbers that a network reads, such as several layers of the target",
+    "F": "features: what a network or a regression reads, such as several layers of the target",
     "G": "drafted nodes of a proposal; in a chain, γ of them",
     "H": "attention heads",
     "Hg": "query heads that share a key head",
