@@ -8,7 +8,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,12 @@ def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def packed_sum(x: Tensor, packed: Tensor, bias: Tensor | None, other: Tensor) -> Tensor:
+    """`F.linear` by a weight from `packed_weight`, plus `other`."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias, "add")
+    return out
+
+
 def packed_operator() -> Any:
     """The operator of `packed_product`, to count its operations by; None if torch lacks it."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -74,6 +80,23 @@ def own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def set_buffer(module: nn.Module, name: str, x: Tensor) -> None:
     """Replace a buffer and keep whether it is saved; `register_buffer` would make it persistent."""
     module._buffers[name] = x
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The dicts in which a module and its parts, and torch itself, keep hooks on calls. They stay
+    the same dicts, so whether any hook is there can be asked in each pass. No public function
+    tells."""
+    of_torch = nn.modules.module
+    dicts = [of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks]
+    for part in module.modules():
+        dicts += [part._forward_hooks, part._forward_pre_hooks]
+    return dicts
+
+
+def parts_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The dict in which a module keeps its parts. It stays the same dict if one is replaced; the
+    public `children` would make new objects in each pass."""
+    return module._modules
 
 
 def twin(module: nn.Module) -> Any:

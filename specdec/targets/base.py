@@ -24,6 +24,13 @@ States = tuple[Tensor | None, Tensor]
 class Target(Parts, ABC):
     """The parts of a frozen model and its layers: features of a text, and logits."""
 
+    lean_allowed = True  # the checks of a target take it back
+
+    @property
+    def lean(self) -> Any:
+        """A pass over a cache without the model's modules (lean.py); None if there is none."""
+        return None
+
     @torch.no_grad()
     def features(
         self,

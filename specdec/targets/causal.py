@@ -1,6 +1,6 @@
 """A causal target: any `AutoModelForCausalLM` with attention in every layer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_c
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
+from specdec.targets.lean import LeanPass, OtherShape
 
 LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
@@ -32,6 +33,7 @@ class CausalTarget(Target):
         with understood(self):
             self.layers = self._decoder_layers()
         self._compiled: dict[FeatureSpec, Pass] = {}
+        self._lean: tuple[nn.ModuleList, LeanPass | None] | None = None
         check_causal(self)
 
     @torch.no_grad()
@@ -60,8 +62,28 @@ class CausalTarget(Target):
     def _continued(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
-        inputs = model_inputs(self.config, cache.place(ids_BT, parents_BT), self.dtype)
-        return self._pass(ids_BT, needs, cache, **inputs)
+        place = cache.place(ids_BT, parents_BT)
+        lean = self.lean
+        if lean is None or not lean.takes(ids_BT):
+            return self._pass(ids_BT, needs, cache, **model_inputs(self.config, place, self.dtype))
+        if place.mask_BTP is None and (ids_BT.shape[1] > 1 or lean.windowed):
+            place = place._replace(mask_BTP=place.seen(cache.shown))
+        inputs = model_inputs(self.config, place, self.dtype)
+        final, seen = lean(cache, input_ids=ids_BT, wanted=needs.layers, **inputs)
+        return concatenated(seen, needs), final
+
+    @property
+    def lean(self) -> LeanPass | None:
+        """See `Target.lean`. Made anew for other layers, which a copy of this target may have."""
+        if not self.lean_allowed:
+            return None
+        if self._lean is None or self._lean[0] is not self.layers:
+            body = self.model.get_submodule(self.prefix.rpartition(".")[0])
+            try:
+                self._lean = self.layers, LeanPass(self.model, body, self.layers, self.config)
+            except OtherShape:
+                self._lean = self.layers, None
+        return self._lean[1]
 
     def _read(
         self,
@@ -111,19 +133,34 @@ class CausalTarget(Target):
         the layers in `needs` (None if there are none) and the logits."""
         if needs in self._compiled:
             return self._compiled[needs]
-        seen: dict[int, Tensor] = {}
-        for k in needs.layers:
-            self._hook(k, seen)  # never removed: a graph cannot add hooks
+        if (lean := self.lean) is None:
+            body = self._modules_through_graph(needs)
+        else:
+            through = lean.through
 
-        taken = cache_argument(self.model.base_model)
+            def body(cache: SlotCache, **inputs: Any) -> States:
+                final, seen = through(cache=cache, wanted=needs.layers, **inputs)
+                return concatenated(seen, needs), final
 
         def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-            out = self.model.base_model(use_cache=True, **inputs, **{taken: cache})
-            final = out.last_hidden_state
-            return final, concatenated(seen, needs), self.logits(final)
+            layers, final = body(cache, **inputs)
+            return final, layers, self.logits(final)
 
         self._compiled[needs] = Compiled(run)
         return self._compiled[needs]
+
+    def _modules_through_graph(self, needs: FeatureSpec) -> Callable[..., States]:
+        """The model's own modules, for a graph."""
+        seen: dict[int, Tensor] = {}
+        for k in needs.layers:
+            self._hook(k, seen)  # never removed: a graph cannot add hooks
+        taken = cache_argument(self.model.base_model)
+
+        def body(cache: SlotCache, **inputs: Any) -> States:
+            out = self.model.base_model(use_cache=True, **inputs, **{taken: cache})
+            return concatenated(seen, needs), out.last_hidden_state
+
+        return body
 
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -48,14 +48,12 @@ def check_causal(target: Target) -> None:
     """Raise UserError unless the logits are right, even over a cache with ragged rows and a
     tree, of which paths are kept. In 16 bits and with quantised weights, rounding hides errors, so
     a few layers are checked in float32 as well."""
-    exact = target.dtype in (torch.float32, torch.float64) and not target.quantisation
     with understood(target), torch.no_grad():
         check_head(target)
-        error = _cache_error(target)
-        limit = SHARP if exact else ROUGH
-        right = error <= limit or error <= ROOM * _rounding_error(target)
-        if right and not exact and (few := few_layers(target)) is not None:
-            right = _cache_error(few) <= SHARP
+        right = target.lean is not None and _lean_right(target)
+        if not right:
+            target.lean_allowed = False
+            right = _cache_right(target)
     require(
         right,
         f"{target.title} makes its own masks or positions, or keeps a state other than keys and "
@@ -97,6 +95,36 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
         <= (SAME if target.dtype in (torch.float32, torch.float64) else ROUGH),
         f"{target.title} decodes in a way that is not supported: give a T5, T5-v1.1, mT5 or BART",
     )
+
+
+def _cache_right(target: Target) -> bool:
+    """Whether the logits of modules over a cache differ from those without one by no more than
+    rounding explains."""
+    error = _cache_error(target)
+    right = error <= _limit(target) or error <= ROOM * _rounding_error(target)
+    if right and not _exact(target) and (few := few_layers(target)) is not None:
+        right = _cache_error(few) <= SHARP
+    return right
+
+
+def _lean_right(target: Target) -> bool:
+    """The same of the lean pass, which is used only if nothing at all is left in doubt."""
+    try:
+        right = _cache_error(target) <= _limit(target)
+        few = few_layers(target) if right and not _exact(target) else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # parts of the usual names may take anything
+        return False
+    return right and (_exact(target) or (few is not None and _cache_error(few) <= SHARP))
+
+
+def _exact(target: Target) -> bool:
+    return target.dtype in (torch.float32, torch.float64) and not target.quantisation
+
+
+def _limit(target: Target) -> float:
+    return SHARP if _exact(target) else ROUGH
 
 
 def _cache_error(target: Target) -> float:

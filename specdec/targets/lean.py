@@ -1,0 +1,234 @@
+"""A causal target's pass over a cache, from the model's weights but without its modules.
+
+A step of decoding reads few tokens, so on a CPU transformers' modules spend as much time on calls
+as on products. This pass makes a third of the calls: q, k and v are one product by one packed
+weight, as are the first two of an MLP, products add the residual, and masks and rotary factors are
+laid out once for all layers. It knows layers of Llama's shape (also with biases and with norms of
+heads) by their parts. A target's own checks (checks.py) then compare it with the model, which keeps
+to its modules if they differ.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.compat import (
+    attention_of,
+    hooks_of,
+    packed_product,
+    packed_sum,
+    parts_of,
+    version,
+)
+from specdec.runtime.packed import DTYPES, PackedLinear, bucket, packed, probe
+from specdec.runtime.quantised import is_plain
+from specdec.targets.attention import stacked
+
+MOST = 64  # rows of a pass; longer ones, such as prefill, gain nothing
+LINEAR = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+class OtherShape(Exception):
+    """The model's layers have parts that this pass does not know."""
+
+
+class Product:
+    """Linear layers that read the same input as one: [..., in] -> [..., sum of out]. It multiplies
+    by a packed copy of their weights where a probe found that faster."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        plain = all(isinstance(x, PackedLinear) or is_plain(x) for x in self.layers)
+        biases = [x.bias for x in self.layers]
+        alike = len({bias is None for bias in biases}) == 1
+        if len(self.layers) < len(layers) or not plain or not alike:
+            raise OtherShape
+        self.width = self.layers[0].in_features
+        self.out = sum(x.out_features for x in self.layers)
+        self.packs = all(isinstance(x, PackedLinear) for x in self.layers)
+        self._faster: dict[int, bool] = {}  # by number of rows
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget the copy of the weights, which have changed."""
+        self._copy: Tensor | None = None
+        biases = [x.bias for x in self.layers if x.bias is not None]
+        self.bias = torch.cat([x.detach() for x in biases]) if biases else None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The product, and `residual` [..., out] if given."""
+        if torch.compiler.is_compiling():  # a graph packs its weights itself
+            return self._plain(x, residual)
+        rows = x.numel() // self.width
+        if (faster := self._faster.get(rows)) is None:
+            key = self.out, self.width, x.dtype, bucket(rows)
+            faster = self._faster[rows] = self.packs and x.dtype in DTYPES and probe(*key).used
+        if not faster:
+            return self._plain(x, residual)
+        if self._copy is None:
+            self._copy = packed(torch.cat([layer.weight.detach() for layer in self.layers]))
+        if residual is None:
+            return packed_product(x, self._copy, self.bias)
+        return packed_sum(x, self._copy, self.bias, residual)
+
+    def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        parts = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return out if residual is None else residual + out
+
+
+class Norm:
+    """An RMSNorm."""
+
+    def __init__(self, norm: Any) -> None:
+        if not hasattr(norm, "variance_epsilon") or not hasattr(norm, "weight"):
+            raise OtherShape
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.shape = tuple(self.weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class LeanLayer:
+    """A decoder layer. Raises OtherShape for one that has other parts."""
+
+    def __init__(self, layer: Any) -> None:
+        q, k, v, o, gate, up, down = (_part(layer, path) for path in LINEAR)
+        self.qkv, self.o = Product(q, k, v), Product(o)
+        self.gate_up, self.down = Product(gate, up), Product(down)
+        self.act, attention = _part(layer, "mlp.act_fn"), layer.self_attn
+        self.head_dim, self.scale = _part(attention, "head_dim"), _part(attention, "scaling")
+        self.heads, self.kv_heads = (x.out_features // self.head_dim for x in (q, k))
+        of_layer = ("input_layernorm", "post_attention_layernorm")
+        self.before_attention, self.before_mlp = (Norm(_part(layer, name)) for name in of_layer)
+        of_heads = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.head_norms = [] if None in of_heads else [Norm(norm) for norm in of_heads]
+
+    @property
+    def products(self) -> list[Product]:
+        return [self.qkv, self.o, self.gate_up, self.down]
+
+    @property
+    def norms(self) -> list[Norm]:
+        return [self.before_attention, self.before_mlp, *self.head_norms]
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, update: Any
+    ) -> Tensor:
+        """The residual stream [B, T, D] after this layer. `cos` and `sin` [B, 1, T, Dh] are laid
+        out for `Tensor.roll`; `update` writes to the cache and returns all keys and values."""
+        B, T, _ = x.shape
+        H, Hkv, Dh = self.heads, self.kv_heads, self.head_dim
+        heads = self.qkv(self.before_attention(x)).view(B, T, -1, Dh).transpose(1, 2)
+        turned = heads[:, : H + Hkv]
+        if self.head_norms:
+            both = zip(self.head_norms, turned.split([H, Hkv], 1), strict=True)
+            turned = torch.cat([norm(part) for norm, part in both], 1)
+        turned = torch.addcmul(turned * cos, turned.roll(Dh // 2, -1), sin)
+        keys, values = update(turned[:, H:], heads[:, H + Hkv :])
+        # the query heads that share a KV head become rows of one query (see attention.py)
+        query = turned[:, :H].reshape(B, Hkv, -1, Dh)
+        out = F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scale)
+        joined = out.reshape(B, H, T, Dh).transpose(1, 2).reshape(B, T, H * Dh)
+        x = self.o(joined, x)
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        return self.down(self.act(gate) * up, x)
+
+
+class LeanPass:
+    """The layers of a model and the norm after them. `body` is the module of the `model` that holds
+    the list of `layers`. Raises OtherShape for a model with other parts, with a method that was
+    replaced (as accelerate does), or on another device than a CPU."""
+
+    def __init__(self, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any) -> None:
+        usual = attention_of(config) in ("grouped", "sdpa")
+        patched = any("forward" in vars(part) for part in model.modules())
+        if not usual or patched or next(body.parameters()).device.type != "cpu":
+            raise OtherShape
+        self.embed, self.rotary = _part(body, "embed_tokens"), _part(body, "rotary_emb")
+        self.layers = [LeanLayer(layer) for layer in layers]
+        self.norm, self.dtype = Norm(_part(body, "norm")), self.embed.weight.dtype
+        kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+        self.kinds = list(kinds)[: len(layers)]
+        self.windowed = getattr(config, "sliding_window", None) is not None
+        self.groups = {layer.heads // layer.kv_heads for layer in self.layers}
+        self.products = [product for layer in self.layers for product in layer.products]
+        norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms)]
+        linear = [x for product in self.products for layer in product.layers for x in _own(layer)]
+        self.weights = [*linear, *(norm.weight for norm in norms)]
+        theirs = {id(x) for part in (*layers, body.norm) for x in part.parameters()}
+        if theirs != {id(x) for x in self.weights} or len(self.groups) > 1:
+            raise OtherShape
+        self._versions, self._hooks = self.versions(), hooks_of(model)
+        inner = [parts_of(part) for layer in layers for part in layer.modules()]
+        self._parts = [(parts, name, part) for parts in inner for name, part in parts.items()]
+
+    def versions(self) -> list[int]:
+        return [version(x) for x in self.weights]
+
+    def takes(self, ids_BT: Tensor) -> bool:
+        """Whether a pass over these tokens is one for this class. It would leave out hooks, and
+        parts that took another's place (such as adapters)."""
+        plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        plain = plain and not any(self._hooks)
+        plain = plain and all(parts[name] is part for parts, name, part in self._parts)
+        return plain and ids_BT.numel() <= MOST and not torch.compiler.is_compiling()
+
+    def __call__(self, cache: Any, **inputs: Any) -> tuple[Tensor, dict[int, Tensor]]:
+        """`through`, with weights that may have changed since the last pass."""
+        if (versions := self.versions()) != self._versions:
+            self._versions = versions
+            for product in self.products:
+                product.renew()
+        return self.through(cache, **inputs)
+
+    def through(
+        self,
+        cache: Any,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Any,
+        wanted: Sequence[int],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The final hidden state [B, T, D], and the residual stream after as many layers as each
+        number in `wanted` says. The other inputs are those of `model_inputs`, with a mask unless
+        every token sees all slots."""
+        x, (groups,) = self.embed(input_ids), self.groups
+        cos, sin = self.rotary(x, position_ids)
+        first, second = sin.chunk(2, -1)
+        cos, sin = cos[:, None], torch.cat([-first, second], -1)[:, None]
+        by_kind = attention_mask
+        if not isinstance(by_kind, dict):
+            by_kind = dict.fromkeys(self.kinds, attention_mask)
+        added = {k: None if m is None else stacked(m, groups, x.dtype) for k, m in by_kind.items()}
+        seen, slots = dict[int, Tensor](), cache.slot_layers
+        for k, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+            x = layer(x, cos, sin, added[kind], slots[k].update)
+            if k + 1 in wanted:
+                seen[k + 1] = x
+        return self.norm(x), seen
+
+
+def _part(module: Any, path: str) -> Any:
+    """What stands at a dotted path of attributes. Raises OtherShape if nothing does."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    if module is None:
+        raise OtherShape
+    return module
+
+
+def _own(layer: nn.Linear) -> list[Tensor]:
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]

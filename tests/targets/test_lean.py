@@ -1,0 +1,182 @@
+"""The pass without modules: equal to the model's own, or not used.
+
+Run alone: python -m pytest tests/targets/test_lean.py
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from specdec.context import FeatureSpec
+from specdec.runtime.packed import pack
+from specdec.targets.causal import CausalTarget
+
+V, LAYERS = 61, (1, 3)
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "every query head its own": ("llama", {"num_key_value_heads": 4}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "norms of heads": ("qwen3", {"head_dim": 16}),
+    "a window": ("mistral", {"sliding_window": 6}),
+    "windows in some layers": (
+        "qwen3",
+        {
+            "sliding_window": 6,
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "factors on residual and attention": (
+        "granite",
+        {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "embedding_multiplier": 2.0},
+    ),
+    "layers without positions": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "norms after the layers": ("olmo2", {}),
+    "norms around the MLP": ("gemma2", {"head_dim": 8, "sliding_window": 8}),
+    "pairs that are rotated as neighbours": ("cohere", {}),
+    "experts": ("mixtral", {"num_local_experts": 4}),
+}
+
+
+def target_of(
+    kind: str, dtype: torch.dtype = torch.float32, packed: bool = False, **config: Any
+) -> CausalTarget:
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(
+        kind, **SMALL | HEADS | {"vocab_size": V, "initializer_range": 0.3} | config
+    )
+    model = AutoModelForCausalLM.from_config(made).to(dtype).eval()
+    for name, x in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):  # else zeros and ones
+            torch.nn.init.normal_(x, 1.0 if name.endswith("weight") else 0.0, 0.3)
+    if packed:
+        pack(model)
+    return CausalTarget(model, None, kind)
+
+
+def passes(target: CausalTarget, lean: bool) -> list[Tensor]:
+    """States of layers and logits of a prefill of rows of unequal length, of a chain, of a tree and
+    of single tokens."""
+    target.lean_allowed, needs = lean, FeatureSpec(layers=LAYERS, final_hidden=True)
+    ids = torch.randint(3, V, (2, 40), generator=torch.Generator().manual_seed(1))
+    tree = torch.tensor(2 * [[-1, 0, -1, 1]])
+    cache, read = target.new_cache(), list[Tensor]()
+
+    def step(some: Tensor, counts: Sequence[int], parents: Tensor | None = None) -> None:
+        ctx, logits = target.step(some, needs, cache, parents)
+        assert ctx.layers_BTF is not None and ctx.final_BTD is not None
+        read.extend((ctx.layers_BTF, ctx.final_BTD, logits))
+        cache.keep(counts)
+
+    with torch.inference_mode():
+        step(ids[:, :9], [9, 9])
+        step(ids[:, 9:10], [1, 1])  # rows of equal length
+        step(ids[:, 10:14], [4, 4])
+        step(ids[:, 14:18], [2, 3], tree)
+        step(ids[:, 18:19], [1, 1])  # rows of unequal length
+        step(ids[:, 19:22], [3, 1])
+    return read
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lean_pass_is_the_models_own(kind: str, packed: bool) -> None:
+    """Packed, at a width at which weights are packed."""
+    name, config = KINDS[kind]
+    wide = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
+    target = target_of(name, packed=packed, **(wide if packed else {}) | config)
+    assert target.lean is not None
+    for ours, theirs in zip(passes(target, True), passes(target, False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_model_with_other_layers_keeps_its_modules(kind: str) -> None:
+    name, config = OTHERS[kind]
+    target = target_of(name, **config)
+    assert target.lean is None
+
+
+def test_in_16_bits_it_differs_by_rounding() -> None:
+    target = target_of("qwen3", torch.bfloat16, initializer_range=0.1)
+    assert target.lean is not None
+    for ours, theirs in zip(passes(target, True), passes(target, False), strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.03
+
+
+def test_weights_that_change_are_read_anew() -> None:
+    target = target_of("qwen2", packed=True, hidden_size=256, intermediate_size=512)
+    before = passes(target, True)
+    with torch.no_grad():
+        for x in target.model.parameters():
+            x.mul_(1.1)
+    after = passes(target, True)
+    assert not torch.allclose(before[-1], after[-1])
+    for ours, theirs in zip(after, passes(target, False), strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
+class Half(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 2
+
+
+def test_parts_of_another_kind_are_called() -> None:
+    """Whether they were there when the target was made, or take a place later."""
+    target = target_of("llama")
+    before = passes(target, True)
+    layer: Any = target.layers[0]
+    layer.mlp.down_proj = Half(48, 32, bias=False)
+    halved = passes(target, True)
+    assert not torch.allclose(halved[-1], before[-1])
+    assert all(map(torch.equal, halved, passes(target, False)))
+    assert CausalTarget(target.model, None, "halved").lean is None
+
+
+def test_a_method_that_was_replaced_is_called() -> None:
+    model = target_of("llama").model
+    inner = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *args, **more: inner(*args, **more) * 2
+    assert CausalTarget(model, None, "patched").lean is None
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers.1.mlp", "lm_head"])
+def test_hooks_on_modules_are_called(part: str) -> None:
+    target, calls = target_of("llama"), list[str]()
+    hook = target.model.get_submodule(part).register_forward_hook(lambda *_: calls.append(part))
+    theirs = passes(target, True)
+    assert len(calls) == 6
+    hook.remove()
+    assert all(map(torch.equal, theirs, passes(target, False)))
+    passes(target, True)
+    assert len(calls) == 6
+
+
+def test_it_makes_fewer_calls() -> None:
+    target, counts = target_of("llama", num_hidden_layers=12), Counter[bool]()
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            counts[lean] += 1
+            return func(*args, **kwargs or {})
+
+    for lean in (True, False):
+        target.lean_allowed, cache = lean, target.new_cache()
+        with torch.inference_mode():
+            target.step(torch.tensor([[3, 4, 5]]), FeatureSpec(), cache)
+            cache.keep([3])
+            with Counts():
+                target.step(torch.tensor([[6, 7]]), FeatureSpec(), cache)
+    assert counts[True] < 0.75 * counts[False], counts
