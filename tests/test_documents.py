@@ -125,6 +125,24 @@ def test_paths_that_are_named_exist(name: str) -> None:
         assert (REPOSITORY / path).exists(), path
 
 
+def test_the_tree_leads_to_the_place_of_each_of_ten_changes() -> None:
+    """Every file in the table exists, and the tree above it names that file below its folders."""
+    tree, table = TEXTS["docs/adding.md"].split("## Where things are")[1].split("Ten changes")
+    rows = re.findall(r"^\| (?!---|change )(.+) \| (.+) \|$", table, re.M)
+    assert len(rows) == 10
+    parts = dict(re.findall(r"^(\w+/) (.*(?:\n  .*)*)", tree.split("```")[1], re.M))
+    for change, places in rows:
+        paths = [Path(path) for path in re.findall(r"`([^`]+)`", places)]
+        assert paths, change
+        for path in paths:
+            assert (REPOSITORY / path).exists(), path
+            part, *folders = (f"{folder}/" for folder in path.parts[:-1])
+            words = parts[part]
+            for folder in folders:  # its own lines, up to the next entry
+                words = re.findall(rf"^  {folder} .*(?:\n {{9}}.*)*", words, re.M)[0]
+            assert path.name in words, f"the tree does not lead to {path}"
+
+
 def test_names_of_the_interface_are_those_of_the_code() -> None:
     adding, python = TEXTS["docs/adding.md"], TEXTS["docs/api.md"]
     family = adding.split("## A family")[1].split("## An objective")[0]

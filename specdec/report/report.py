@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.measure.results import Results
-from specdec.report import markdown, plots, sections, verdict
+from specdec.report import markdown, plots, tables, verdict
 
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
@@ -32,7 +32,7 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
             at.learned.classifier.save(folder / f"stop-classifier-T{at.way.temperature:g}.json")
         if at.learned.table is not None:
             at.learned.table.save(folder / f"cost-table-T{at.way.temperature:g}.json")
-    markdown.write(folder / "report.md", sections.page(results, pictures))
+    markdown.write(folder / "report.md", tables.page(results, pictures))
     return pictures
 
 

@@ -27,7 +27,7 @@ from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import Results
 from specdec.measure.setup import Setup
 from specdec.ranks import Ranks
-from specdec.report import sections
+from specdec.report import tables
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.theory.intervals import Interval
@@ -123,7 +123,7 @@ def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
         for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "prompts", "alpha"):
             assert getattr(one, key) == getattr(two, key), key
         assert 0 < sum(one.accepted) < sum(one.drafted)
-    assert results[2].batch == 2 and "batch 2," in sections.page(results[2], {})
+    assert results[2].batch == 2 and "batch 2," in tables.page(results[2], {})
 
 
 def test_all_prompts_are_counted_and_the_first_are_timed(
@@ -194,7 +194,7 @@ def test_a_lossy_rule_is_called_so(target: Target) -> None:
         at = results.asked
         assert [not t.way.lossless for t in at] == lossy
         assert at[0].way.rule == (rule if lossy[0] else "greedy") and at[1].way.rule == rule
-        text = sections.page(results, {})
+        text = tables.page(results, {})
         assert text.count("LOSSY") == sum(lossy)
         assert (f"({rule} is lossy)" in text) == lossy[0]
 
@@ -208,7 +208,7 @@ def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
         assert at.learned.paths and len(at.learned.paths) == at.way.nodes == 4
         assert not at.way.chain
     assert greedy.learned.acceptance_by_rank != sampled.learned.acceptance_by_rank
-    text = sections.page(results, {})
+    text = tables.page(results, {})
     for at in (greedy, sampled):
         assert f"chosen for T = {at.way.temperature:g} on 3 other prompts" in text
     assert "Theorem 3.8" not in text and greedy.identical == 2
@@ -241,7 +241,7 @@ def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     assert [of[0].identical for of in results.ways.values()] == [2, 2, 2]
     tau = fastest[0].tau
     assert results.headline()["fastest/T0/tau"] == tau.value
-    page = sections.page(results, {})
+    page = tables.page(results, {})
     assert "## In the shape expected to be fastest" in page and "## Hybrid" in page
     assert tau.text() in page
     drafted = "a tree of 6 tokens" if tree else "chains of "
@@ -509,7 +509,7 @@ def test_processes_count_together_what_one_counts(
         assert isinstance(results, Results), results
         assert counted(asdict(results)) == alone
         assert (results.timed, results.processes) == (timed, world)
-    assert f"times are those of the first process on the first {timed} prompts" in sections.page(
+    assert f"times are those of the first process on the first {timed} prompts" in tables.page(
         ends[0], {}
     )
     assert any(decoding[1:]) == others

@@ -1,5 +1,5 @@
-"""The page of a report: the first screen, then the tables for experts in the order in which a
-reader asks. Headings of the third level are folded in HTML."""
+"""The tables of a report for experts, below its first screen, in the order in which a reader asks.
+Headings of the third level are folded in HTML."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
