@@ -66,7 +66,7 @@ class Pairs:
         summary = Summary(*(x.flatten()[where_U] for x in states[1]))
         final_UD = states[0].flatten(0, 1)[where_U]
         with torch.no_grad(), exactly(final_UD):
-            logits_US = self._head(final_UD)
+            log_p_US = self.sampler.log_probs_of(self._head(final_UD), summary)
         label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
         if visited is not None:  # the text does not continue what was drafted
             label_NK = summary.argmax_N[index_NK]
@@ -79,14 +79,10 @@ class Pairs:
             hidden_NKD: Tensor,
             confidence_NK: Tensor | None = None,
         ) -> Piece:
-            index = index_NK[at, k].flatten()
-            of = Summary(*(x[index] for x in summary))
-            with torch.no_grad():
-                log_p = self.sampler.log_probs_of(logits_US[index], of)
             return Piece(
-                log_p=log_p.view_as(logits_NKS),
+                log_p=log_p_US[index_NK[at, k]],
                 log_q=self.sampler.log_probs(logits_NKS),
-                target_argmax=self._draft_ids(of.argmax_N).view(logits_NKS.shape[:2]),
+                target_argmax=self._draft_ids(summary.argmax_N[index_NK[at, k]]),
                 label=self._draft_ids(label_NK[at, k]),
                 valid=valid_NK[at, k],
                 logits=logits_NKS,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError, require
 from specdec.objectives.piece import Piece
-from specdec.runtime.device import perhaps_any
 from specdec.sampling.trees import Static
 
 LOG_FLOOR = -60.0  # replaces log 0 where a divergence would be infinite
@@ -85,12 +84,8 @@ def tv(piece: Piece) -> Tensor:
 
 def nla(piece: Piece) -> Tensor:
     """-log β, the negative log acceptance. ∂/∂z = ∂TV/∂z / β: strong where β is small."""
-    log_min = torch.minimum(piece.log_p, piece.log_q)  # from logarithms: β itself may underflow
-    log_beta = log_min.logsumexp(-1)
-    disjoint = log_beta.isneginf()
-    if perhaps_any(disjoint):
-        log_beta = log_min.masked_fill(disjoint[..., None], LOG_FLOOR).logsumexp(-1)
-    return -log_beta
+    least = LOG_FLOOR + math.log(piece.log_q.shape[-1])  # where p and q are disjoint
+    return -piece.log_beta.masked_fill(piece.log_beta.isneginf(), least)
 
 
 def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
