@@ -1,16 +1,22 @@
 """Training: memory and time of the loss, and tokens/s of a step."""
 
+import json
 import math
+import os
 import resource
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Self
 
 import torch
-from benches.turns import show
+from benches.turns import ratio, show
 
 from specdec.errors import require
 from specdec.measure.costs import timed
@@ -26,6 +32,7 @@ from train.config import composed, register
 from train.data.split import split_documents
 from train.processes import accelerator_of
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft vocabulary
 
 
@@ -120,3 +127,88 @@ def throughput(
     share = sum(int(d.mask.sum()) for d in documents) / sum(len(d.ids) for d in documents)
     console.print(f"{target.dtype}; share of tokens with a loss: {share:.2f}")
     show([f"rows of {cfg.data.max_length} per step", "tokens/s", "peak GPU memory, MB"], found)
+
+
+def training(
+    overrides: Annotated[Sequence[str], "of train.py; by default, the quickstart's recipe"] = (),
+    *,
+    against: Annotated[Path | None, "another checkout of Draftsmith, timed in turn"] = None,
+    turns: Annotated[int, "steps of each checkout"] = 15,
+) -> None:
+    """Training tokens/s, beside those of another checkout, and the share of the products.
+
+    A step is forward, loss, backward, clipping and AdamW; the target's features are read before it.
+    The share is the time that the step's matrix products take, each by itself, over that of a step.
+    Each checkout has a process of its own, and their steps take turns. Shows medians and quartiles.
+    """
+    roots = {"this checkout": ROOT} | ({str(against): against.resolve()} if against else {})
+    for name, root in roots.items():
+        there = (
+            root / "specdec" / "__init__.py"
+        ).is_file()  # else the installed one would be timed
+        require(there, f"--against {name} is no checkout of Draftsmith")
+    given = [
+        "experiment=quickstart",
+        "data.answers=data",
+        "data.limit=60",
+        "data.too_long=truncate",
+    ]
+    with ExitStack() as ending:
+        steps = {
+            name: ending.enter_context(Steps(name, root, [*given, *overrides]))
+            for name, root in roots.items()
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(turns):
+            for name, of in steps.items():
+                seconds[name].append(of.ask("step")["seconds"])
+        products = {name: of.ask("products") for name, of in steps.items()}
+    rows, (first, *_) = [], seconds
+    for name, times in seconds.items():
+        middle, alone = statistics.median(times), products[name]
+        cells = [name, f"{steps[name].tokens / middle:,.0f}", f"{1000 * middle:,.0f}"]
+        cells += [f"{alone['seconds'] / middle:.2f}", f"{alone['operations'] / 1e9:,.1f}"]
+        cells += [f"{alone['operations'] / 1e9 / alone['seconds']:,.0f}"]
+        rows.append([*cells, "" if name == first else ratio(times, seconds[first])])
+    columns = ["", "tokens/s", "ms per step", "share of the products", "GFLOP per step"]
+    show([*columns, "GFLOP/s of the products", f"{first} is faster by"], rows)
+
+
+class Steps:
+    """A process that does the training steps of a checkout on request (see steps.py)."""
+
+    def __init__(self, name: str, root: Path, overrides: Sequence[str]) -> None:
+        self.name, scripts = name, Path(__file__).resolve().parent
+        command = [sys.executable, str(scripts / "steps.py"), *overrides]
+        paths = os.pathsep.join([str(root), str(scripts.parent)])
+        self.process = subprocess.Popen(
+            command,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": paths},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        self.tokens = self.answer()["tokens"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """The answer to a request. Raises UserError if the process has ended."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # the answer then says so
+            self.process.stdin.write(f"{request}\n")
+            self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        require(bool(line), f"{self.name} cannot be measured: its process ended, as it says above")
+        found: dict[str, Any] = json.loads(line)
+        return found

@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/scripts/test_training_benches.py
 """
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -21,6 +22,7 @@ from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import walltime_by_gamma, walltime_factor
 from tests.measure.test_results import results
 from tests.tiny import (
+    REPOSITORY,
     architectures,
     compose,
     conversations,
@@ -372,3 +374,28 @@ def test_a_loss_is_computed_in_each_way(way: str) -> None:
 
     megabytes, seconds = loss_cost(way, positions=8, vocab=16)
     assert megabytes >= 0 and seconds > 0
+
+
+def test_training_steps_of_two_checkouts_take_turns(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """This checkout against itself: as many products, a share between 0 and 1, a ratio near 1. A
+    checkout whose process ends is named."""
+    from benches.training import training
+
+    tiny = [x for x in make_tiny(tmp_path).overrides() if not x.startswith("track")]
+    mine = [*tiny, "loop.precision=no", "drafter.start=target"]
+    other = tmp_path / "other"
+    other.symlink_to(REPOSITORY, target_is_directory=True)
+    training(mine, against=other, turns=3)
+    rows = {row[0]: row[1:] for row in tables(capfd.readouterr().out) if row}
+    ours, theirs = rows["this checkout"], rows[str(other)]
+    assert ours[3] == theirs[3]  # GFLOP per step
+    assert all(0 < float(row[2]) < 1 for row in (ours, theirs))
+    assert ours[5] == "" and re.fullmatch(r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", theirs[5])
+    with pytest.raises(UserError, match="is no checkout of Draftsmith"):
+        training(mine, against=tmp_path)
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec" / "__init__.py").write_text("raise SystemExit('cannot be imported')")
+    with pytest.raises(UserError, match="cannot be measured: its process ended"):
+        training(mine, against=tmp_path, turns=1)

@@ -1,0 +1,130 @@
+"""A process that does training steps on request, for `bench training`, which runs one for each
+checkout that it compares. It imports `specdec` and `train` from the checkout on `PYTHONPATH`, so it
+uses only what an older one has too.
+
+Each line of its input is a request, which a line of JSON answers: `step` does a training step and
+tells its tokens and seconds; `products` does one too, then each of the step's matrix products by
+itself, and tells their seconds and floating-point operations.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+REPEATS = 5  # timings of each product, after one that does not count
+
+
+class Layout(NamedTuple):
+    """What decides how fast a tensor is multiplied."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Layout":
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+    def drawn(self) -> Tensor:
+        """A random tensor of this layout."""
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return x.normal_()
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of what runs within it, by operator and layouts of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[Any, tuple[Layout, ...]]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in PRODUCTS:
+            inputs = tuple(Layout.of(x) for x in args if isinstance(x, Tensor))
+            self.counts[func, inputs] += 1
+        return func(*args, **(kwargs or {}))
+
+    def seconds(self, clock: Callable[[Callable[[], Any]], float]) -> float:
+        """What all of them take, each by itself on random numbers: sums of medians."""
+        total = 0.0
+        for (func, layouts), count in self.counts.items():
+            inputs = [layout.drawn() for layout in layouts]
+            times = [clock(lambda: func(*inputs)) for _ in range(1 + REPEATS)]  # noqa: B023
+            total += count * statistics.median(times[1:])
+        return total
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations: two for each pair of numbers that are multiplied."""
+        total = 0
+        for (_, layouts), count in self.counts.items():
+            left, right = layouts[-2:]
+            total += count * 2 * torch.Size(left.shape).numel() * right.shape[-1]
+        return total
+
+
+def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
+    """A function that does a training step and returns the number of its tokens, and the device."""
+    from specdec.targets.loading import load_target, resolved
+    from train.budget import rehearsal
+    from train.config import composed, register
+    from train.data.split import split_documents
+    from train.processes import accelerator_of
+
+    register()
+    cfg = composed(overrides)
+    target = load_target(cfg.target)
+    documents = split_documents(cfg.data, target.tokenizer).train
+    cfg = replace(cfg, target=resolved(cfg.target))
+    accelerator = accelerator_of(cfg.target, cfg.loop.precision)
+    step, _ = rehearsal(cfg, target, documents, accelerator)
+    return step, target.device
+
+
+def main() -> None:
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # what a checkout prints is no answer
+        step, device = step_of(sys.argv[1:])
+
+        def clock(run: Callable[[], Any]) -> float:
+            def wait() -> None:
+                if device.type != "cpu":
+                    torch.get_device_module(device).synchronize(device)
+
+            wait()
+            start = time.perf_counter()
+            run()
+            wait()
+            return time.perf_counter() - start
+
+        tokens = step()
+        print(json.dumps({"tokens": tokens, "device": device.type}), file=answers, flush=True)
+        for request in sys.stdin:
+            answer: dict[str, float] = {}
+            if request.strip() == "step":
+                answer = {"seconds": clock(step)}
+            else:
+                with Products() as products:
+                    step()
+                with torch.no_grad():
+                    seconds = products.seconds(clock)
+                answer = {"seconds": seconds, "operations": products.operations}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
