@@ -27,7 +27,7 @@ from specdec.runtime.packed import DTYPES, PackedLinear, bucket, packed, probe
 from specdec.runtime.quantised import is_plain
 from specdec.targets.attention import stacked
 
-MOST = 64  # rows of a pass; longer ones, such as prefill, gain nothing
+MOST = 256  # rows of a pass; longer ones gain little
 LINEAR = (
     "self_attn.q_proj",
     "self_attn.k_proj",
