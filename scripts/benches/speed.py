@@ -76,7 +76,8 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
 
     Both answer greedily, one prompt at a time, and are timed with their prefill. They have the same
     weights, prompts, number of drafted tokens (except in rows named "defaults") and, for prompt
-    lookup, n-grams of the same size.
+    lookup, n-grams of the same size. Rows "with modules" show what passes without the model's
+    modules gain (specdec/targets/lean.py).
     """
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
@@ -91,6 +92,9 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     answerers = {plain: rival()}
     for mode, compiled in timing.modes.items():
         answerers[f"ours, plain{mode}"] = ours(target, new, Way(compiled=compiled), rivals=[plain])
+    beside: dict[str, Answerer] = {}  # what our passes without modules gain
+    if target.lean is not None:
+        beside["ours, plain, with modules"] = with_modules(target, new, Way(), "", "ours, plain")
     for name, drafter in ({"prompt lookup": lookup} | at_hand.drafters).items():
         gamma = timing.gamma or min(drafter.depth, 5)
         alike = {}
@@ -114,9 +118,27 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
         for mode, compiled in timing.modes.items():
             way, rivals = Way(drafter, Chain(gamma), compiled=compiled), list(alike) or [plain]
             answerers[f"ours, {name}{mode}"] = ours(target, new, way, str(gamma), rivals)
+        if target.lean is not None:
+            way, label = Way(drafter, Chain(gamma)), f"ours, {name}"
+            beside[f"{label}, with modules"] = with_modules(target, new, way, str(gamma), label)
+    answerers |= beside
     console.print(f"prompt lookup by n-grams of up to {lookup.config.max_ngram} on both sides")
     compare(answerers, in_turn(answerers, at_hand.prompts))
     _step(target, theirs.model, at_hand.prompts[0])
+
+
+def with_modules(target: Target, new: int, way: Way, drafted: str, without: str) -> Answerer:
+    """`ours`, with all passes through the model's modules, to be compared with `without`."""
+    mine = ours(target, new, way, drafted)
+
+    def answer(prompt: list[int]) -> Answer:
+        target.lean_allowed = False
+        try:
+            return mine.answer(prompt)
+        finally:
+            target.lean_allowed = True
+
+    return Answerer(answer, drafted, [without])
 
 
 def transformers(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.decode import decode
+from specdec.decoding.decode import decode, generate
+from specdec.decoding.way import Way
 from specdec.drafters import with_copying
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import Medusa
@@ -405,3 +406,18 @@ def test_the_parts_of_a_round_stand_beside_what_it_should_gain(
     bound, parts = ([x.strip() for x in line.split("|")[2:-1]] for line in lines)
     assert bound[:2] == ["2", "3.000"] and bound[-1] in "012"
     assert len(parts) == 6 and all(float(x) >= 0 for x in parts)
+
+
+def test_a_pass_without_modules_is_timed_beside_one_with_them() -> None:
+    from benches import speed
+
+    target = random_target(architectures(31, 2)["llama"])
+    calls = list[bool]()
+    beside = speed.with_modules(target, 3, Way(), "", "ours, plain")
+    keep, step = target.step, target.step
+    target.step = lambda *x, **y: (calls.append(target.lean_allowed), keep(*x, **y))[1]  # type: ignore[method-assign]
+    first = beside.answer([5, 9, 7])
+    target.step = step  # type: ignore[method-assign]
+    assert calls == [False] * len(calls) and calls and target.lean_allowed
+    assert first.ids == generate(target, [5, 9, 7], max_new_tokens=3).ids
+    assert beside.rivals == ["ours, plain"]
