@@ -13,7 +13,7 @@ from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_c
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
-from specdec.targets.lean import LeanPass, OtherShape
+from specdec.targets.lean import LeanPass
 
 LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
@@ -66,9 +66,7 @@ class CausalTarget(Target):
         lean = self.lean
         if lean is None or not lean.takes(ids_BT):
             return self._pass(ids_BT, needs, cache, **model_inputs(self.config, place, self.dtype))
-        if place.mask_BTP is None and (ids_BT.shape[1] > 1 or lean.windowed):
-            place = place._replace(mask_BTP=place.seen(cache.shown))
-        inputs = model_inputs(self.config, place, self.dtype)
+        inputs = lean.inputs(place, cache)
         final, seen = lean(cache, input_ids=ids_BT, wanted=needs.layers, **inputs)
         return concatenated(seen, needs), final
 
@@ -79,10 +77,8 @@ class CausalTarget(Target):
             return None
         if self._lean is None or self._lean[0] is not self.layers:
             body = self.model.get_submodule(self.prefix.rpartition(".")[0])
-            try:
-                self._lean = self.layers, LeanPass(self.model, body, self.layers, self.config)
-            except OtherShape:
-                self._lean = self.layers, None
+            lean = LeanPass.of(self.model, body, self.layers, self.config)
+            self._lean = self.layers, lean
         return self._lean[1]
 
     def _read(

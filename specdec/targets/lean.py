@@ -23,6 +23,7 @@ from specdec.compat import (
     parts_of,
     version,
 )
+from specdec.runtime.cache import Place, SlotCache, model_inputs
 from specdec.runtime.packed import DTYPES, PackedLinear, bucket, packed, probe
 from specdec.runtime.quantised import is_plain
 from specdec.targets.attention import stacked
@@ -66,6 +67,11 @@ class Product:
         biases = [x.bias for x in self.layers if x.bias is not None]
         self.bias = torch.cat([x.detach() for x in biases]) if biases else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the copy, which can be neither pickled nor copied, and without what
+        was probed, which holds for this machine only."""
+        return self.__dict__ | {"_copy": None, "_faster": {}}
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product, and `residual` [..., out] if given."""
         if torch.compiler.is_compiling():  # a graph packs its weights itself
@@ -108,7 +114,7 @@ class LeanLayer:
         q, k, v, o, gate, up, down = (_part(layer, path) for path in LINEAR)
         self.qkv, self.o = Product(q, k, v), Product(o)
         self.gate_up, self.down = Product(gate, up), Product(down)
-        self.act, attention = _part(layer, "mlp.act_fn"), layer.self_attn
+        self.act, attention = _part(layer, "mlp.act_fn.forward"), layer.self_attn
         self.head_dim, self.scale = _part(attention, "head_dim"), _part(attention, "scaling")
         self.heads, self.kv_heads = (x.out_features // self.head_dim for x in (q, k))
         of_layer = ("input_layernorm", "post_attention_layernorm")
@@ -153,6 +159,7 @@ class LeanPass:
     replaced (as accelerate does), or on another device than a CPU."""
 
     def __init__(self, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any) -> None:
+        self.config = config
         usual = attention_of(config) in ("grouped", "sdpa")
         patched = any("forward" in vars(part) for part in model.modules())
         if not usual or patched or next(body.parameters()).device.type != "cpu":
@@ -174,6 +181,23 @@ class LeanPass:
         self._versions, self._hooks = self.versions(), hooks_of(model)
         inner = [parts_of(part) for layer in layers for part in layer.modules()]
         self._parts = [(parts, name, part) for parts in inner for name, part in parts.items()]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any
+    ) -> "LeanPass | None":
+        """The pass of this model; None for one that is not of the usual shape."""
+        try:
+            return cls(model, body, layers, config)
+        except OtherShape:
+            return None
+
+    def inputs(self, place: Place, cache: SlotCache) -> dict[str, Any]:
+        """`model_inputs` of a place in this cache, with a mask unless every token sees all slots:
+        the model would make its own."""
+        if place.mask_BTP is None and (place.position_BT.shape[1] > 1 or self.windowed):
+            place = place._replace(mask_BTP=place.seen(cache.shown))
+        return model_inputs(self.config, place, self.dtype)
 
     def versions(self) -> list[int]:
         return [version(x) for x in self.weights]
@@ -203,8 +227,7 @@ class LeanPass:
         wanted: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The final hidden state [B, T, D], and the residual stream after as many layers as each
-        number in `wanted` says. The other inputs are those of `model_inputs`, with a mask unless
-        every token sees all slots."""
+        number in `wanted` says. The other inputs are those of `inputs`."""
         x, (groups,) = self.embed(input_ids), self.groups
         cos, sin = self.rotary(x, position_ids)
         first, second = sin.chunk(2, -1)

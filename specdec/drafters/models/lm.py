@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
@@ -19,8 +19,9 @@ from specdec.drafters.models.vocabulary import fitted
 from specdec.drafters.nn.gather import entries
 from specdec.errors import UserError, first_line
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
-from specdec.runtime.compiled import SHORT, Compiled
+from specdec.runtime.compiled import LIMITS, SHORT, Compiled
 from specdec.runtime.quantised import without_method
+from specdec.targets.lean import LeanPass
 from specdec.targets.parts import Parts, config_of_layers
 
 
@@ -46,6 +47,7 @@ class LM(Pretrained, InTransformers):
         self.limits.positions = getattr(self.model.config, "max_position_embeddings", None)
         self.takes = cache_argument(self.model.base_model)
         self.compiled = Compiled(self.run, SHORT)
+        self._lean: tuple[nn.Module, LeanPass | None] | None = None
 
     @classmethod
     def plan(cls, config: LMConfig, target: Parts) -> LMSizes:
@@ -101,10 +103,41 @@ class LM(Pretrained, InTransformers):
         self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
     ) -> Tensor:
         place = cache.place(ids_BT, parents_BT)
-        inputs = model_inputs(self.model.config, place, self.model.dtype)
         logits: Tensor
+        lean = None if cache.fixed else self.lean
+        if lean is not None and lean.takes(ids_BT):
+            inputs = lean.inputs(place, cache)
+            hidden, _ = lean(cache, input_ids=ids_BT, wanted=(), **inputs)
+            return self.unembed(hidden if last_B1 is None else entries(hidden, last_B1), 0)
+        inputs = model_inputs(self.model.config, place, self.model.dtype)
         (logits,) = self.compiled(cache, last=last_B1, input_ids=ids_BT, **inputs)
         return logits
+
+    @property
+    def lean(self) -> LeanPass | None:
+        """The pass without the model's modules; None if its layers are of another shape, or it
+        differs from them."""
+        if self._lean is None or self._lean[0] is not self.model:
+            body = self.model.base_model
+            layers = getattr(body, "layers", None)
+            lean = None
+            if isinstance(layers, nn.ModuleList):
+                lean = LeanPass.of(self.model, body, layers, self.model.config)
+            self._lean = self.model, lean if lean is not None and self._agrees(lean) else None
+        return self._lean[1]
+
+    def _agrees(self, lean: LeanPass) -> bool:
+        """Whether a chain of a few tokens has the hidden states that the modules give."""
+        ids = torch.arange(8)[None] % self.model.config.vocab_size
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            theirs = self.step(ids, use_cache=False)
+            cache, ours = self.new_cache(), list[Tensor]()
+            for some in ids.split([5, 3], 1):
+                place = cache.place(some)
+                ours.append(lean(cache, input_ids=some, wanted=(), **lean.inputs(place, cache))[0])
+                cache.keep([some.shape[1]])
+        distance = (torch.cat(ours, 1) - theirs).float().norm() / theirs.float().norm()
+        return bool(distance < LIMITS[self.model.dtype])
 
     def run(
         self, cache: SlotCache, last: Tensor | None, input_ids: Tensor, **inputs: Any
