@@ -103,7 +103,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "max_new_tokens", "tokens of an answer, at most")
     option("--gamma", type=int, help="tokens drafted in a row; default: as in the draft's run")
     add_setting(parser, "top_p", "keep the likeliest tokens up to this share")
-    add_setting(parser, "top_k", "keep so many of the likeliest tokens; 0: all")
+    add_setting(parser, "top_k", "keep this many of the likeliest tokens; 0: all")
     rules = f"auto, {', '.join(RULES)}"
     add_setting(parser, "rule", f"verification rule at T > 0 (lenience: at any T): {rules}")
     option("--tree", choices=TREES, help="kind of the trees to draft; default: as in the run")
@@ -120,7 +120,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "greedy_draft", "draft greedily at T > 0")
     add_setting(parser, "compile", "use torch.compile")
     option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
-    add_setting(parser, "seed", "of all that is drawn")
+    add_setting(parser, "seed", "of everything that is drawn")
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
 
 

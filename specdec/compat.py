@@ -83,9 +83,9 @@ def set_buffer(module: nn.Module, name: str, x: Tensor) -> None:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The dicts in which a module and its parts, and torch itself, keep hooks on calls. They stay
-    the same dicts, so whether any hook is there can be asked in each pass. No public function
-    tells."""
+    """The dicts in which a module and its parts, and torch itself, keep hooks on calls. These
+    dicts are never replaced, so a pass can look into them to see whether there is a hook. No public
+    function tells this."""
     of_torch = nn.modules.module
     dicts = [of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks]
     for part in module.modules():
@@ -94,8 +94,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def parts_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The dict in which a module keeps its parts. It stays the same dict if one is replaced; the
-    public `children` would make new objects in each pass."""
+    """The dict in which a module keeps its parts. It stays the same dict when a part is replaced;
+    the public `children` would make new objects in each pass."""
     return module._modules
 
 

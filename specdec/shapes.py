@@ -1,6 +1,7 @@
-"""The alphabet of shapes. A tensor whose shape is not plain has it as the suffix of its name, as in
-`logits_BTV`, and docstrings write it as [B, T, V]. A letter has one meaning in the whole project,
-and a digit is a size itself. A size has its letter's name: `B, T = ids_BT.shape`.
+"""The alphabet of shapes. A tensor whose shape is not plain has the shape as the suffix of its
+name, as in `logits_BTV`, and docstrings write this shape as [B, T, V]. A letter has one meaning in
+the whole project, and a digit is a size itself. A variable that holds a size is named by its
+letter: `B, T = ids_BT.shape`.
 """
 
 LETTERS = {
@@ -9,8 +10,8 @@ LETTERS = {
     "C": "children of a node, or candidates for a token",
     "D": "width of a hidden state",
     "Dh": "width of an attention head",
-    "Dr": "numbers of a head that its position rotates",
-    "Dt": "width of the target's hidden states, where a draft's own have another",
+    "Dr": "numbers of a head that are rotated by its position",
+    "Dt": "width of the target's hidden states, where it differs from that of the draft's",
     "E": "cells into which a hybrid sorts its evidence",
     "F": "features: what a network or a regression reads, such as several layers of the target",
     "G": "drafted nodes of a proposal; in a chain, γ of them",
@@ -33,9 +34,9 @@ LETTERS = {
     "Td": "tokens of a document by itself",
     "Te": "tokens that an encoder reads",
     "Tx": "tokens of a text and then those drafted at its anchors: T + X",
-    "U": "entries picked out of such a list as N",
+    "U": "entries picked out of a list such as N",
     "V": "the target's vocabulary",
     "W": "what a pass of the draft reads: nodes that grow together, new pairs or features",
-    "Wo": "those of them whose output is asked for",
+    "Wo": "those of W whose output is asked for",
     "X": "what is drafted at all anchors of a row: A times K, or A times M",
 }

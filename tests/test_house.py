@@ -307,13 +307,13 @@ LETTER = "|".join(sorted(LETTERS, key=len, reverse=True))
 
 
 def letters_of(suffix: str) -> list[str]:
-    """The letters of a suffix, without its digits; what is no letter of the alphabet, as it is."""
+    """The letters of a suffix, without its digits; characters outside the alphabet are kept."""
     return [x for x in re.findall(rf"{LETTER}|[0-9]|.", suffix) if not x.isdigit()]
 
 
 def shapes_in(source: str) -> Iterator[tuple[str, str]]:
-    """The letters that a module uses, each with where: in the suffix of a name, as the name of a
-    size in a function, or in a shape that a docstring or a comment tells."""
+    """The letters that a module uses, and where it uses each: in the suffix of a name, as the name
+    of a size in a function, or in a shape that a docstring or a comment gives."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         for field in ("id", "arg", "attr", "name"):

@@ -32,8 +32,8 @@ class TrackConfig:
 
 
 def require_login(cfg: TrackConfig) -> None:
-    """Raise UserError if runs are to be shown online and W&B has no key or is offline by the
-    environment: it would say so only when the run begins, after the target has answered."""
+    """Raise UserError if runs are to be shown online but W&B has no key, or the environment sets it
+    offline. W&B itself would say so only when the run begins, after the target has answered."""
     if cfg.mode != "online":
         return
     wanted = os.environ.get("WANDB_MODE", "online")

@@ -76,8 +76,8 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
 
     Both answer greedily, one prompt at a time, and are timed with their prefill. They have the same
     weights, prompts, number of drafted tokens (except in rows named "defaults") and, for prompt
-    lookup, n-grams of the same size. Rows "with modules" show what passes without the model's
-    modules gain (specdec/targets/lean.py).
+    lookup, n-grams of the same size. Rows "with modules" show how much faster it is to leave out
+    the model's modules (specdec/targets/lean.py).
     """
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
@@ -92,7 +92,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     answerers = {plain: rival()}
     for mode, compiled in timing.modes.items():
         answerers[f"ours, plain{mode}"] = ours(target, new, Way(compiled=compiled), rivals=[plain])
-    beside: dict[str, Answerer] = {}  # what our passes without modules gain
+    beside: dict[str, Answerer] = {}  # show what is gained without modules
     if target.lean is not None:
         beside["ours, plain, with modules"] = with_modules(target, new, Way(), "", "ours, plain")
     for name, drafter in ({"prompt lookup": lookup} | at_hand.drafters).items():

@@ -1,10 +1,11 @@
 """A process that does training steps on request, for `bench training`, which runs one for each
 checkout that it compares. It imports `specdec` and `train` from the checkout on `PYTHONPATH`, so it
-uses only what an older one has too.
+uses only what older checkouts have too.
 
-Each line of its input is a request, which a line of JSON answers: `step` does a training step and
-tells its tokens and seconds; `products` does one too, then each of the step's matrix products by
-itself, and tells their seconds and floating-point operations.
+At its start it writes a line of JSON with the tokens of a step and the kind of device. Then it
+answers each line of its input, a request, with another: for `step` it does a training step and
+tells the seconds; for `products` it also does each of the step's matrix products by itself, and
+tells their seconds and floating-point operations.
 """
 
 import json
@@ -59,7 +60,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def seconds(self, clock: Callable[[Callable[[], Any]], float]) -> float:
-        """What all of them take, each by itself on random numbers: sums of medians."""
+        """The sum of the products' median times, each timed by itself on random numbers."""
         total = 0.0
         for (func, layouts), count in self.counts.items():
             inputs = [layout.drawn() for layout in layouts]
@@ -78,7 +79,7 @@ class Products(TorchDispatchMode):
 
 
 def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
-    """A function that does a training step and returns the number of its tokens, and the device."""
+    """A function that does a training step and returns its number of tokens, and the device."""
     from specdec.targets.loading import load_target, resolved
     from train.budget import rehearsal
     from train.config import composed, register
@@ -97,7 +98,7 @@ def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
 
 def main() -> None:
     answers = sys.stdout
-    with redirect_stdout(sys.stderr):  # what a checkout prints is no answer
+    with redirect_stdout(sys.stderr):  # what a checkout prints is not an answer
         step, device = step_of(sys.argv[1:])
 
         def clock(run: Callable[[], Any]) -> float:

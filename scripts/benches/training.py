@@ -135,10 +135,10 @@ def training(
     against: Annotated[Path | None, "another checkout of Draftsmith, timed in turn"] = None,
     turns: Annotated[int, "steps of each checkout"] = 15,
 ) -> None:
-    """Training tokens/s, beside those of another checkout, and the share of the products.
+    """Training tokens/s, also of another checkout, and the share of a step that is products.
 
     A step is forward, loss, backward, clipping and AdamW; the target's features are read before it.
-    The share is the time that the step's matrix products take, each by itself, over that of a step.
+    The share is the time of the step's matrix products, each done by itself, divided by the step's.
     Each checkout has a process of its own, and their steps take turns. Shows medians and quartiles.
     """
     roots = {"this checkout": ROOT} | ({str(against): against.resolve()} if against else {})
@@ -201,7 +201,7 @@ class Steps:
     def ask(self, request: str) -> dict[str, Any]:
         """The answer to a request. Raises UserError if the process has ended."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # the answer then says so
+        with suppress(BrokenPipeError):  # `answer` then raises the error
             self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         return self.answer()

@@ -1,4 +1,4 @@
-"""The drafter families by name, of which `registry` tells, and what every drafter is."""
+"""The drafter families by name (see `registry`), and the class that every drafter extends."""
 
 from specdec.drafters.predictor import frequent_tokens
 from specdec.drafters.proposer import Drafter

@@ -145,7 +145,7 @@ class Hears(ABC):
 
 
 class Separate(ABC):
-    """Has a head for each depth that reads states of the target alone: no drafted token, and
+    """Has a head for each depth that reads only states of the target: no drafted token, and
     nothing of another head. So training needs the tensors of one head at a time (Gloeckle et al.
     2024, arXiv 2404.19737, section 2): its logits are made, give their gradient and are freed
     before the next head's are made, unless the objective couples the depths."""
@@ -157,8 +157,8 @@ class Separate(ABC):
 
     @abstractmethod
     def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
-        """Hidden states [N, K, D] of K depths, from depth `first` on, of the states that their
-        heads read."""
+        """Hidden states [N, K, D] of K depths, from depth `first` on, made from the states that
+        their heads read."""
 
 
 class Estimates(ABC):

@@ -53,7 +53,7 @@ GROUP = "draftsmith.drafters"
 
 def family(name: str) -> type[Drafter]:
     """The drafter class of this name, which may be one of another installed package. Raises
-    UserError, with the nearest name, if none has it, and for an installed one that is broken."""
+    UserError, with the nearest name, if no class has this one, or if an installed one is broken."""
     if name not in DRAFTERS:
         elsewhere = installed()
         if name not in elsewhere:
@@ -72,8 +72,8 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def add_installed() -> None:
-    """Add the families of other installed packages to `DRAFTERS`. A broken one is left out, and
-    concerns only those who ask for it: `family` then says what is wrong with it."""
+    """Add the families of other installed packages to `DRAFTERS`. A broken one is left out.
+    Only those who ask for it need to know: `family` then says what is wrong with it."""
     for name in installed():
         with suppress(UserError):
             family(name)

@@ -1,4 +1,4 @@
-"""Rows of text with the target's states for them, of which p is made."""
+"""Rows of text with the target's states for them, from which p is computed."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -40,9 +40,9 @@ class Pairs:
         anchors: Anchors,
         rows: slice,
     ) -> Callable[..., Piece]:
-        """A function that makes pieces of a chunk of anchors, those of `rows`: p, q and the other
-        tensors that an objective may read. It is given a slice of the chunk's anchors, a slice of
-        the depths, and what `read` returns for them. The target's logits are computed here, once
+        """A function that makes the pieces of one chunk, the anchors of `rows`: p, q and the other
+        tensors that an objective may read. It takes a slice of the chunk's anchors, a slice of the
+        depths, and what `read` returns for them. The target's logits are computed here, once
         for all depths of the chunk."""
         T = batch.mask_BT.shape[1]
         depths = torch.arange(anchors.weight_NK.shape[1], device=batch.mask_BT.device)
@@ -97,9 +97,9 @@ class Pairs:
     def read(
         self, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
     ) -> list[Tensor]:
-        """What a piece needs of the draft, through which gradients can flow, from its hidden states
-        at depths from `first` on: its logits, the hidden states, and its confidence if it estimates
-        one."""
+        """What a piece needs of the draft, made from its hidden states at depths from `first` on:
+        its logits, the hidden states, and its confidence if it estimates one. Gradients can flow
+        through all of these."""
         own_NK = None
         if isinstance(self.drafter, Estimates):
             own_NK = self.drafter.confidence(hidden_NKD.detach() if self._apart else hidden_NKD)

@@ -1,4 +1,4 @@
-"""A draft along known text: acceptance, and what the theory needs of p and q, at every anchor."""
+"""A draft along known text: acceptance at every anchor, and what theory needs of p and q."""
 
 from collections.abc import Sequence
 from copy import copy

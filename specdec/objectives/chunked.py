@@ -30,7 +30,7 @@ class _Chunked(torch.autograd.Function):
         """The first `count` tensors are cut into rows; the others are parameters."""
         cut, parameters = tensors[:count], tensors[count:]
         grads: list[Tensor | None] = [None] * len(tensors)
-        own: set[int] = set()  # gradients whose memory nothing else can refer to
+        own: set[int] = set()  # gradients whose memory nothing else refers to
         total, statistics = cut[0].new_zeros((), dtype=torch.float32), cut[0].new_zeros(())
         for rows in slices(cut[0], chunk):
             with torch.enable_grad():
@@ -63,7 +63,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         scale, grads = grad_outputs[0], ctx.saved_tensors
-        # a chunk within a chunk has a factor of 1, but on a GPU the host would wait to see it
+        # within another chunk the factor is 1, but on a GPU the host would wait to learn that
         if scale.device.type != "cpu" or scale != 1:
             grads = [
                 g if g is None else g.mul_(scale) if i in ctx.own else g * scale

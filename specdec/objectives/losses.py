@@ -84,7 +84,7 @@ def tv(piece: Piece) -> Tensor:
 
 def nla(piece: Piece) -> Tensor:
     """-log β, the negative log acceptance. ∂/∂z = ∂TV/∂z / β: strong where β is small."""
-    least = LOG_FLOOR + math.log(piece.log_q.shape[-1])  # where p and q are disjoint
+    least = LOG_FLOOR + math.log(piece.log_q.shape[-1])  # log β where p and q are disjoint
     return -piece.log_beta.masked_fill(piece.log_beta.isneginf(), least)
 
 

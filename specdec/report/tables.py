@@ -1,4 +1,4 @@
-"""The tables of a report for experts, below its first screen, in the order in which a reader asks.
+"""The tables of a report, for experts: they follow its first screen, as a reader asks for them.
 Headings of the third level are folded in HTML."""
 
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ States = tuple[Tensor | None, Tensor]
 class Target(Parts, ABC):
     """The parts of a frozen model and its layers: features of a text, and logits."""
 
-    lean_allowed = True  # the checks of a target take it back
+    lean_allowed = True  # False if the target's checks find a difference
 
     @property
     def lean(self) -> Any:

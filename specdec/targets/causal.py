@@ -72,7 +72,7 @@ class CausalTarget(Target):
 
     @property
     def lean(self) -> LeanPass | None:
-        """See `Target.lean`. Made anew for other layers, which a copy of this target may have."""
+        """See `Target.lean`. A copy of this target with other layers makes a pass of its own."""
         if not self.lean_allowed:
             return None
         if self._lean is None or self._lean[0] is not self.layers:
@@ -146,7 +146,7 @@ class CausalTarget(Target):
         return self._compiled[needs]
 
     def _modules_through_graph(self, needs: FeatureSpec) -> Callable[..., States]:
-        """The model's own modules, for a graph."""
+        """A pass through the model's own modules, to make a graph of."""
         seen: dict[int, Tensor] = {}
         for k in needs.layers:
             self._hook(k, seen)  # never removed: a graph cannot add hooks

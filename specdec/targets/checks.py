@@ -98,8 +98,8 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
 
 
 def _cache_right(target: Target) -> bool:
-    """Whether the logits of modules over a cache differ from those without one by no more than
-    rounding explains."""
+    """Whether the logits that the modules give over a cache differ from those without one by no
+    more than rounding explains."""
     error = _cache_error(target)
     right = error <= _limit(target) or error <= ROOM * _rounding_error(target)
     if right and not _exact(target) and (few := few_layers(target)) is not None:
@@ -108,13 +108,13 @@ def _cache_right(target: Target) -> bool:
 
 
 def _lean_right(target: Target) -> bool:
-    """The same of the lean pass, which is used only if nothing at all is left in doubt."""
+    """The same for the lean pass, but it is used only if no doubt is left."""
     try:
         right = _cache_error(target) <= _limit(target)
         few = few_layers(target) if right and not _exact(target) else None
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # parts of the usual names may take anything
+    except Exception:  # parts with the usual names may take other arguments
         return False
     return right and (_exact(target) or (few is not None and _cache_error(few) <= SHARP))
 

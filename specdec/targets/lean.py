@@ -1,11 +1,11 @@
 """A causal target's pass over a cache, from the model's weights but without its modules.
 
 A step of decoding reads few tokens, so on a CPU transformers' modules spend as much time on calls
-as on products. This pass makes a third of the calls: q, k and v are one product by one packed
-weight, as are the first two of an MLP, products add the residual, and masks and rotary factors are
-laid out once for all layers. It knows layers of Llama's shape (also with biases and with norms of
-heads) by their parts. A target's own checks (checks.py) then compare it with the model, which keeps
-to its modules if they differ.
+as on products. This pass makes a third of the calls: q, k and v are one product with one packed
+weight, and so are the first two products of an MLP; the residual is added within a product; and
+masks and rotary factors are laid out once for all layers. The pass recognises layers of Llama's
+shape (also with biases and with norms of heads) by their parts. A target's own checks (checks.py)
+then compare the pass with the model. If they differ, the target keeps to the model's modules.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from specdec.runtime.packed import DTYPES, PackedLinear, bucket, packed, probe
 from specdec.runtime.quantised import is_plain
 from specdec.targets.attention import stacked
 
-MOST = 256  # rows of a pass; longer ones gain little
+MOST = 256  # rows of a pass; passes over more gain little
 LINEAR = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -45,8 +45,8 @@ class OtherShape(Exception):
 
 
 class Product:
-    """Linear layers that read the same input as one: [..., in] -> [..., sum of out]. It multiplies
-    by a packed copy of their weights where a probe found that faster."""
+    """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
+    multiplies by a packed copy of their weights where a probe found this faster."""
 
     def __init__(self, *layers: nn.Module) -> None:
         self.layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
@@ -73,7 +73,7 @@ class Product:
         return self.__dict__ | {"_copy": None, "_faster": {}}
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product, and `residual` [..., out] if given."""
+        """The product, plus `residual` [..., out] if given."""
         if torch.compiler.is_compiling():  # a graph packs its weights itself
             return self._plain(x, residual)
         rows = x.numel() // self.width
@@ -203,15 +203,15 @@ class LeanPass:
         return [version(x) for x in self.weights]
 
     def takes(self, ids_BT: Tensor) -> bool:
-        """Whether a pass over these tokens is one for this class. It would leave out hooks, and
-        parts that took another's place (such as adapters)."""
+        """Whether this class can do a pass over these tokens. It cannot if there are hooks or parts
+        that have replaced others (such as adapters), which it would leave out."""
         plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         plain = plain and not any(self._hooks)
         plain = plain and all(parts[name] is part for parts, name, part in self._parts)
         return plain and ids_BT.numel() <= MOST and not torch.compiler.is_compiling()
 
     def __call__(self, cache: Any, **inputs: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """`through`, with weights that may have changed since the last pass."""
+        """`through`, after reading the weights anew if they have changed since the last pass."""
         if (versions := self.versions()) != self._versions:
             self._versions = versions
             for product in self.products:

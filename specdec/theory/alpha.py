@@ -52,9 +52,9 @@ class Pair:
 
     @cached_property
     def log_beta(self) -> Tensor:
-        """log β, from logarithms, as β itself may underflow; -inf where no token has mass in both.
+        """log β, made from logarithms since β may underflow; -inf where no token has mass in both.
         p is a constant: ∂/∂log q = min(p, q) / β where q < p, half of it where q = p, else 0."""
-        with torch.enable_grad():  # without gradients, `acceptance` may ask first
+        with torch.enable_grad():  # `acceptance`, without gradients, may be the first to ask
             apply: Any = _LogOverlap.apply
             log_beta: Tensor = apply(self.log_p, self.log_q)
         return log_beta
@@ -62,7 +62,7 @@ class Pair:
 
 class _LogOverlap(torch.autograd.Function):
     """`torch.minimum(log_p, log_q).logsumexp(-1)`. Autograd's gradient of it takes three times as
-    many sweeps over the vocabulary, and those sweeps are what takes time in a loss."""
+    many sweeps over the vocabulary, and sweeps are most of what a loss costs."""
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _LogOverlap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor]:
         log_p, log_q, shares, total = ctx.saved_tensors
-        sign = torch.sub(log_p, log_q).sign_()  # 0 where both are -inf, as are the shares there
+        sign = torch.sub(log_p, log_q).sign_()  # 0 where both are -inf; the shares are 0 there too
         twice = torch.addcmul(shares, shares, sign, out=sign)
         half = grad_outputs[0] / (2 * total.clamp_min(1))  # 0 if p and q are disjoint, else >= 1
         return None, twice.mul_(half[..., None])

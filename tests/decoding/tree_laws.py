@@ -97,7 +97,7 @@ def judged(rule: Rule, shape: list[int], p: Tables, q: Tables | None, found: Dra
 
 
 def committed(shape: list[int], p: Tables, found: Drafts, round_law: Law) -> Tensor:
-    """Distribution [N, V^(depth + 1)] of the tokens of a round and, where short, the target's."""
+    """Distribution [N, V^(depth + 1)] of a round's tokens, continued by p where they are fewer."""
     N, V = len(p[0]), p[0].shape[-1]
     total = torch.zeros_like(joint(p))
     for m, d in enumerate(depths(shape)):
@@ -115,7 +115,7 @@ def error(rule: Rule, shape: list[int], p: Tables, q: Tables, siblings: str) -> 
 
 
 def expected_accepted(rule: Rule, shape: list[int], p: Tables, q: Tables) -> Tensor:
-    """Of each case [N]."""
+    """The expected number of accepted tokens in each case [N]."""
     found = drafts(shape, q, "without" if rule.siblings == "none" else rule.siblings)
     stop_BM = judged(rule, shape, p, q, found).stop_BM
     mean_B = stop_BM @ torch.tensor(depths(shape), dtype=torch.float64)

@@ -356,8 +356,8 @@ def test_chunks_within_chunks_equal_everything_at_once(
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of tensors that exist at once: of those that operations make, forward or backward, but
-    for those as large as a weight, which are mostly its gradient."""
+    """Counts the bytes of the tensors that exist at once. It counts those that operations make,
+    forward or backward, except tensors as large as a weight, which are mostly its gradient."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -398,12 +398,13 @@ HEADS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.skipif(
-    DEVICE.type != "cpu", reason="a thread of its own frees a device's graphs, at its own time"
+    DEVICE.type != "cpu", reason="on a device, another thread frees graphs, at any time"
 )
 @pytest.mark.parametrize("name", HEADS)
 def test_memory_of_a_step_does_not_grow_with_the_heads(name: str) -> None:
-    """64 anchors, a vocabulary 128 times as wide as the hidden states. Without turns, 8 heads take
-    4 times as much as 2; what remains is the 32 numbers of a head's state at each anchor."""
+    """There are 64 anchors, and the vocabulary is 128 times as wide as the hidden states. If heads
+    took no turns, 8 would take 4 times as much as 2; in turns, only the 32 numbers of each head's
+    state at an anchor remain."""
     target = random_target(architectures(4096, 3)["llama"])
     ids = [text(0, 96, 4096)[0].tolist()]
 
@@ -421,7 +422,7 @@ def test_memory_of_a_step_does_not_grow_with_the_heads(name: str) -> None:
         return alive.peak
 
     assert peak(8) < 1.15 * peak(2)
-    assert peak(8, couples=True) > 3 * peak(2)  # what couples the depths needs all of them
+    assert peak(8, couples=True) > 3 * peak(2)  # a loss that couples depths needs them all
 
 
 @pytest.mark.parametrize("name", [*HEADS, "adapted"])
@@ -429,8 +430,9 @@ def test_memory_of_a_step_does_not_grow_with_the_heads(name: str) -> None:
 def test_heads_in_turn_have_the_gradients_of_all_heads_together(
     target: Target, name: str, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of 4 anchors, with an objective that is then said to couple the depths. An adapted
-    target is a trunk that is trained too: it gets the sum of what the heads give it."""
+    """The anchors are cut into chunks of 4. The heads are trained in turn, and then together, since
+    the same objective claims to couple the depths. The trunk of an adapted target is trained too,
+    and gets the sum of the heads' gradients."""
     config = (
         HEADS[name](3)
         if name in HEADS

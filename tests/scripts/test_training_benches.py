@@ -379,8 +379,8 @@ def test_a_loss_is_computed_in_each_way(way: str) -> None:
 def test_training_steps_of_two_checkouts_take_turns(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """This checkout against itself: as many products, a share between 0 and 1, a ratio near 1. A
-    checkout whose process ends is named."""
+    """This checkout is compared with itself: both need as many operations, both shares lie between
+    0 and 1, and the second has a ratio. A process that ends raises an error."""
     from benches.training import training
 
     tiny = [x for x in make_tiny(tmp_path).overrides() if not x.startswith("track")]

@@ -1,4 +1,4 @@
-"""The pass without modules: equal to the model's own, or not used.
+"""The pass without modules either equals the model's own or is not used.
 
 Run alone: python -m pytest tests/targets/test_lean.py
 """
@@ -59,7 +59,7 @@ def target_of(
     )
     model = AutoModelForCausalLM.from_config(made).to(dtype).eval()
     for name, x in model.named_parameters():
-        if name.endswith(("bias", "norm.weight")):  # else zeros and ones
+        if name.endswith(("bias", "norm.weight")):  # otherwise zeros and ones
             torch.nn.init.normal_(x, 1.0 if name.endswith("weight") else 0.0, 0.3)
     if packed:
         pack(model)
@@ -67,8 +67,8 @@ def target_of(
 
 
 def passes(target: CausalTarget, lean: bool) -> list[Tensor]:
-    """States of layers and logits of a prefill of rows of unequal length, of a chain, of a tree and
-    of single tokens."""
+    """States of layers, and logits, of a prefill, of chains, of a tree and of single tokens, over
+    rows of equal and unequal length."""
     target.lean_allowed, needs = lean, FeatureSpec(layers=LAYERS, final_hidden=True)
     ids = torch.randint(3, V, (2, 40), generator=torch.Generator().manual_seed(1))
     tree = torch.tensor(2 * [[-1, 0, -1, 1]])
@@ -93,7 +93,7 @@ def passes(target: CausalTarget, lean: bool) -> list[Tensor]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lean_pass_is_the_models_own(kind: str, packed: bool) -> None:
-    """Packed, at a width at which weights are packed."""
+    """If packed, the layers are as wide as they must be for packing."""
     name, config = KINDS[kind]
     wide = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
     target = target_of(name, packed=packed, **(wide if packed else {}) | config)
@@ -134,7 +134,7 @@ class Half(torch.nn.Linear):
 
 
 def test_parts_of_another_kind_are_called() -> None:
-    """Whether they were there when the target was made, or take a place later."""
+    """Both parts that were there when the target was made and parts that replace others later."""
     target = target_of("llama")
     before = passes(target, True)
     layer: Any = target.layers[0]

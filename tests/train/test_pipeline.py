@@ -409,8 +409,8 @@ def test_answers_are_kept_by_the_prompt_they_answer(
 
 
 def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Path) -> None:
-    """The likeliest token alone is greedy decoding. The folder's name without top-k is the one that
-    answers had before there was any."""
+    """With only the likeliest token, sampling is greedy decoding. Without top-k, answers keep the
+    folder's name that they had before this setting existed."""
     target = TargetOnDemand(tiny.config().target)
     prompts = [Prompt("a", np.array([5, 6, 7], np.int32)), Prompt("b", np.array([8, 9], np.int32))]
 

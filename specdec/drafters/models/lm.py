@@ -115,8 +115,8 @@ class LM(Pretrained, InTransformers):
 
     @property
     def lean(self) -> LeanPass | None:
-        """The pass without the model's modules; None if its layers are of another shape, or it
-        differs from them."""
+        """The pass without the model's modules; None if the layers are of another shape, or if the
+        pass differs from the modules."""
         if self._lean is None or self._lean[0] is not self.model:
             body = self.model.base_model
             layers = getattr(body, "layers", None)
@@ -127,7 +127,7 @@ class LM(Pretrained, InTransformers):
         return self._lean[1]
 
     def _agrees(self, lean: LeanPass) -> bool:
-        """Whether a chain of a few tokens has the hidden states that the modules give."""
+        """Whether the pass gives a chain of a few tokens the same hidden states as the modules."""
         ids = torch.arange(8)[None] % self.model.config.vocab_size
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             theirs = self.step(ids, use_cache=False)

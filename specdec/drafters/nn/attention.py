@@ -90,11 +90,11 @@ class Attend(Protocol):
     output of the last layer may be asked for at a few places only."""
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        """What layer i adds to the stream [B, Wo, D] where it is asked for its output, if its
-        attention reads [B, W, …]."""
+        """What layer i adds to the residual stream, [B, Wo, D] at the places where its output is
+        asked for. Its attention reads `read` [B, W, …]."""
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        """The entries [B, Wo, …] where layer i is asked for its output, of entries [B, W, …]."""
+        """The entries [B, Wo, …] of x [B, W, …] where the output of layer i is asked for."""
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention of decoding: over the slots of a cache, into which a pass writes its keys."""
+"""Attention for decoding, over the slots of a cache, into which a pass writes its keys."""
 
 import torch
 from torch import Tensor

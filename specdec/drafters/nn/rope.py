@@ -135,7 +135,7 @@ class Rope(nn.Module):
 
 def rotated(x_BHADh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding of heads, given cos and sin [B, A, Dr] from `Rope`, for their first
-    R numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
+    Dr numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
     are the halves of x; here sin has the sign."""
     width = rope[0].shape[-1]
     if width < x_BHADh.shape[-1]:

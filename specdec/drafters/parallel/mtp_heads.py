@@ -6,9 +6,9 @@ The paper's head 1 is the model's own last layer, which predicts the token after
 the trunk has read. A drafter knows that token, the anchor, so depth k is the paper's head k + 2,
 and the anchor itself is not read. The released model shares the final norm; here each head has a
 copy, as the trunk is frozen. As in the paper, training holds the tensors of one head at a time. A
-chunk of the loss reads the states of all heads, so that the target's logits are computed once, and
-what a layer keeps for its gradient is computed again there: a layer takes much less time than the
-logits.
+chunk of the loss reads the states of all heads, so that the target's logits are computed once. What
+a layer needs for its gradient is not kept but computed again, since a layer takes much less time
+than the logits.
 """
 
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ class MTPHeads(Trainable, Separate):
 
     def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         none = anchors_BA[..., None][..., :0]
-        again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+        again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
         states = [checkpoint(head.hidden, ctx, anchors_BA, none, **again) for head in self.heads]
         return torch.cat(states, 2)
 

@@ -206,9 +206,9 @@ class Recurrent(Trainable):
         mask: Tensor | None,
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S], or with
-        `last` [B, Wo] only those of these pairs of each row. The pairs have the target's `features`
-        [B, W, F] or the layers' `own` earlier output [B, W, D]."""
+        """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S]. With `last`
+        [B, Wo], they are only those of these pairs of each row. The pairs have the target's
+        `features` [B, W, F] or the layers' `own` earlier output [B, W, D]."""
         earlier = features if own is None else own
         assert earlier is not None
         state = self.fuse(earlier) if own is None else self.onward(earlier)
@@ -254,7 +254,7 @@ class Recurrent(Trainable):
         if counts is not None:
             last = torch.tensor(counts, device=tokens.device)[:, None] - 1
             last = last + torch.arange(1 + more, device=tokens.device)
-            sees_all = not (more or self.upper or len(set(counts)) > 1)  # its slots
+            sees_all = not (more or self.upper or len(set(counts)) > 1)  # each sees its row's slots
             if mask is None and tokens.shape[1] > 1 and not sees_all:  # a prefill
                 slots = torch.arange(cache.shown, device=tokens.device)
                 mask = (slots <= slots[:, None]).expand(len(tokens), -1, -1)
