@@ -113,7 +113,8 @@ def main() -> None:
             return time.perf_counter() - start
 
         tokens = step()
-        print(json.dumps({"tokens": tokens, "device": device.type}), file=answers, flush=True)
+        answers.write(json.dumps({"tokens": tokens, "device": device.type}) + "\n")
+        answers.flush()
         for request in sys.stdin:
             answer: dict[str, float] = {}
             if request.strip() == "step":
@@ -124,7 +125,8 @@ def main() -> None:
                 with torch.no_grad():
                     seconds = products.seconds(clock)
                 answer = {"seconds": seconds, "operations": products.operations}
-            print(json.dumps(answer), file=answers, flush=True)
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
 
 
 if __name__ == "__main__":
