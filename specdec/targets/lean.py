@@ -1,7 +1,7 @@
 """A causal target's pass over a cache, from the model's weights but without its modules.
 
 A step of decoding reads few tokens, so on a CPU transformers' modules spend as much time on calls
-as on products. This pass makes a third of the calls: q, k and v are one product with one packed
+as on products. This pass makes fewer calls: q, k and v are one product with one packed
 weight, and so are the first two products of an MLP; the residual is added within a product; and
 masks and rotary factors are laid out once for all layers. The pass recognises layers of Llama's
 shape (also with biases and with norms of heads) by their parts. A target's own checks (checks.py)
@@ -28,7 +28,9 @@ from specdec.runtime.packed import DTYPES, PackedLinear, bucket, packed, probe
 from specdec.runtime.quantised import is_plain
 from specdec.targets.attention import stacked
 
-MOST = 256  # rows of a pass; passes over more gain little
+# Tokens of a pass. Passes over more gain nothing, and their masks grow with the square; but the
+# modules would pack their weights once more, so this is longer than most prompts.
+MOST = 1024
 LINEAR = (
     "self_attn.q_proj",
     "self_attn.k_proj",

@@ -48,7 +48,7 @@ class TargetConfig:
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
-    packed: bool = True  # on a CPU: a second copy of weights where that is faster (packed.py)
+    packed: bool = True  # on a CPU: packed copies of weights where they are faster (lean.py)
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:
