@@ -1,6 +1,6 @@
 """A causal target: any `AutoModelForCausalLM` with attention in every layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,6 +34,7 @@ class CausalTarget(Target):
             self.layers = self._decoder_layers()
         self._compiled: dict[FeatureSpec, Pass] = {}
         self._lean: tuple[nn.ModuleList, LeanPass | None] | None = None
+        self._graph_hooks = 0  # hooks on layers that graphs of passes read
         check_causal(self)
 
     @torch.no_grad()
@@ -64,7 +65,7 @@ class CausalTarget(Target):
     ) -> States:
         place = cache.place(ids_BT, parents_BT)
         lean = self.lean
-        if lean is None or not lean.takes(ids_BT):
+        if lean is None or not lean.takes(ids_BT, self._graph_hooks):
             return self._pass(ids_BT, needs, cache, **model_inputs(self.config, place, self.dtype))
         inputs = lean.inputs(place, cache)
         final, seen = lean(cache, input_ids=ids_BT, wanted=needs.layers, **inputs)
@@ -129,34 +130,19 @@ class CausalTarget(Target):
         the layers in `needs` (None if there are none) and the logits."""
         if needs in self._compiled:
             return self._compiled[needs]
-        if (lean := self.lean) is None:
-            body = self._modules_through_graph(needs)
-        else:
-            through = lean.through
-
-            def body(cache: SlotCache, **inputs: Any) -> States:
-                final, seen = through(cache=cache, wanted=needs.layers, **inputs)
-                return concatenated(seen, needs), final
-
-        def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-            layers, final = body(cache, **inputs)
-            return final, layers, self.logits(final)
-
-        self._compiled[needs] = Compiled(run)
-        return self._compiled[needs]
-
-    def _modules_through_graph(self, needs: FeatureSpec) -> Callable[..., States]:
-        """A pass through the model's own modules, to make a graph of."""
         seen: dict[int, Tensor] = {}
         for k in needs.layers:
             self._hook(k, seen)  # never removed: a graph cannot add hooks
+        self._graph_hooks += len(needs.layers)
         taken = cache_argument(self.model.base_model)
 
-        def body(cache: SlotCache, **inputs: Any) -> States:
+        def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
             out = self.model.base_model(use_cache=True, **inputs, **{taken: cache})
-            return concatenated(seen, needs), out.last_hidden_state
+            final = out.last_hidden_state
+            return final, concatenated(seen, needs), self.logits(final)
 
-        return body
+        self._compiled[needs] = Compiled(run)
+        return self._compiled[needs]
 
 
 def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -76,8 +76,6 @@ class Product:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product, plus `residual` [..., out] if given."""
-        if torch.compiler.is_compiling():  # a graph packs its weights itself
-            return self._plain(x, residual)
         rows = x.numel() // self.width
         if (faster := self._faster.get(rows)) is None:
             key = self.out, self.width, x.dtype, bucket(rows)
@@ -204,11 +202,12 @@ class LeanPass:
     def versions(self) -> list[int]:
         return [version(x) for x in self.weights]
 
-    def takes(self, ids_BT: Tensor) -> bool:
-        """Whether this class can do a pass over these tokens. It cannot if there are hooks or parts
-        that have replaced others (such as adapters), which it would leave out."""
+    def takes(self, ids_BT: Tensor, passive: int = 0) -> bool:
+        """Whether this class can make the pass over these tokens. The pass would leave out hooks,
+        except `passive` ones that only keep what they see, and parts that have replaced others
+        (such as adapters)."""
         plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        plain = plain and not any(self._hooks)
+        plain = plain and (not any(self._hooks) or sum(map(len, self._hooks)) == passive)
         plain = plain and all(parts[name] is part for parts, name, part in self._parts)
         return plain and ids_BT.numel() <= MOST and not torch.compiler.is_compiling()
 
