@@ -1,6 +1,7 @@
 """Fixtures of several test files."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,39 @@ from tests.device import DEVICE, Placed
 from tests.tiny import Tiny, make_tiny
 from train import pipeline
 
+HERE = Path(__file__).parent
 if DEVICE.type != "cpu":
     Placed(DEVICE).__enter__()  # from here on: tests make tensors when they are imported, too
+
+# Files that take long, though each of their tests is short: scripts/test --fast leaves them out.
+LONG = {
+    "decoding/test_beam.py",
+    "drafters/test_early_exit.py",
+    "drafters/test_medusa2.py",
+    "drafters/test_recurrent.py",
+    "drafters/test_regression.py",
+    "drafters/test_translated.py",
+    "formats/test_foreign.py",
+    "measure/test_evaluate.py",
+    "runtime/test_memory.py",
+    "scripts/test_gpu.py",
+    "scripts/test_targets.py",
+    "scripts/test_training_benches.py",
+    "targets/test_gguf.py",
+    "targets/test_seq2seq.py",
+    "test_documents.py",
+    "train/data/test_split.py",
+    "train/test_configs.py",
+    "train/test_continued.py",
+    "train/test_damage.py",
+    "train/test_launcher.py",
+    "train/test_loop.py",
+    "train/test_mistakes.py",
+    "train/test_pipeline.py",
+    "train/test_resume.py",
+    "train/test_rounds.py",
+    "train/test_stages.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +60,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one drafter on the real target stand together, so that a worker seldom waits for a
-    draft that another one trains."""
+    """Mark the tests of `LONG` files. Tests of one drafter on the real target stand together, so
+    that a worker seldom waits for a draft that another one trains."""
+    long = {HERE / name for name in LONG}
+    assert all(path.exists() for path in long), "LONG names a file that is not there"
+    for item in items:
+        if item.path in long:
+            item.add_marker(pytest.mark.long)
     at = [n for n, item in enumerate(items) if item.path.name == "test_end_to_end.py"]
     together = sorted((items[n] for n in at), key=_drafter)
     for n, item in zip(at, together, strict=True):
