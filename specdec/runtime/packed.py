@@ -72,6 +72,10 @@ class PackedLinear(nn.Linear):
             self._faster[key] = used
         return self._faster[key]
 
+    def forget(self) -> None:
+        """Free the copy, which is made again when it is next needed."""
+        self._copy = self._copied = None
+
     def __getstate__(self) -> dict[str, Any]:
         """The state without the copy, which can be neither pickled nor copied, and without the
         answers of `faster`, which hold for this machine only."""

@@ -11,6 +11,7 @@ from specdec.context import Context, FeatureSpec
 from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
+from specdec.runtime.packed import PackedLinear
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
 from specdec.targets.lean import LeanPass
@@ -36,6 +37,10 @@ class CausalTarget(Target):
         self._lean: tuple[nn.ModuleList, LeanPass | None] | None = None
         self._graph_hooks = 0  # hooks on layers that graphs of passes read
         check_causal(self)
+        if self.lean is not None:  # it packs weights itself; the check has used the modules too
+            for layer in self.layers.modules():
+                if isinstance(layer, PackedLinear):
+                    layer.forget()
 
     @torch.no_grad()
     def _decoder_layers(self) -> nn.ModuleList:

@@ -14,7 +14,9 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
-from specdec.runtime.packed import pack
+from specdec.runtime import packed as packing
+from specdec.runtime.packed import obstacle, pack
+from specdec.runtime.probes import Answer
 from specdec.targets.causal import CausalTarget
 
 V, LAYERS = 61, (1, 3)
@@ -125,6 +127,22 @@ def test_weights_that_change_are_read_anew() -> None:
     assert not torch.allclose(before[-1], after[-1])
     for ours, theirs in zip(after, passes(target, False), strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
+@pytest.mark.skipif(obstacle(torch.float32) is not None, reason="this CPU packs no weights")
+def test_a_target_begins_with_no_packed_copies_in_its_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The check at its start passes through the modules; the lean pass has copies of its own."""
+    made = list[Tensor]()
+    monkeypatch.setattr(packing, "packed", lambda x: made.append(x) or packing.packed_weight(x, 8))
+    monkeypatch.setattr(packing, "probe", lambda *_: Answer(True, ""))
+    target = target_of("llama", packed=True, hidden_size=256, intermediate_size=512)
+    count = len(made)
+    with torch.inference_mode():
+        target.features(torch.arange(3, 9)[None], FeatureSpec())
+    assert target.lean is not None
+    assert count and len(made) == 2 * count, "they are made again"
 
 
 class Half(torch.nn.Linear):
