@@ -50,7 +50,7 @@ def check_causal(target: Target) -> None:
     a few layers are checked in float32 as well."""
     with understood(target), torch.no_grad():
         check_head(target)
-        right = target.lean is not None and _lean_right(target)
+        right = _lean_right(target)
         if not right:
             target.lean_allowed = False
             right = _cache_right(target)
@@ -108,8 +108,10 @@ def _cache_right(target: Target) -> bool:
 
 
 def _lean_right(target: Target) -> bool:
-    """The same for the lean pass, but it is used only if no doubt is left."""
+    """The same for the lean pass, if there is one, but it is used only if no doubt is left."""
     try:
+        if target.lean is None:
+            return False
         right = _cache_error(target) <= _limit(target)
         few = few_layers(target) if right and not _exact(target) else None
     except torch.OutOfMemoryError:

@@ -1,11 +1,11 @@
 """A causal target's pass over a cache, from the model's weights but without its modules.
 
 A step of decoding reads few tokens, so on a CPU transformers' modules spend as much time on calls
-as on products. This pass makes fewer calls: q, k and v are one product with one packed
-weight, and so are the first two products of an MLP; the residual is added within a product; and
-masks and rotary factors are laid out once for all layers. The pass recognises layers of Llama's
-shape (also with biases and with norms of heads) by their parts. A target's own checks (checks.py)
-then compare the pass with the model. If they differ, the target keeps to the model's modules.
+as on products. This pass makes fewer calls: q, k and v are one product with one packed weight, and
+so are the first two products of an MLP; the residual is added within a product; and masks and
+rotary factors are laid out once for all layers. The pass recognises layers of Llama's shape (also
+with biases and with norms of heads) by their parts. A target's own checks (checks.py) then compare
+the pass with the model. If they differ, the target keeps to the model's modules.
 """
 
 from collections.abc import Sequence
@@ -177,6 +177,8 @@ class LeanPass:
         self.weights = [*linear, *(norm.weight for norm in norms)]
         theirs = {id(x) for part in (*layers, body.norm) for x in part.parameters()}
         if theirs != {id(x) for x in self.weights} or len(self.groups) > 1:
+            raise OtherShape
+        if any(x.is_inference() for x in self.weights):  # nothing tells whether these have changed
             raise OtherShape
         self._versions, self._hooks = self.versions(), hooks_of(model)
         inner = [parts_of(part) for layer in layers for part in layer.modules()]

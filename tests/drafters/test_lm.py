@@ -68,6 +68,20 @@ def test_a_lean_pass_that_differs_is_not_used() -> None:
     assert drafter.lean is None and len(calls) > 1
 
 
+def test_a_rotary_module_with_other_arguments_keeps_the_modules() -> None:
+    """A model may hand it whatever it takes."""
+    _, drafter = made("llama")
+    body: Any = drafter.model.base_model
+    rotary = body.rotary_emb
+
+    class Named(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *, position_ids: torch.Tensor) -> Any:
+            return rotary(x, position_ids)
+
+    body.rotary_emb = Named()
+    assert drafter.lean is None
+
+
 def test_training_and_copies_are_followed() -> None:
     target, drafter = made("llama")
     before = answer(drafter, target, Chain(3), 0.0)
