@@ -82,6 +82,13 @@ def test_a_rotary_module_with_other_arguments_keeps_the_modules() -> None:
     assert drafter.lean is None
 
 
+def test_weights_whose_changes_cannot_be_told_keep_the_modules() -> None:
+    """Tensors that inference mode made have no version."""
+    with torch.inference_mode():
+        _, drafter = made("llama")
+    assert drafter.lean is None
+
+
 def test_training_and_copies_are_followed() -> None:
     target, drafter = made("llama")
     before = answer(drafter, target, Chain(3), 0.0)

@@ -210,12 +210,6 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_weights_whose_changes_cannot_be_told_keep_the_modules() -> None:
-    with torch.inference_mode():
-        target = target_of("llama")
-    assert target.lean is None
-
-
 def test_it_makes_fewer_calls() -> None:
     target, counts = target_of("llama", num_hidden_layers=12), list[int]()
     for lean in (True, False):
