@@ -5,10 +5,11 @@ elsewhere.
 """
 
 import copy
+import csv
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -192,3 +193,21 @@ def forget_precision() -> None:
     """Let the next Accelerator of this process have another precision. accelerate keeps that of the
     first one, and `free_memory` does not clear it."""
     AcceleratorState._reset_state()
+
+
+# csv
+
+
+def csv_rows(lines: Iterable[str], longest: int) -> Iterator[list[str]]:
+    """The rows of a CSV file whose cells may have up to `longest` characters. csv has one limit for
+    the whole process, 131,072 characters unless it is changed, and reads it row by row."""
+    rows = csv.reader(lines)
+    while True:
+        before = csv.field_size_limit(longest)
+        try:
+            row = next(rows, None)
+        finally:
+            csv.field_size_limit(before)
+        if row is None:
+            return
+        yield row

@@ -295,7 +295,7 @@ def resolve(cfg: DictConfig) -> Config:
         config.drafter is not None,
         f"no drafter is chosen: add drafter=NAME, one of {', '.join(DRAFTERS)}",
     )
-    for name, path in (("target", config.target.path), ("data", config.data.path)):
+    for name, path in (("target", config.target.path), ("data", config.data.name)):
         require(bool(path), f"{name}.path is missing: add {name}.path=… (see docs/data.md)")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
     drafter = config.drafter

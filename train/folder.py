@@ -157,7 +157,8 @@ def data_of_run(folder: Path) -> DataConfig:
     try:
         described = read_json(folder / "config.json")
         data = dict(described["data"])
-        if (read := described.get("records")) is not None:
+        # of shuffled data, these records are not those that the conversations come from
+        if (read := described.get("records")) is not None and not data.get("shuffle"):
             data |= {"limit": None, "records": read}
         return record(DataConfig, data, "data")
     except (UserError, AttributeError, KeyError, TypeError, ValueError) as error:

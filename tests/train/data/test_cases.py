@@ -144,7 +144,7 @@ NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
     ({"image": "a.png", "messages": [USER]}, "image, which is not read"),
     ({"messages": [USER | {"images": ["a.png"]}]}, "images, which is not read"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text: image_url"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "not text: tool_res"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "not text: document"),
     ({"messages": [USER, CALLING | {"tool_calls": [{"type": "custom"}]}]}, "calls without a func"),
     (
         {"messages": [USER, CALLING | {"function_call": BROKEN}]},

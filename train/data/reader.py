@@ -1,0 +1,67 @@
+"""Conversations → what a run reads of them: documents to train on, and prompts to answer."""
+
+from typing import Any
+
+import numpy as np
+
+from train.data.conversations import TEXTS, Conversation, DataConfig, Tokens, Unusable
+from train.data.template import (
+    Chat,
+    Document,
+    Plain,
+    Prompt,
+    document_of,
+    require_short,
+    too_long_prompt,
+)
+
+
+class Reader:
+    """Turns conversations into token ids: by the tokenizer's chat template or, for plain texts, by
+    the tokenizer alone. Rows that are token ids already need neither. Raises UserError as `Chat`
+    does; Unusable for conversations that are to be left out."""
+
+    def __init__(self, cfg: DataConfig, tokenizer: Any) -> None:
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.by_text: Chat | Plain | None = None
+        if cfg.format in TEXTS:
+            self.by_text = Plain(tokenizer)
+        elif cfg.format != "tokens":
+            self.by_text = Chat(tokenizer, cfg.clock)
+
+    def document(self, conversation: Conversation) -> Document:
+        """A conversation up to its last answer."""
+        if self.by_text is not None and conversation.tokens is None:
+            return self.by_text.document(conversation, self.cfg)
+        tokens = _given(conversation)
+        if True not in tokens.mask:
+            raise Unusable("no assistant turn")
+        end = len(tokens.mask) - tokens.mask[::-1].index(True)
+        require_short(tokens.ids[:end], self.cfg)
+        mask = np.array(tokens.mask[:end], np.bool_)
+        return document_of(conversation.id, tokens.ids[:end], mask, self.cfg)
+
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """The longest beginning of a conversation that the target may be asked to go on from."""
+        most = self.cfg.max_prompt
+        if self.by_text is not None and conversation.tokens is None:
+            return self.by_text.prompt(conversation, most)
+        tokens = _given(conversation)
+        ends = [end for end in _prompt_ends(tokens) if end <= most]
+        if not ends:
+            raise Unusable(too_long_prompt(most))
+        ids = np.array(tokens.ids[: ends[-1]], np.int32)
+        return Prompt(conversation.id, ids, self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _given(conversation: Conversation) -> Tokens:
+    assert conversation.tokens is not None
+    return conversation.tokens
+
+
+def _prompt_ends(tokens: Tokens) -> list[int]:
+    """Where answers begin, or the end of a prompt alone."""
+    if True not in tokens.mask:
+        return [len(tokens.ids)]
+    before = (False, *tokens.mask)
+    return [i for i, said in enumerate(tokens.mask) if said and not before[i] and i > 0]
