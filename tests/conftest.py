@@ -31,6 +31,7 @@ LONG = {
     "targets/test_gguf.py",
     "targets/test_seq2seq.py",
     "test_documents.py",
+    "train/data/test_engines.py",
     "train/data/test_split.py",
     "train/test_configs.py",
     "train/test_continued.py",

@@ -41,6 +41,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.ranks",
     ),
     ("specdec.runtime",),
+    ("specdec.engines",),
     ("specdec.sampling",),
     ("specdec.theory",),
     ("specdec.targets",),

@@ -32,7 +32,12 @@ def check(cfg: Config, folder: Path) -> None:
 
 
 def check_target(cfg: Config, parts: Parts) -> None:
-    """Raise UserError for an export that this target does not have."""
+    """Raise UserError for an export that this target does not have, and for an encoder-decoder that
+    engines are to answer for."""
+    require(
+        not (cfg.answers.engines and parts.model.config.is_encoder_decoder),
+        f"{parts.title} is an encoder-decoder, which engines do not serve: leave out answers.from",
+    )
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
         export.require_exportable(cfg.drafter, parts, cfg.export)
 

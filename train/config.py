@@ -132,6 +132,16 @@ class Config:
             "budget.minutes cannot plan training on a decoder's rounds: give loop.max_tokens "
             "instead",
         )
+        require(
+            self.budget.minutes is None or not self.answers.engines,
+            "budget.minutes times answers in this process, but engines write them: give data.limit "
+            "instead of budget.minutes, or leave out answers.from",
+        )
+        require(
+            not self.answers.engines or self.data.answers == "target",
+            f"answers.from lets engines answer, but data.answers={self.data.answers}: give "
+            "data.answers=target, or leave out answers.from",
+        )
         if self.also is not None:
             Hybrid.copying_family(self.also)
             require(
@@ -194,9 +204,18 @@ def quoted(arguments: Sequence[str]) -> list[str]:
     """Overrides in a form that Hydra accepts. A text that Hydra's grammar refuses, such as a path
     with brackets, quotes, braces or letters like é in it, is quoted, as is any value with an equals
     sign, as in decode.rule=lenience:factor=0.8. drafter.from= becomes stage.draft=, since no
-    dataclass can have a field called `from`."""
+    dataclass can have a field called `from`, and answers.from= becomes the list answers.engines=.
+    """
     named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
+    named = [re.sub(r"^\+*(answers)\.from=(.*)", _engines, a) for a in named]
     return [a if a[:1] == "-" else _quoted(a) for a in named]
+
+
+def _engines(match: re.Match[str]) -> str:
+    """GROUP.from=URL,URL as the setting of a list."""
+    urls = match[2].strip("[]").split(",") if match[2] != "null" else []
+    quotes = ",".join("'" + url.strip(" '\"").replace("'", "\\'") + "'" for url in urls)
+    return f"{match[1]}.engines=[{quotes}]"
 
 
 def _quoted(argument: str) -> str:

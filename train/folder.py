@@ -38,7 +38,7 @@ GROUPS += ["optim", "loop"]
 # and how much at once, which changes rounding at most; `Portion` checks rows and accumulate
 FREE = {
     "target": ("cache", "device"),
-    "answers": ("root", "batch"),
+    "answers": ("root", "batch", "engines"),
     "objective": ("chunk",),
     "loop": ("rows", "accumulate"),
 }

@@ -1,12 +1,12 @@
-"""Answers to the prompts, written in batches by the target, a draft or both together, and kept in
-files from which a run resumes; on-policy training also keeps the rounds of the decoder that wrote
-them. Logs of rounds are read here too."""
+"""Answers to the prompts, written in batches by the target, a draft or both together, or by engines
+that serve the target, and kept in files from which a run resumes; on-policy training also keeps the
+rounds of the decoder that wrote them. Logs of rounds are read here too."""
 
 import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +22,7 @@ from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, Rounds, rounds_of
 from specdec.decoding.way import Way
 from specdec.drafters.proposer import Drafter
+from specdec.engines.client import Failed, Server
 from specdec.errors import UserError, first_line, is_out_of_memory, require, require_within
 from specdec.files import make_folder, record, sealed_lines, write_whole
 from specdec.integrity import Damaged, sealed
@@ -33,14 +34,20 @@ from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetOnDemand
 from specdec.targets.parts import Parts
+from train.data import engines
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of
 
+UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
+
 
 @dataclass
 class AnswersConfig:
-    """How the target answers with `data.answers=target`; temperature 0 is greedy."""
+    """How the target answers with `data.answers=target`; temperature 0 is greedy. `engines` are
+    servers of the target that write the answers, `batch` of them at once; on the command line,
+    answers.from=http://host:8000/v1 sets them, several with commas between them. Empty: the target
+    answers in this process."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -49,9 +56,12 @@ class AnswersConfig:
     batch: int = 128
     seed: int = 0
     root: str = "cache/answers"
+    engines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         seeds = (0, 2**32 - 1)
+        for url in self.engines:
+            Server.of("answers.from", url)
         require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
         require_temperature("answers.temperature", self.temperature)
         require_cutoffs("answers", self)
@@ -90,7 +100,11 @@ def answered(
     prompt has its own seed, so apart from rounding its answer does not depend on the batch, on
     interruptions, or on how many processes share the work. `keep` stores the features that the
     target computes as it answers.
+
+    With `cfg.engines` and no author, engines write the answers, as `_served` says.
     """
+    if cfg.engines and author is None:
+        return _served(target, prompts, cfg, accelerator, progress)
     key = _key(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key
@@ -120,7 +134,7 @@ def answered(
     def write(batch: Sequence[str]) -> list[dict[str, Any]]:
         """The answers to prompts that are given by name."""
         asking = [asked[name] for name in batch]
-        seeds = [int(name, 16) % (1 << 62) + cfg.seed for name in batch]
+        seeds = [_seed(name, cfg) for name in batch]
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
             texts = draft_answers(author.drafter, asking, sampler, seeds, most, eos)
@@ -178,6 +192,107 @@ def answered(
     accelerator.wait_for_everyone()
     depth = author.rounds if author else None
     return ranks.handed(lambda: _documents(prompts, read(), depth, folder))
+
+
+def _served(
+    target: TargetOnDemand,
+    prompts: Sequence[Prompt],
+    cfg: AnswersConfig,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> list[Document]:
+    """`answered` by engines that serve the target. Prompts that they do not answer are left out.
+    Raises UserError if an answer is not what the target would say."""
+    key, ranks = _key(target.parts, cfg, served=True), ranks_of(accelerator)
+    folder = make_folder(Path(cfg.root) / key)
+    asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
+
+    def documents() -> list[Document]:
+        answers, _ = _read(folder, key, target.parts.vocab_size, asked)
+        left_out = _unanswered(folder, key) - answers.keys()
+        return _documents([p for p in prompts if _name(p) not in left_out], answers, None, folder)
+
+    def known() -> set[str]:
+        answers, damage = _read(folder, key, target.parts.vocab_size, asked)
+        names = {*answers, *_unanswered(folder, key)}
+        if damage and not names >= asked.keys():
+            tell(f"{damage}: their prompts are answered again where this run needs them")
+        return names
+
+    if not (before := ranks.first(known)) >= asked.keys():
+        _ask(target, asked, before, cfg, folder, key, ranks, progress)
+        accelerator.wait_for_everyone()
+    return ranks.handed(documents)
+
+
+def _ask(
+    target: TargetOnDemand,
+    asked: Mapping[str, Sequence[int]],
+    known: Collection[str],
+    cfg: AnswersConfig,
+    folder: Path,
+    key: str,
+    ranks: Ranks,
+    progress: Progress,
+) -> None:
+    """Let engines answer this process's share of the prompts that are not `known`. The first
+    answers are compared with what the target would say. From then on, each is written as it comes,
+    so that only requests under way are lost if the process is killed. Prompts without an answer are
+    noted at the end and not asked again."""
+    mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
+    client = engines.engines_of("answers.from", cfg.engines, target.parts)
+    engines.require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
+    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
+    console.print(f"answers from {client.title}")
+    task = progress.add_task("engine's answers", total=len(mine))
+    path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, str]()
+    first, compared = dict[str, list[int]](), False
+
+    def write(answers: Mapping[str, Sequence[int]]) -> None:
+        lines = [json.dumps(sealed({"prompt": n, "ids": ids}, key)) for n, ids in answers.items()]
+        with path.open("ab", buffering=0) as file:
+            file.write("".join(f"{line}\n" for line in lines).encode())
+
+    def compare() -> None:
+        texts = [(asked[name], ids) for name, ids in first.items()]
+        engines.require_same_model(target.whole(), texts, sampler)
+        write(first)
+        first.clear()
+
+    prompts, seeds = {name: asked[name] for name in mine}, {name: _seed(name, cfg) for name in mine}
+    how = sampler, cfg.max_new_tokens, max(1, cfg.batch // ranks.world)
+    try:
+        for name, answer in engines.answers_of(client, target.parts, prompts, seeds, *how):
+            progress.advance(task, 1)
+            if isinstance(answer, Failed):
+                failed[name] = answer.reason
+            elif compared:
+                write({name: answer})
+            else:
+                first[name] = answer
+                if compared := len(first) == engines.COMPARED:
+                    compare()
+    except UserError:
+        compare()  # what was received before the mistake
+        raise
+    compare()
+    progress.remove_task(task)
+    if failed:
+        reason = next(iter(failed.values()))
+        require(len(failed) < len(mine), f"no prompt was answered, the first because of {reason}")
+        path = path.with_suffix(UNANSWERED)
+        notes = [json.dumps(sealed({"prompt": n, "reason": r}, key)) for n, r in failed.items()]
+        write_whole(path, "".join(f"{note}\n" for note in notes))
+        tell(
+            f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
+            f"because of {reason}; to ask them again, delete {path}"
+        )
+
+
+def _unanswered(folder: Path, key: str) -> set[str]:
+    """The prompts in a folder that engines did not answer."""
+    files = [sealed_lines(path, ("prompt",), key) for path in folder.glob(f"*{UNANSWERED}")]
+    return {str(entry["prompt"]) for entries, _ in files for entry in entries}
 
 
 def _fitting(
@@ -259,16 +374,23 @@ def _batches(
     return batches
 
 
-def _key(target: Parts, cfg: AnswersConfig) -> str:
-    """The name of the folder for this target and way of answering."""
+def _key(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
+    """The name of the folder for this target and way of answering, by engines if `served`."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
     if set(target.eos) != set(target.generation_eos):  # older answers ran on past the others
         how["eos"] = sorted(target.eos)
-    for name in ("batch", "root"):  # these do not change the answers
+    for name in ("batch", "root", "engines"):  # these do not change the answers
         del how[name]
+    if served:  # an engine may round otherwise, or compute in another precision
+        how["engine"] = True
     if cfg.top_k == 0:  # older answers were all drawn without it
         del how["top_k"]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _seed(name: str, cfg: AnswersConfig) -> int:
+    """The seed of the prompt with this name."""
+    return int(name, 16) % (1 << 62) + cfg.seed
 
 
 def _name(prompt: Prompt) -> str:

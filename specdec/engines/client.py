@@ -1,0 +1,252 @@
+"""Requests to engines that serve a model with OpenAI's interface (vLLM, SGLang and others): many at
+once, over one server or several, tried again where a server fails for a moment."""
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
+
+from specdec.errors import UserError, first_line, require
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try of a request that failed
+CONNECTING, ANSWERING = 10.0, 1800.0  # seconds to wait for a connection, and for an answer
+REST = 30.0  # seconds in which a server that failed is asked only if the others failed too
+IN_A_ROW = 20  # requests that fail one after another before the engines count as broken
+KEY = "DRAFTSMITH_ENGINE_KEY"  # the environment variable with a server's key, if it asks for one
+
+
+class Refused(Exception):
+    """A request that a server understands and will not answer: another try would not help."""
+
+
+class Unavailable(Exception):
+    """A server that does not answer, or not now."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server, by the address that its paths follow, such as http://localhost:8000/v1."""
+
+    url: str
+
+    @classmethod
+    def of(cls, setting: str, url: str) -> "Server":
+        """Raises UserError, beginning with the `setting`, if this cannot be a server's address."""
+        try:
+            parts = urlsplit(url)
+            sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            sound = False
+        require(
+            sound, f"{setting}={url}: give an engine's address, such as http://localhost:8000/v1"
+        )
+        return cls(url.rstrip("/") + ("" if parts.path.strip("/") else "/v1"))
+
+    @property
+    def root(self) -> str:
+        """The address without its last part, /v1, where an engine keeps what OpenAI does not
+        have."""
+        return self.url.removesuffix("/v1")
+
+    def get(self, path: str) -> Any:
+        """The JSON, or the text, at an address below the server's. Raises as `ask` does."""
+        return self.ask("GET", path)
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What the server answers to a request. Raises Refused for an error of the client's (4xx),
+        and Unavailable if there is no answer, an error of the server's, or no JSON."""
+        parts = urlsplit(path if "://" in path else f"{self.url}{path}")
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            with closing(kind(parts.hostname or "", parts.port, timeout=CONNECTING)) as connection:
+                connection.connect()
+                connection.sock.settimeout(ANSWERING)
+                connection.request(method, parts.path, json.dumps(body) if body else None, headers)
+                response = connection.getresponse()
+                content, status = response.read().decode(errors="replace"), response.status
+        except (OSError, HTTPException) as error:
+            raise Unavailable(f"{self.url}: {first_line(error)}") from error
+        if status >= 400:
+            message = f"{self.url}: HTTP {status}: {_message(content)}"
+            later = status >= 500 or status in (408, 425, 429)
+            raise Unavailable(message) if later else Refused(message)
+        if "json" not in (response.getheader("Content-Type") or "json"):
+            return content
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise Unavailable(f"{self.url}: its answer is not JSON") from error
+
+
+def _message(content: str) -> str:
+    """What an error's body says, shortened."""
+    try:
+        value = json.loads(content)
+        value = value.get("error", value)
+        content = value["message"] if isinstance(value, dict) else str(value)
+    except (ValueError, RecursionError, AttributeError, KeyError):
+        pass
+    return " ".join(str(content).split())[:200]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a server calls the model that it serves, and how many tokens a text may have there."""
+
+    name: str
+    room: int | None
+
+
+def model_of(server: Server, wanted: Sequence[str]) -> Model:
+    """The model of a server: its only one, or the one whose name or path is among `wanted`. Raises
+    UserError if the server does not answer, or serves several models under other names."""
+    try:
+        models = server.get("/models")["data"]
+        names = [str(model["id"]) for model in models]
+    except (Refused, Unavailable) as error:
+        raise UserError(
+            f"no engine answers at {server.url} ({error}): start one there (docs/engines.md), or "
+            "give its address"
+        ) from error
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{server.url} lists no models, as OpenAI's interface has it") from error
+    own = [m for m in models if {m["id"], m.get("root")} & {*wanted}]
+    if len(models) == 1:
+        own = list(models)
+    require(
+        len(own) == 1,
+        f"{server.url} serves {', '.join(names) or 'no model'}: serve the target alone, or under "
+        f"the name {wanted[0]}",
+    )
+    room = own[0].get("max_model_len")
+    return Model(str(own[0]["id"]), room if isinstance(room, int) else None)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a request has no result."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Request(Generic[K]):
+    """A request, by a name of the caller's. `body` lacks the model, which is the server's."""
+
+    name: K
+    path: str
+    body: Mapping[str, Any]
+
+
+class Engines:
+    """Servers of one model. Raises UserError as `model_of` does."""
+
+    def __init__(self, servers: Sequence[Server], wanted: Sequence[str]) -> None:
+        self.models = {server: model_of(server, wanted) for server in servers}
+        self._busy = dict.fromkeys(servers, 0)  # requests that each is working on
+        self._failed = dict.fromkeys(servers, -REST)  # when each last failed
+        self._lock = threading.Lock()
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens a text may have on all servers, as far as they say so."""
+        return min((m.room for m in self.models.values() if m.room is not None), default=None)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(server.url for server in self.models)
+
+    def results(
+        self,
+        requests: Sequence[Request[K]],
+        at_once: int,
+        read: Callable[[K, Any], T],
+    ) -> Iterator[tuple[K, T | Failed]]:
+        """The results of requests, in the order in which they come. `read` makes a result of an
+        answer, in a thread of its own; it may raise Refused or Unavailable as a server does. A
+        request fails once it is refused or all its tries are used up. Raises UserError after
+        `IN_A_ROW` failures without a result between them, and whatever else `read` raises."""
+        todo: queue.SimpleQueue[Request[K]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[K, T | Failed | Exception]] = queue.SimpleQueue()
+        stop, in_a_row = threading.Event(), 0
+        for request in requests:
+            todo.put(request)
+
+        def work() -> None:
+            while not stop.is_set():
+                try:
+                    request = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    done.put((request.name, self._result(request, read, stop)))
+                except Exception as error:  # raised again below, in the caller's thread
+                    done.put((request.name, error))
+
+        for _ in range(min(at_once, len(requests))):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            for _ in requests:
+                name, result = _next(done)
+                if isinstance(result, Exception):
+                    raise result
+                in_a_row = in_a_row + 1 if isinstance(result, Failed) else 0
+                yield name, result
+                if isinstance(result, Failed) and in_a_row >= IN_A_ROW:
+                    raise UserError(
+                        f"{in_a_row} requests in a row failed, the last of them because of "
+                        f"{result.reason}: mend that and run the same command again; what was "
+                        "received before is kept"
+                    )
+        finally:
+            stop.set()
+
+    def _result(
+        self, request: Request[K], read: Callable[[K, Any], T], stop: threading.Event
+    ) -> T | Failed:
+        reason = "nothing"
+        for wait in (*WAITS, None):
+            server = self._taken()
+            try:
+                body = {"model": self.models[server].name, **request.body}
+                return read(request.name, server.ask("POST", request.path, body))
+            except Refused as error:
+                return Failed(str(error))
+            except Unavailable as error:
+                reason = str(error)
+                self._failed[server] = time.monotonic()
+            finally:
+                with self._lock:
+                    self._busy[server] -= 1
+            if wait is None or stop.wait(wait):
+                break
+        return Failed(reason)
+
+    def _taken(self) -> Server:
+        """The least busy of the servers that did not fail lately, or of all if all did."""
+        with self._lock:
+            rested = time.monotonic() - REST
+            server = min(self._busy, key=lambda s: (self._failed[s] > rested, self._busy[s]))
+            self._busy[server] += 1
+        return server
+
+
+def _next(done: queue.SimpleQueue[T]) -> T:
+    """The next result. Waits in short turns, so that an interruption ends the wait."""
+    while True:
+        try:
+            return done.get(timeout=0.5)
+        except queue.Empty:
+            continue

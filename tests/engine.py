@@ -1,0 +1,111 @@
+"""A small server in the test's own process that behaves like vLLM's.
+
+It serves a target by our decoder. `faults` spoil its answers: each is called with the number of the
+request, from 0, and the reply, and returns the reply to send, an HTTP status instead of a reply, or
+None to break the connection off.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
+from specdec.sampling.sampler import Sampler
+from specdec.targets.base import Target
+
+Fault = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
+
+
+class FakeEngine:
+    """The server; `asked` are the bodies of the completions that it was asked for."""
+
+    def __init__(self, target: Target, fault: Fault | None = None, room: int = 512) -> None:
+        self.target, self.fault = target, fault
+        self.models = [{"id": "tiny", "root": target.name, "max_model_len": room}]
+        self.asked: list[dict[str, Any]] = []
+        self._one = threading.Lock()
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def asked(self) -> None:
+                if self.command == "GET":
+                    self.send(engine.get(self.path))
+                    return
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send(engine.post(self.path, body))
+
+            def send(self, reply: Any) -> None:
+                if reply is None:
+                    self.close_connection = True
+                    return
+                status = reply if isinstance(reply, int) else 200
+                if isinstance(reply, int):
+                    reply = {"error": {"message": f"made up\nfor a test ({reply})"}}
+                content = reply if isinstance(reply, str) else json.dumps(reply)
+                self.send_response(status)
+                kind = "text/plain" if isinstance(reply, str) else "application/json"
+                self.send_header("Content-Type", kind)
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        for method in ("GET", "POST"):  # names that the base class asks for
+            setattr(Handler, f"do_{method}", Handler.asked)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [tuple(body["prompt"]) for body in self.asked]
+
+    def get(self, path: str) -> Any:
+        return {"data": self.models} if path == "/v1/models" else 404
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        if path != "/v1/completions":
+            return 404
+        with self._one:  # the decoder takes one batch at a time
+            number = len(self.asked)
+            self.asked.append(body)
+            reply = self.completion(body)
+        return reply if self.fault is None else self.fault(number, reply)
+
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt, limit = body["prompt"], body["max_tokens"]
+        sampler = Sampler(body["temperature"], max(0, body["top_k"]), body["top_p"])
+        eos = tuple(body["stop_token_ids"])
+        (answer,) = decode(
+            self.target,
+            [prompt],
+            Way(sampler=sampler),
+            max_new_tokens=limit,
+            eos=eos,
+            seeds=[body["seed"]],
+        )
+        ended = answer.ids[-1] in eos
+        choice = {
+            "index": 0,
+            "text": self.target.tokenizer.decode(answer.ids[:-1] if ended else answer.ids),
+            "finish_reason": "stop" if ended else "length",
+        }
+        if body.get("return_token_ids"):
+            choice |= {"token_ids": answer.ids, "prompt_token_ids": prompt}
+        return {"object": "text_completion", "model": "tiny", "choices": [choice]}
+
+    @contextmanager
+    def serving(self) -> Iterator["FakeEngine"]:
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()

@@ -1,0 +1,272 @@
+"""Answers by engines: the same as in this process, asked once each, and garbage told in one line.
+
+Run alone: python -m pytest tests/train/data/test_engines.py (under 20 s)
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from specdec.engines import client
+from specdec.errors import UserError
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, TargetOnDemand
+from tests.engine import FakeEngine, Fault
+from tests.tiny import Tiny, compose, save_target
+from tests.told import require_one_line, told
+from train.data import engines
+from train.data.answers import AnswersConfig, answered
+from train.data.engines import ids_of
+from train.data.split import split_prompts
+from train.data.template import Document, Prompt
+
+PROMPTS = 12
+Answer = Callable[..., list[Document]]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "WAITS", (0.01, 0.01))
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Tiny) -> TargetOnDemand:
+    cfg = TargetConfig(str(tiny.target), "float32", "cpu", cache=str(tiny.root / "targets"))
+    target = TargetOnDemand(cfg)
+    target.whole()
+    return target
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Tiny, target: TargetOnDemand) -> list[Prompt]:
+    split = split_prompts(tiny.config().data, target.parts.tokenizer)
+    return [*split.train, *split.held_out][:PROMPTS]
+
+
+@pytest.fixture
+def answer(target: TargetOnDemand, prompts: list[Prompt], tmp_path: Path) -> Answer:
+    """Answers to the prompts by these engines, or in this process if there are none."""
+
+    def documents(*servers: FakeEngine, count: int = PROMPTS, **settings: Any) -> list[Document]:
+        urls = [server.url for server in servers]
+        how = {"max_new_tokens": 8, "batch": 4, "root": str(tmp_path)} | settings
+        cfg = AnswersConfig(**how, engines=urls)
+        with Progress(disable=True) as bar:
+            return answered(target, prompts[:count], cfg, Accelerator(cpu=True), bar)
+
+    return documents
+
+
+def texts(documents: Sequence[Document]) -> list[tuple[list[int], list[bool]]]:
+    return [(d.ids.tolist(), d.mask.tolist()) for d in documents]
+
+
+@pytest.fixture
+def serve(target: TargetOnDemand) -> Iterator[Callable[..., FakeEngine]]:
+    running = []
+
+    def start(fault: Fault | None = None, of: Target | None = None, **more: Any) -> FakeEngine:
+        running.append(FakeEngine(of or target.whole(), fault, **more).serving())
+        return running[-1].__enter__()
+
+    yield start
+    for engine in running:
+        engine.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_engines_write_what_this_process_writes(
+    answer: Answer, serve: Callable[..., FakeEngine], temperature: float
+) -> None:
+    """At T = 0.8 too, since the fake engine draws with our generator from the seeds sent to it."""
+    engine = serve()
+    documents = answer(engine, temperature=temperature)
+    assert texts(documents) == texts(answer(temperature=temperature))
+    assert len(documents) == len(engine.asked) == PROMPTS
+    body = engine.asked[0]
+    assert body["repetition_penalty"] == 1.0 and body["model"] == "tiny"
+
+
+def test_nothing_is_asked_twice(
+    answer: Answer, serve: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine breaks down after 5 answers: these are kept, and the rest is asked of another."""
+    monkeypatch.setattr(client, "IN_A_ROW", 4)
+    broken = serve(lambda number, reply: reply if number < 5 else None)
+    with pytest.raises(UserError, match=r"4 requests in a row failed.*received before is kept"):
+        answer(broken, batch=1)
+    sound = serve()
+    documents = answer(sound)
+    assert texts(documents) == texts(answer())
+    assert sorted([*broken.prompts[:5], *sound.prompts]) == sorted(asked_of(documents))
+    answer(sound)
+    assert len(sound.asked) == PROMPTS - 5
+
+
+def asked_of(documents: Sequence[Document]) -> list[tuple[int, ...]]:
+    return [tuple(d.ids[~d.mask].tolist()) for d in documents]
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(
+    answer: Answer, serve: Callable[..., FakeEngine]
+) -> None:
+    engine = serve(lambda number, reply: 503 if number % 3 == 0 else reply)
+    assert texts(answer(engine)) == texts(answer())
+    assert len(engine.asked) > PROMPTS
+
+
+def test_several_servers_share_the_prompts_and_one_may_end(
+    answer: Answer, serve: Callable[..., FakeEngine]
+) -> None:
+    first, second = serve(), serve(lambda number, reply: reply if number < 2 else None)
+    assert texts(answer(first, second)) == texts(answer())
+    assert len(second.asked) >= 2 and len(first.asked) >= 4
+
+
+def test_refused_prompts_are_counted_and_left_out(
+    answer: Answer,
+    serve: Callable[..., FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """They are not asked again until their note is deleted."""
+    refusing = serve(lambda number, reply: 400 if number in (3, 7) else reply)
+    documents = answer(refusing, batch=1)
+    whole = texts(answer())
+    assert texts(documents) == [text for n, text in enumerate(whole) if n not in (3, 7)]
+    said = capsys.readouterr().err
+    assert "2 of 12 prompts were not answered and are left out" in said
+    assert "HTTP 400: made up for a test (400); to ask them again, delete " in said
+    sound = serve()
+    assert texts(answer(sound)) == texts(documents) and not sound.asked
+    (note,) = tmp_path.rglob("*.failed")
+    assert str(note) in said
+    note.unlink()
+    assert texts(answer(sound)) == whole and len(sound.asked) == 2
+
+
+def changed(**more: Any) -> Fault:
+    """A fault that changes the choice of every reply."""
+
+    def fault(_: int, reply: dict[str, Any]) -> dict[str, Any]:
+        return {**reply, "choices": [{**reply["choices"][0], **more}]}
+
+    return fault
+
+
+GARBAGE: dict[str, tuple[Fault, str]] = {
+    "other prompt": (changed(prompt_token_ids=[1, 2, 3]), "the engine read other tokens than"),
+    "ids beyond": (changed(token_ids=[5, 10**6]), "ids outside the target's vocabulary of"),
+    "ids below": (changed(token_ids=[-1]), "ids outside the target's vocabulary"),
+    "no numbers": (changed(token_ids=["a"]), "ids outside the target's vocabulary"),
+    "no ids": (changed(token_ids=[]), "no prompt was answered.* an empty answer"),
+    "broken off": (changed(finish_reason="abort"), "broken off .finish_reason 'abort'"),
+    "no choices": (lambda _, reply: {"choices": []}, "not of OpenAI's form"),
+    "a list": (lambda _, reply: [1], "not of OpenAI's form"),  # type: ignore[dict-item,return-value]
+    "constant": (changed(token_ids=[20] * 8), "of 64 tokens .* greedily, only .* likeliest"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_is_told_in_one_line(
+    answer: Answer, serve: Callable[..., FakeEngine], name: str
+) -> None:
+    fault, message = GARBAGE[name]
+    with pytest.raises(UserError, match=message) as error:
+        answer(serve(fault))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_model_is_told(
+    answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path, temperature: float
+) -> None:
+    """With the same tokenizer, so that only what it says tells it apart."""
+    other = TargetOnDemand(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
+    with pytest.raises(UserError, match="the engine serves another model"):
+        answer(serve(of=other.whole()), temperature=temperature)
+    sound = serve()
+    answer(sound, temperature=temperature)
+    assert len(sound.asked) == PROMPTS, "none of the other model's answers was kept"
+
+
+def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
+    answer: Answer, serve: Callable[..., FakeEngine]
+) -> None:
+    engine = serve(room=20)
+    with pytest.raises(UserError, match="the engine takes 20: serve with --max-model-len"):
+        answer(engine)
+    engine.models = [{"id": "a"}, {"id": "b"}]
+    with pytest.raises(UserError, match="serves a, b: serve the target alone, or under the name"):
+        answer(engine)
+    engine.models.append({"id": engine.target.name})
+    assert len(answer(engine, count=2)) == 2
+    engine.stop()
+    with pytest.raises(UserError, match=r"no engine answers at .*refused"):
+        answer(engine, max_new_tokens=9)
+
+
+def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
+    answer: Answer,
+    serve: Callable[..., FakeEngine],
+    target: TargetOnDemand,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The random target writes no words with spaces between them, so the text is made up."""
+    monkeypatch.setattr(engines, "require_same_model", lambda *_: None)
+
+    def fault(_: int, reply: dict[str, Any]) -> dict[str, Any]:
+        return {**reply, "choices": [{"text": "may run", "finish_reason": "stop"}]}
+
+    wanted = [*target.parts.tokenizer("may run")["input_ids"], *target.parts.eos]
+    documents = answer(serve(fault))
+    assert [d.ids[d.mask].tolist() for d in documents] == [wanted] * PROMPTS
+
+
+def test_ids_of_texts(target: TargetOnDemand) -> None:
+    parts = target.parts
+    tokenizer, (end,) = parts.tokenizer, parts.eos
+    prompt, answer = tokenizer("one cat ")["input_ids"], tokenizer("may run")["input_ids"]
+
+    def ids(text: str, reason: str = "stop", limit: int = 9) -> list[int]:
+        choice = {"text": text, "finish_reason": reason}
+        return ids_of({"choices": [choice]}, prompt, parts, limit)
+
+    for text in ("may run", "may run<|im_end|>", "may run<|im_end|> dog"):
+        assert ids(text) == [*answer, end]
+    assert ids("may run", "length") == answer and ids("may run", limit=1) == answer[:1]
+    joined = tokenizer("cat")["input_ids"] * 2  # written as one word, which is unknown
+    with pytest.raises(client.Refused, match="do not begin with the prompt's"):
+        ids_of({"choices": [{"text": "t", "finish_reason": "stop"}]}, joined, parts, 9)
+
+
+def test_a_job_reads_the_setting(
+    tiny: Tiny, tmp_path: Path, serve: Callable[..., FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """answers.from= of one server or of several, and what cannot be combined with it."""
+    urls = "http://a:8000/v1", "http://[::1]:8001"
+    given = compose(
+        tiny.overrides("ngram", "data.answers=target", f"answers.from={','.join(urls)}")
+    )
+    assert given.answers.engines == [*urls]
+    engine = serve()
+    options = ["data.answers=target", f"answers.from={engine.url}", "loop.epochs=1"]
+    tiny.job(tmp_path / "run", "ngram", *options)
+    assert len(engine.asked) == 29
+    mistakes = {
+        "answers.from=ftp://a": "answers.from=ftp://a: give an engine's address",
+        "answers.from=http://a:b/v1": "give an engine's address",
+        "answers.from=localhost": "give an engine's address",
+    }
+    for override, message in mistakes.items():
+        require_one_line(told(capsys, tiny.overrides("ngram", override)), message)
+    both = [*options[:2], "budget.minutes=3"]
+    require_one_line(told(capsys, tiny.overrides("ngram", *both)), "instead of budget.minutes")
+    require_one_line(told(capsys, tiny.overrides("ngram", options[1])), "data.answers=data")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["answers"]["engines"] == [engine.url]

@@ -1,0 +1,165 @@
+"""Answers that engines write: token ids go out and come back, so nothing is tokenised twice. A
+server that returns only text is believed where tokenising prompt and answer again proves that the
+prompt is a prefix."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.context import FeatureSpec
+from specdec.engines.client import Engines, Failed, Refused, Request, Server, Unavailable
+from specdec.errors import UserError, require
+from specdec.sampling.sampler import Sampler
+from specdec.targets.base import Target
+from specdec.targets.parts import Parts
+
+COMPLETIONS = "/completions"
+# what an engine would else take from the generation_config.json of the model that it serves
+PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+COMPARED = 8  # answers that are compared with what the target would say before any is kept
+GREEDY = 0.9  # share of greedy tokens that are at least its likeliest; rounding flips near-ties
+
+
+def engines_of(setting: str, urls: Sequence[str], target: Parts) -> Engines:
+    """The engines at these addresses. Raises UserError as `Engines` does."""
+    wanted = [target.name, Path(target.name).name]
+    return Engines([Server.of(setting, url) for url in urls], wanted)
+
+
+def require_room_in(engines: Engines, longest: int) -> None:
+    """Raise UserError if a text of this many tokens is too long for an engine."""
+    require(
+        engines.room is None or longest <= engines.room,
+        f"{engines.title}: a prompt and its answer take up to {longest} tokens, and the engine "
+        f"takes {engines.room}: serve with --max-model-len {longest}, or lower data.max_prompt or "
+        "answers.max_new_tokens",
+    )
+
+
+def sampling(sampler: Sampler, seed: int) -> dict[str, Any]:
+    """The settings of a request, in the words of vLLM and SGLang."""
+    cutoffs = {"top_p": sampler.top_p, "top_k": sampler.top_k or -1}
+    return {"temperature": sampler.temperature, "seed": seed, **cutoffs, **PLAIN}
+
+
+def answers_of(
+    engines: Engines,
+    target: Parts,
+    asked: Mapping[str, Sequence[int]],
+    seeds: Mapping[str, int],
+    sampler: Sampler,
+    limit: int,
+    at_once: int,
+) -> Iterator[tuple[str, list[int] | Failed]]:
+    """The answers of at most `limit` tokens to prompts, by their names, in the order in which they
+    come. Raises UserError for an answer that cannot be the target's, and as `Engines.results`
+    does."""
+    requests = [
+        Request(
+            name,
+            COMPLETIONS,
+            {
+                "prompt": list(prompt),
+                "max_tokens": limit,
+                "stop_token_ids": list(target.eos),
+                "return_token_ids": True,
+                "skip_special_tokens": False,
+                **sampling(sampler, seeds[name]),
+            },
+        )
+        for name, prompt in asked.items()
+    ]
+
+    def read(name: str, reply: Any) -> list[int]:
+        return ids_of(reply, asked[name], target, limit)
+
+    return engines.results(requests, at_once, read)
+
+
+def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list[int]:
+    """The ids of an answer, up to the first that ends it. Raises UserError if they cannot be the
+    target's; Refused if the answer came as text and the prompt is no prefix of the whole text's
+    ids; Unavailable if there is no answer in the reply, or one that was broken off."""
+    try:
+        choice = reply["choices"][0]
+        ids, read, end = choice.get("token_ids"), choice.get("prompt_token_ids"), choice.get
+        reason = end("finish_reason")
+        text = "" if ids is not None else str(choice["text"])
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise Unavailable("an answer that is not of OpenAI's form") from error
+    if reason not in ("stop", "length"):
+        raise Unavailable(f"an answer that was broken off (finish_reason {reason!r})")
+    require(
+        read is None or read == list(prompt),
+        "the engine read other tokens than were sent to it: it does not serve this target, or "
+        "changes prompts: serve the checkpoint of target.path",
+    )
+    if ids is None:
+        ids = _of_text(text, prompt, target, reason)
+    rows = target.vocab_size
+    sound = isinstance(ids, list) and all(type(i) is int and 0 <= i < rows for i in ids)
+    require(
+        sound,
+        f"the engine answered with ids outside the target's vocabulary of {rows}: it serves "
+        "another model: serve the checkpoint of target.path",
+    )
+    ends = [n for n, i in enumerate(ids[:limit], 1) if i in target.eos]
+    answer: list[int] = ids[: ends[0] if ends else limit]
+    if not answer:
+        raise Unavailable("an empty answer")
+    return answer
+
+
+def _of_text(text: str, prompt: Sequence[int], target: Parts, reason: str) -> list[int]:
+    """The ids of an answer that came as text. `reason` says how it ended."""
+    tokenizer = target.tokenizer
+    before = tokenizer.decode(prompt, skip_special_tokens=False)
+    whole = tokenizer(before + text, add_special_tokens=False)["input_ids"]
+    if whole[: len(prompt)] != list(prompt):
+        raise Refused(
+            "an engine that returns text instead of token ids, and this text's ids do not begin "
+            "with the prompt's"
+        )
+    ids: list[int] = whole[len(prompt) :]
+    ends, _ = target.turn_ends
+    if reason == "stop" and not {*ids} & {*target.eos}:
+        ids += sorted(ends)[:1] or list(target.eos[:1])
+    return ids
+
+
+@torch.no_grad()
+def require_same_model(
+    target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], sampler: Sampler
+) -> None:
+    """Raise UserError unless texts of prompts and answers are what this target would say: greedy
+    tokens are its likeliest ones, but for near-ties, and sampled ones as likely as its own."""
+    likeliest, surprise, spread, count = 0, 0.0, 0.0, 0
+    for prompt, answer in texts:
+        ids_BT = torch.tensor([[*prompt, *answer]], device=target.device)
+        _, final_BTD = target.features(ids_BT, FeatureSpec())
+        said_N = ids_BT[0, len(prompt) :]
+        logits_NV = target.logits(final_BTD[0, len(prompt) - 1 : -1]).double()
+        likeliest += int((logits_NV.argmax(-1) == said_N).sum())
+        count += len(said_N)
+        if sampler.temperature > 0:
+            log_p_NV = (logits_NV / sampler.temperature).log_softmax(-1)
+            own_N = -log_p_NV.gather(-1, said_N[:, None])[:, 0]
+            mean_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
+            surprise += float((own_N - mean_N).sum())
+            spread += float(((log_p_NV.exp() * log_p_NV.square()).sum(-1) - mean_N.square()).sum())
+    if sampler.temperature == 0:
+        require(
+            likeliest >= GREEDY * count,
+            f"of {count} tokens that the engine wrote greedily, only {likeliest} are the likeliest "
+            f"ones of {target.name}: the engine serves another model, or one that is quantised "
+            "otherwise: serve the checkpoint of target.path",
+        )
+    elif surprise > 5 * math.sqrt(spread) + 0.1 * count:  # five standard deviations, and rounding
+        raise UserError(
+            f"the {count} tokens that the engine drew are less likely than {target.name} would "
+            f"draw them (by {surprise / count:.2f} nats each): the engine serves another model: "
+            "serve the checkpoint of target.path"
+        )
