@@ -80,25 +80,8 @@ def planned(
         asked = statistics.mean(len(t.ids) for t in train)
         context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
     speeds = timed(whole, [t.ids.tolist() for t in train], batch, rehearsed, context)
-    drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
-    calibrating = min(CALIBRATING, max(0, len(held_out) - cfg.decode.prompts))
-    gamma = cfg.decode.gamma or cfg.drafter.depth
-    rows = cfg.loop.rows * cfg.loop.accumulate * accelerator.num_processes
-    step = rows * cfg.data.max_length  # tokens, at most
-    work = Work(
-        epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
-        new=cfg.answers.max_new_tokens if answering else 0,
-        kept=answering and cfg.stores_features,
-        prompts=min(cfg.decode.prompts, len(held_out)),
-        timed=cfg.decode.timed_prompts,
-        repeats=cfg.decode.repeats,
-        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted,
-        # for the oracle, the calibration and the choice of a shape
-        learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
-        + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
-        watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
-        regresses=regresses and cfg.stage.draft is None,
-    )
+    regresses = regresses and cfg.stage.draft is None
+    work = work_of(cfg, len(held_out), accelerator.num_processes, regresses)
     used = cfg.budget.spent + time.monotonic() - started
     left = PLANNED * (60 * cfg.budget.minutes - used)
     lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
@@ -121,6 +104,31 @@ def planned(
     if accelerator.is_main_process:
         write_json(path, asdict(plan))
     return plan.conversations, plan.prompts
+
+
+def work_of(cfg: Config, held_out: int, processes: int, regresses: bool) -> Work:
+    """The work of a run that holds out so many conversations; `regresses` says whether it solves
+    for its start."""
+    drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
+    calibrating = min(CALIBRATING, max(0, held_out - cfg.decode.prompts))
+    gamma = cfg.decode.gamma or cfg.drafter.depth
+    rows = cfg.loop.rows * cfg.loop.accumulate * processes
+    step = rows * cfg.data.max_length  # tokens, at most
+    answering = cfg.data.answers == "target"
+    return Work(
+        epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
+        new=cfg.answers.max_new_tokens if answering else 0,
+        kept=answering and cfg.stores_features,
+        prompts=min(cfg.decode.prompts, held_out),
+        timed=cfg.decode.timed_prompts,
+        repeats=cfg.decode.repeats,
+        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted,
+        # for the oracle, the calibration and the choice of a shape
+        learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
+        + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
+        watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
+        regresses=regresses,
+    )
 
 
 def _for_more(plan: Plan, held_out: int, limit: int | None) -> str:

@@ -36,6 +36,7 @@ from train.features.store import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.plan import BudgetConfig
+from train.planning.devices import PlanningConfig
 from train.rounds import RoundsConfig
 from train.stages import StageConfig
 from train.tracking import TrackConfig
@@ -58,8 +59,10 @@ HYDRA_SAYS = {
 @dataclass
 class Config:
     """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
-    the same command continues it. `also` is a family that copies: the run ends by measuring a
-    hybrid of that family and the draft, and saves this hybrid as with-FAMILY."""
+    the same command continues it. With `plan`, nothing is done but to say what the run needs, how
+    long it takes and whether it will pay (see `planning`). `also` is a family that copies: the run
+    ends by measuring a hybrid of that family and the draft, and saves this hybrid as with-FAMILY.
+    """
 
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -76,6 +79,8 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    plan: bool = False
+    planning: PlanningConfig = field(default_factory=PlanningConfig)
     also: str | None = None
     export: str | None = LAYOUT  # layout of the export at the end of a run; null: no export
 

@@ -35,6 +35,7 @@ from train.folder import (
     with_share,
 )
 from train.measurement import finished
+from train.planning.outlook import say
 from train.processes import accelerator_of, ranks_of
 from train.rounds import draft_of_round, written
 from train.stages import starting
@@ -57,6 +58,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     and export are always written again. Raises UserError for the user's mistakes, and `Diverged` if
     the loss or the gradient is not finite.
     """
+    if cfg.plan:
+        say(cfg)
+        return 0.0
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     cfg, reason = with_dtype(cfg, folder)
     accelerator = accelerator_of(cfg.target, cfg.loop.precision)

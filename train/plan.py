@@ -110,48 +110,63 @@ def fitted(
     """The largest plan that takes at most `seconds`, but never one of fewer than `floor`
     conversations. `train` and `held_out` count the tokens of each conversation before the target
     answers it, in the order in which they are taken. The held-out side is always taken whole."""
-    answer = SAID * work.new
-    step = speeds.step * IN_TURN
     prompts = work.prompts
-
-    def measuring(prompts: int) -> float:
-        """Seconds of the final evaluation: some prompts are timed, and the others counted."""
-        tokens = work.learned + min(prompts, work.timed) * work.decoded * work.repeats
-        return AFTER + tokens * step + counting(prompts)
-
-    def counting(prompts: int) -> float:
-        return max(0, prompts - work.timed) * work.decoded * speeds.answered * COUNTING
-
-    while prompts > max(FEWEST, work.timed) and counting(prompts) > COUNTED * seconds:
+    while prompts > max(FEWEST, work.timed) and counting(prompts, speeds, work) > COUNTED * seconds:
         prompts -= 1
-    while prompts > FEWEST and prompts <= work.timed and measuring(prompts) > MEASURED * seconds:
+    few = range(FEWEST + 1, work.timed + 1)
+    while prompts in few and measuring(prompts, speeds, work) > MEASURED * seconds:
         prompts -= 1
-    watching = (sum(held_out) + len(held_out) * answer) * speeds.trained * FORWARD
-
-    def plan(n: int, tokens: int) -> Plan:
-        texts, read = n + len(held_out), tokens + sum(held_out)
-        answering = texts * work.new * speeds.answered + read * speeds.read if work.new else 0.0
-        answering *= KEEPING if work.kept else 1.0
-        length = tokens + n * answer
-        solved = length / stride(int(length)) if work.regresses else 0
-        trained = work.epochs * length
-        evaluations = 1 + trained * work.watched if work.epochs else 0
-        return Plan(
-            conversations=n,
-            available=len(train),
-            prompts=prompts,
-            answering=answering,
-            reading=0.0 if work.kept else (read + texts * answer) * speeds.read,
-            training=(trained * BESIDE + solved * FORWARD) * speeds.trained
-            + evaluations * watching,
-            measuring=measuring(prompts),
-            speeds=speeds,
-        )
-
-    plans = [plan(n, tokens) for n, tokens in enumerate(accumulate(train), 1)]
+    held = len(held_out), sum(held_out)
+    plans = [
+        of_size((n, tokens), held, speeds, work, prompts, len(train))
+        for n, tokens in enumerate(accumulate(train), 1)
+    ]
     least = plans[min(floor, len(plans)) - 1]
     fitting = [p for p in plans if p.seconds <= seconds]
     return max([least, *fitting], key=lambda p: p.conversations)
+
+
+def of_size(
+    train: tuple[int, int],
+    held_out: tuple[int, int],
+    speeds: Speeds,
+    work: Work,
+    prompts: int,
+    available: int,
+) -> Plan:
+    """The plan for so many conversations of so many tokens, before the target answers them, on each
+    side, of which `prompts` are measured. `available` is the number of training conversations."""
+    (n, tokens), (held, of_held) = train, held_out
+    answer = SAID * work.new
+    texts, read = n + held, tokens + of_held
+    answering = texts * work.new * speeds.answered + read * speeds.read if work.new else 0.0
+    answering *= KEEPING if work.kept else 1.0
+    watching = (of_held + held * answer) * speeds.trained * FORWARD
+    length = tokens + n * answer
+    solved = length / stride(int(length)) if work.regresses else 0
+    trained = work.epochs * length
+    evaluations = 1 + trained * work.watched if work.epochs else 0
+    return Plan(
+        conversations=n,
+        available=available,
+        prompts=prompts,
+        answering=answering,
+        reading=0.0 if work.kept else (read + texts * answer) * speeds.read,
+        training=(trained * BESIDE + solved * FORWARD) * speeds.trained + evaluations * watching,
+        measuring=measuring(prompts, speeds, work),
+        speeds=speeds,
+    )
+
+
+def measuring(prompts: int, speeds: Speeds, work: Work) -> float:
+    """Seconds of the final evaluation: some prompts are timed, and the others counted."""
+    tokens = work.learned + min(prompts, work.timed) * work.decoded * work.repeats
+    return AFTER + tokens * speeds.step * IN_TURN + counting(prompts, speeds, work)
+
+
+def counting(prompts: int, speeds: Speeds, work: Work) -> float:
+    """Seconds of the final evaluation for the prompts that are not timed."""
+    return max(0, prompts - work.timed) * work.decoded * speeds.answered * COUNTING
 
 
 def minutes(seconds: float) -> str:

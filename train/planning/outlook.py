@@ -1,0 +1,383 @@
+"""What a configuration's run needs, how long it takes and whether it will pay: measured on this
+machine as far as the target is there, and by arithmetic for other devices."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator, PartialState
+from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
+
+from specdec.decoding.way import Way
+from specdec.drafters.capabilities import Copies
+from specdec.errors import UserError, first_line, require
+from specdec.measure.costs import costs
+from specdec.measure.setup import Setup
+from specdec.progress import console
+from specdec.ranks import ALONE
+from specdec.sampling.trees import Chain
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand, located, resolved
+from specdec.theory.leviathan import pass_cost
+from train.budget import rehearsal, timed, work_of
+from train.config import Config
+from train.data.conversations import Tally
+from train.data.sources import files_of, records
+from train.data.split import SHARE
+from train.data.template import Document, Prompt
+from train.plan import SAID, Plan, Speeds, fitted, minutes, of_size
+from train.planning.demand import (
+    Stage,
+    disk_bytes,
+    gibibytes,
+    round_costs,
+    speeds_of,
+    stages,
+)
+from train.planning.devices import DEVICES, Device, measured
+from train.planning.gain import Gain, RoundCosts, gain
+from train.planning.outline import DraftOutline, Outline, draft_outline, outline
+from train.processes import accelerator_of
+from train.stages import StageConfig, starting
+from train.texts import split_of
+
+SAMPLED = 400  # conversations that are read to estimate the tokens of all
+ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with
+TURNS = {1: 9, 8: 5, 32: 3}  # timings of each part of a round, by batch
+MANY = (
+    32  # rows of the batch with which answers are timed: larger ones take longer than is worth it
+)
+LENGTH = 96  # tokens of the text that is decoded to time rounds
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """The training texts: how many conversations, of how many tokens before the target answers
+    them, and how that is known."""
+
+    conversations: int
+    tokens: int
+    known: str
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run needs and gains."""
+
+    target: Outline
+    draft: DraftOutline | None
+    device: Device
+    devices: int
+    amount: Amount
+    stages: Sequence[Stage]
+    disk: dict[str, float]
+    free: float | None  # on the disk of this machine
+    time: Plan
+    gains: Sequence[Gain]
+    alpha: float
+    measured: bool  # whether the times are this machine's own
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits the memory, and all files the disk."""
+        return all(stage.fits for stage in self.stages) and not self.short
+
+    @property
+    def short(self) -> bool:
+        return self.free is not None and sum(self.disk.values()) > self.free
+
+    def __str__(self) -> str:
+        t, where = self.target, f"{self.devices} × {self.device.name}"
+        how = "measured" if self.measured else "by arithmetic"
+        lines = [
+            f"target {t.title}: {_count(t.weights)} weights ({_count(int(t.active))} for a token), "
+            f"{gibibytes(t.bytes)}; a token takes {t.cached / 1024:,.0f} KiB of KV cache",
+            self._of_draft(),
+            f"texts: {self.amount.conversations:,} conversations to train on, "
+            f"{_count(self.amount.tokens)} tokens ({self.amount.known})",
+            f"memory on each device, {where}, {gibibytes(self.device.memory)} each:",
+            *(f"  {self._of_stage(stage)}" for stage in self.stages),
+            f"disk: {gibibytes(sum(self.disk.values()))} "
+            f"({', '.join(f'{name} {gibibytes(size)}' for name, size in self.disk.items())})"
+            f"{'' if self.free is None else f'; {gibibytes(self.free)} are free'}"
+            f"{'; ' + FREE_DISK if self.short else ''}",
+            f"time ({how}): {self._times()}",
+            f"gain ({how}):",
+            *(f"  {_of_gain(g, self.alpha)}" for g in self.gains),
+        ]
+        if not self.gains:
+            lines[-1] += " unknown until the draft is made"
+        return "\n".join([*lines, self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits and pays, in a line."""
+        pays = [g.batch for g in self.gains if g.pays]
+        best = max(self.gains, key=lambda g: g.speedup, default=None)
+        gains = f"will not pay at α = {self.alpha:g}"
+        if pays and best is not None:
+            at = " and ".join(map(str, pays))
+            gains = f"will pay at batch {at}: up to {best.speedup:.2f} times as fast"
+        if not self.gains:
+            gains = "whether it pays is unknown"
+        return f"this run {'fits' if self.fits else 'does not fit'} here, and {gains}"
+
+    def _of_draft(self) -> str:
+        if self.draft is None:
+            return "draft: it has no weights that could be counted without those of the target"
+        d = self.draft
+        return f"draft: {_count(d.weights)} weights, of which {_count(d.trained)} are trained"
+
+    def _of_stage(self, stage: Stage) -> str:
+        needed = f"{stage.name}: {gibibytes(stage.bytes)}"
+        return needed if stage.fits else f"{needed}, which does not fit: {stage.remedy}"
+
+    def _times(self) -> str:
+        time = self.time
+        stages = {"answers": time.answering, "features": time.reading}
+        stages |= {"training": time.training, "measuring": time.measuring}
+        parts = ", ".join(f"{name} {hours(s)}" for name, s in stages.items() if s >= 1)
+        size = (
+            ""
+            if time.conversations == time.available
+            else (f"{time.conversations:,} conversations, as many as fit budget.minutes: ")
+        )
+        return f"{size}{hours(time.seconds)} ({parts})"
+
+
+FREE_DISK = "give features.cache=online, or folders on another disk with features.root"
+
+
+def say(cfg: Config) -> None:
+    """Print the outlook of a run; nothing is written. Raises UserError as `outlook` does."""
+    said = str(outlook(cfg))
+    if PartialState().is_main_process:
+        console.print(said)
+
+
+def outlook(cfg: Config) -> Outlook:
+    """What this configuration's run needs and gains. Raises UserError if the target has no config
+    or the data cannot be read."""
+    planning, here = cfg.planning, cfg.planning.device == "here"
+    if here:
+        accelerator = accelerator_of(cfg.target, cfg.loop.precision)
+        target = resolved(replace(cfg.target, device=str(accelerator.device)))
+    else:
+        dtype = "bfloat16" if cfg.target.dtype == "auto" else cfg.target.dtype
+        target = replace(cfg.target, dtype=dtype, device="cpu")
+    cfg = replace(cfg, target=target)
+    of_target, parts = outline(cfg.target, cfg.target.dtype)
+    of_draft = draft_outline(cfg.drafter, parts) if cfg.trains else None
+    device = DEVICES[planning.device] if not here else measured(accelerator.device, parts.dtype)
+    whole = None
+    if here and _has_weights(cfg) and of_target.bytes < 0.8 * device.memory:
+        whole = TargetOnDemand(cfg.target).whole()
+    amount, texts = _amount(cfg, parts if whole is None else whole)
+    speeds = speeds_of(cfg, of_target, of_draft, device, planning.devices)
+    rounds, regresses = list[RoundCosts](), False
+    if of_draft is not None:
+        rounds = [round_costs(of_target, of_draft, device, b) for b in TURNS]
+    timed_here = whole is not None and bool(texts)
+    if whole is not None and texts:
+        console.print("timing this machine, for up to a minute")
+        speeds, regresses = _speeds_here(cfg, whole, texts, accelerator)
+        rounds = _rounds_here(cfg, whole, texts)
+    return Outlook(
+        target=of_target,
+        draft=of_draft,
+        device=device,
+        devices=planning.devices,
+        amount=amount,
+        stages=stages(cfg, of_target, of_draft, device, planning.devices),
+        free=_free_disk(cfg) if here else None,
+        gains=[gain(costs, planning.alpha) for costs in rounds],
+        alpha=planning.alpha,
+        measured=timed_here,
+        **_time_and_disk(cfg, of_target, of_draft, amount, speeds, regresses),
+    )
+
+
+def _time_and_disk(
+    cfg: Config,
+    target: Outline,
+    draft: DraftOutline | None,
+    amount: Amount,
+    speeds: Speeds,
+    regresses: bool,
+) -> dict[str, Any]:
+    """How long the run takes at these speeds, as much of it as fits `budget.minutes` if that is
+    given, and what it writes."""
+    share = cfg.data.held_out if cfg.data.held_out is not None else SHARE
+    n, held = amount.conversations, max(1, round(amount.conversations * share))
+    sides = (n, amount.tokens), (held, round(amount.tokens * held / n))
+    work = work_of(cfg, held, cfg.planning.devices, regresses)
+    if cfg.budget.minutes is None:
+        time = of_size(*sides, speeds, work, work.prompts, n)
+    else:
+        each = [[round(tokens / count)] * count for count, tokens in sides]
+        time = fitted(60 * cfg.budget.minutes, cfg.budget.floor, speeds, work, *each)
+    texts = time.conversations + held
+    tokens = texts * (amount.tokens / n + SAID * work.new)
+    return {"time": time, "disk": disk_bytes(cfg, target, draft, tokens)}
+
+
+def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
+    """How much there is to train on, and some of it. The tokens of all are estimated from the first
+    conversations."""
+    asked, answering = cfg.planning.tokens, cfg.data.answers == "target"
+    tokenizer = parts.tokenizer or _tokenizer(cfg)
+    if tokenizer is None:
+        tokens = asked or ASSUMED
+        length = cfg.data.max_prompt // 2 if answering else cfg.data.max_length // 2
+        known = "as planning.tokens says" if asked else "assumed: planning.tokens sets it"
+        return Amount(max(1, tokens // length), tokens, known), []
+    parts.tokenizer = tokenizer
+    few = min(SAMPLED, cfg.data.limit or SAMPLED)
+    with console.capture():  # what is said of a sample of the data is not true of all of it
+        split = split_of(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
+    usable = len(split.train) + len(split.held_out)
+    share, mean = len(split.train) / usable, np.mean([len(t.ids) for t in split.train])
+    if asked:
+        return Amount(max(1, round(asked / mean)), asked, "as planning.tokens says"), split.train
+    total = usable
+    if usable >= few != cfg.data.limit:
+        total = _conversations(cfg, usable / max(1, split.tally.read))
+    n = max(1, round(total * share))
+    return Amount(n, round(n * mean), f"estimated from {usable} conversations"), split.train
+
+
+def _conversations(cfg: Config, usable: float) -> int:
+    """How many conversations the data has, if this share of its records is usable. Those of a hub
+    data set are not counted: then it is `data.limit`."""
+    if files_of(cfg.data) is None:
+        require(
+            cfg.data.limit is not None,
+            f"data.path={cfg.data.path} is not on this machine, so its size is unknown: give "
+            "data.limit or planning.tokens",
+        )
+        return cfg.data.limit or 0
+    most = cfg.data.records
+    if cfg.data.limit is not None:
+        enough = int(cfg.data.limit / max(usable, 1e-6)) + 1
+        most = enough if most is None else min(most, enough)
+    count = 0
+    for count, _ in enumerate(records(cfg.data, Tally()), 1):
+        if count == most:
+            break
+    there = round(count * usable)
+    return there if cfg.data.limit is None else min(there, cfg.data.limit)
+
+
+def _tokenizer(cfg: Config) -> Any:
+    """The target's tokenizer; None where there is only a config, for which transformers would make
+    an empty one."""
+    path, options = located(cfg.target), {"revision": cfg.target.revision}
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
+        return None
+    try:
+        trusted = cfg.target.trust_remote_code
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, **options)
+    except Exception:  # transformers raises errors of many classes for a folder without one
+        return None
+
+
+def _has_weights(cfg: Config) -> bool:
+    """Whether the target's weights are on this machine. Nothing is downloaded."""
+    path = located(cfg.target)
+    if Path(path).is_dir():
+        return any((Path(path) / name).is_file() for name in WEIGHTS)
+    options: Any = {"_raise_exceptions_for_missing_entries": False}
+    options |= {"_raise_exceptions_for_connection_errors": False, "local_files_only": True}
+    return any(
+        cached_file(path, name, revision=cfg.target.revision, **options) is not None
+        for name in WEIGHTS
+    )
+
+
+def _speeds_here(
+    cfg: Config,
+    target: Target,
+    texts: Sequence[Document | Prompt],
+    accelerator: Accelerator,
+) -> tuple[Speeds, bool]:
+    """The speeds of this machine with `planning.devices` of its devices, and whether the run solves
+    for its start."""
+    answering = cfg.data.answers == "target"
+    batch = min(MANY, cfg.answers.batch if answering else cfg.decode.counting)
+    context = LENGTH
+    if answering:
+        mean = float(np.mean([len(text.ids) for text in texts]))
+        context = round(mean + SAID * cfg.answers.max_new_tokens / 2)
+    step, regresses = rehearsal(cfg, target, texts, accelerator)
+    speeds = timed(target, [text.ids.tolist() for text in texts], batch, step, context)
+    shared = {
+        name: getattr(speeds, name) / cfg.planning.devices
+        for name in ("read", "answered", "trained")
+    }
+    return replace(speeds, **shared), regresses and cfg.stage.draft is None
+
+
+def _rounds_here(
+    cfg: Config, target: Target, texts: Sequence[Document | Prompt]
+) -> list[RoundCosts]:
+    """The costs of rounds on this machine at each batch size, with a draft that is not trained:
+    what it proposes does not matter."""
+    if issubclass(cfg.family, Copies):
+        return []
+    documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]
+    try:
+        drafter = starting(StageConfig(), cfg.drafter, target, documents, 0).to(target.dtype)
+    except UserError as error:
+        console.print(f"the gain is not measured: {first_line(error)}")
+        return []
+    drafter.eval()
+    prompt = np.resize(texts[0].ids, LENGTH).tolist()
+    gammas = sorted({1, cfg.decode.gamma or drafter.depth})
+    rounds = []
+    for batch, turns in TURNS.items():
+        setup = Setup(target, batch=batch)
+        each = {g: costs(setup, Way(drafter, Chain(g)), prompt, turns) for g in gammas}
+        # a pass over more tokens is not shorter: what says so is the noise of another program
+        v = pass_cost({g: max(1.0, cost.v.value) for g, cost in each.items()})
+        c, parallel = each[gammas[-1]].c.value, drafter.limits.parallel
+        c = c * gammas[-1] if parallel else c
+        rounds.append(RoundCosts(batch, c, v, parallel))
+    return rounds
+
+
+def _free_disk(cfg: Config) -> float:
+    """The bytes that are free where the features, the largest files, will be."""
+    folder = Path(cfg.features.path or cfg.features.root).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return float(shutil.disk_usage(there).free)
+
+
+def _of_gain(gain: Gain, alpha: float) -> str:
+    if gain.break_even is None:
+        return f"batch {gain.batch}: no draft of this kind pays, however often it is accepted"
+    least = (
+        f"batch {gain.batch}: pays if more than {gain.break_even:.2f} of the drafts are accepted"
+    )
+    if not gain.pays:
+        return f"{least}; at α = {alpha:g} it does not"
+    size = "1 token" if gain.gamma == 1 else f"{gain.gamma} tokens"
+    return f"{least}; at α = {alpha:g}, chains of {size} are {gain.speedup:.2f} times as fast"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.1f} {letter}"
+    return str(number)
+
+
+def hours(seconds: float) -> str:
+    """A time in hours, or in minutes if it is short."""
+    return minutes(seconds) if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
