@@ -214,6 +214,19 @@ def test_more_devices_take_less_time(tmp_path: Path) -> None:
     assert sum(within.disk.values()) < sum(one.disk.values())
 
 
+def test_engines_that_answer_take_no_memory_here(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "target", architectures(64, layers=6)["llama"])
+    fixed = ["planning.device=h100", "planning.tokens=9000", "data.path=x", "data.answers=target"]
+    ours, theirs = (
+        outlook(compose([*EAGLE, f"target.path={folder}", *fixed, *more]))
+        for more in ([], ["answers.from=http://a:8000/v1"])
+    )
+    assert ours.time.answering > 0 and theirs.time.answering == 0
+    assert [s.name for s in ours.stages if s not in theirs.stages] == ["answers"]
+    assert theirs.time.reading > ours.time.reading == 0, "no features are kept while engines answer"
+    assert "the engines' answers are not counted" in str(theirs)
+
+
 def test_what_plan_cannot_know_is_told_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json"):
         outlook(compose([*EAGLE, f"target.path={tmp_path}", "data.path=x", "planning.device=l4"]))

@@ -53,7 +53,9 @@ def stages(
     if cfg.data.answers == "target" and not cfg.answers.engines:
         row = _row(target, cfg.data.max_prompt, new)
         rows = max(1, min(cfg.answers.batch, int((SHARE * device.memory - target.bytes) / row)))
-        remedy = f"answers.from=URL lets an engine answer; {whole}" if target.bytes > room else whole
+        remedy = (
+            f"answers.from=URL lets an engine answer; {whole}" if target.bytes > room else whole
+        )
         listed.append(Stage("answers", target.bytes + rows * row, room, remedy))
     if cfg.stores_features:
         read = ACTIVATIONS * target.width * target.state * cfg.data.max_length

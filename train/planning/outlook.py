@@ -82,6 +82,7 @@ class Outlook:
     gains: Sequence[Gain]
     alpha: float
     measured: bool  # whether the times are this machine's own
+    engines: bool  # whether engines answer
 
     @property
     def fits(self) -> bool:
@@ -143,6 +144,7 @@ class Outlook:
         stages = {"answers": time.answering, "features": time.reading}
         stages |= {"training": time.training, "measuring": time.measuring}
         parts = ", ".join(f"{name} {hours(s)}" for name, s in stages.items() if s >= 1)
+        parts += "; the engines' answers are not counted" * self.engines
         size = (
             ""
             if time.conversations == time.available
@@ -199,6 +201,7 @@ def outlook(cfg: Config) -> Outlook:
         gains=[gain(costs, planning.alpha) for costs in rounds],
         alpha=planning.alpha,
         measured=timed_here,
+        engines=bool(cfg.answers.engines),
         **_time_and_disk(cfg, of_target, of_draft, amount, speeds, regresses),
     )
 
@@ -217,8 +220,11 @@ def _time_and_disk(
     n, held = amount.conversations, max(1, round(amount.conversations * share))
     sides = (n, amount.tokens), (held, round(amount.tokens * held / n))
     work = work_of(cfg, held, cfg.planning.devices, regresses)
+    if cfg.answers.engines:  # this process reads the answers, and its time does not tell theirs
+        work, speeds = replace(work, kept=False), replace(speeds, answered=0.0)
     if cfg.budget.minutes is None:
         time = of_size(*sides, speeds, work, work.prompts, n)
+        time = replace(time, answering=0.0) if cfg.answers.engines else time
     else:
         each = [[round(tokens / count)] * count for count, tokens in sides]
         time = fitted(60 * cfg.budget.minutes, cfg.budget.floor, speeds, work, *each)
