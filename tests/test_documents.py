@@ -42,6 +42,7 @@ SCRIPTS = ("generate", "evaluate", "export")
 FEW = ["--max-new-tokens", "6"]
 SHORTER = {"generate": FEW, "evaluate": [*FEW, "--limit", "2"], "export": []}
 ELSEWHERE = {  # the beginning of a command that does not run here, and why
+    "scripts/doctor": "tests/scripts/test_doctor.py",
     "scripts/quickstart": "takes 15 minutes: run before each release",
     "scripts/test": "would run itself",
     "source ": "the shell's own",

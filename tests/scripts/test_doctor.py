@@ -1,0 +1,128 @@
+"""scripts/doctor: samples, figures, and the faults for which it fails.
+
+Run alone: python -m pytest tests/scripts/test_doctor.py (about 15 s)
+"""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.targets.loading import TargetConfig, TargetOnDemand
+from specdec.targets.parts import Parts
+from tests.tiny import REPOSITORY, TEMPLATE, conversations, save_target, write_jsonl
+from tests.told import require_one_line
+from train.data.conversations import DataConfig
+from train.diagnosis import NO_STOP, Diagnosis, diagnose
+
+CAT = "a cat can come home by boat"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and data for it: 40 chats of 50 tokens, one of them twice, and a long one."""
+    folder = tmp_path_factory.mktemp("doctor")
+    save_target(folder / "target")
+    chats = conversations(40)
+    long = conversations(1, seed=1)[0]
+    long["messages"][1]["content"] = " ".join([CAT] * 30)
+    write_jsonl(folder / "chats.jsonl", [*chats, chats[3] | {"id": "again"}, long, {"x": 1}])
+    return folder
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, place: Path, *arguments: Any) -> int:
+    """The exit code of the script, run in this process."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["doctor", *map(str, arguments)])
+    try:
+        runpy.run_path(str(REPOSITORY / "scripts" / "doctor"), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_samples_and_figures(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = [f"data={folder / 'chats.jsonl'}", f"target={folder / 'target'}"]
+    settings += ["data.answers=data", "data.held_out=0.2", "data.max_length=128"]
+    assert doctor(monkeypatch, tmp_path, *settings, "--samples", "3") == 0
+    out = capsys.readouterr().out
+    assert out.count("edges of the first answer: ") == 3
+    assert "'<|im_start|>' 'assistant' '\\n' ▸ " in out and " '.' '<|im_end|>' ◂ '\\n'" in out
+    said = " ".join(out.split())
+    for figure in (
+        "1 dropped: not a conversation",
+        "1 of 42 texts are longer than data.max_length=128 and are left out",
+        "longer than 256 1 longer than 512 0",
+        "<|im_end|> 42",
+        "Latin 100.0 %",
+        "texts that another one equals 1",
+    ):
+        assert figure in said
+    page = (tmp_path / "doctor" / "data.html").read_text()
+    assert page.count("<h4>") == 3 and page.count("<var>&lt;|im_end|&gt;</var>") == 3
+    assert page.count("<samp>") == 3 + 1 and "No fault was found." in page  # the legend has one
+    # prompts, which the target is to answer
+    assert doctor(monkeypatch, tmp_path, *settings[:2], "data.held_out=0.2") == 0
+    assert "prompts to train on" in capsys.readouterr().out
+    assert doctor(monkeypatch, tmp_path, "data=nowhere.jsonl", settings[1]) == 2
+    require_one_line(capsys.readouterr().err, "nowhere.jsonl: no such file")
+
+
+def parts_with(place: Path, template: str) -> Parts:
+    parts = TargetOnDemand(TargetConfig(str(save_target(place / "other", template=template)))).parts
+    return parts
+
+
+def of(folder: Path, parts: Parts, **options: Any) -> Diagnosis:
+    cfg = DataConfig(str(folder / "chats.jsonl"), held_out=0.2, max_length=128, **options)
+    return diagnose(cfg, parts, 48, 2)
+
+
+def test_answers_that_end_in_no_stop_token_are_a_fault(folder: Path, tmp_path: Path) -> None:
+    parts = parts_with(tmp_path, TEMPLATE.replace("<|im_end|>", " ."))
+    for answers in ("data", "target"):
+        diagnosis = of(folder, parts, answers=answers)
+        (fault,) = diagnosis.faults
+        assert f"{NO_STOP} ('<|im_end|>')" in fault and "\n" not in fault
+    assert of(folder, parts, answers="data").stops == {NO_STOP: 42}
+
+
+def test_template_and_mask_that_disagree_are_a_fault(folder: Path, tmp_path: Path) -> None:
+    """A template that changes answers with the word `home` in them."""
+    changed = TEMPLATE.replace("m['content'] }}", "m['content'] | replace('home', 'cat') }}")
+    diagnosis = of(folder, parts_with(tmp_path, changed), answers="data")
+    (fault,) = diagnosis.faults
+    assert fault.startswith("template and mask disagree in ") and "{% generation %}" in fault
+
+
+def test_the_fault_of_the_script_is_one_line(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = save_target(tmp_path / "other", template=TEMPLATE.replace("<|im_end|>", " ."))
+    capsys.readouterr()  # bars of the saving
+    settings = [f"target={target}", f"data={folder / 'chats.jsonl'}", "data.answers=data"]
+    assert doctor(monkeypatch, tmp_path, *settings) == 2
+    require_one_line(capsys.readouterr().err, NO_STOP)
+    assert "Fault" in (tmp_path / "doctor" / "data.md").read_text()
+
+
+def test_scripts_and_coverage(tmp_path: Path, folder: Path) -> None:
+    parts = TargetOnDemand(TargetConfig(str(folder / "target"))).parts
+    diagnosis = of(folder, parts, answers="data")
+    assert diagnosis.coverage.keys() == {48}
+    assert 0.5 < diagnosis.coverage[48] < 1
+    chats = [{"prompt": text} for text in ("Привет, Ёж", "你好世界", "こんにちは", "hi")]
+    path = write_jsonl(tmp_path / "x.jsonl", chats)
+    cfg = DataConfig(str(path), answers="target", held_out=0.0)
+    scripts = diagnose(cfg, parts, None, 0).scripts
+    assert scripts == {"Cyrillic": 8 / 19, "Kana": 5 / 19, "Han": 4 / 19, "Latin": 2 / 19}

@@ -1,0 +1,248 @@
+"""What a run would read of its data, for people to look at before it starts: samples with their
+mask, lengths, what is left out and why, and what would make a draft worthless."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.drafters import frequent_tokens
+from specdec.targets.parts import Parts
+from train.data.conversations import TEXTS, Conversation, DataConfig, Message, Unusable
+from train.data.reader import Reader
+from train.data.split import Split, split_documents, split_prompts
+from train.data.template import DISAGREE, Document, Prompt
+
+MOST_WRONG = 0.05  # the share of conversations, or of answers, above which the data are at fault
+ANY_LENGTH = 1 << 30
+QUANTILES = {"median": 0.5, "9 in 10": 0.9, "99 in 100": 0.99, "longest": 1.0}
+VOCABULARIES = (1_000, 4_000, 8_000, 16_000, 32_000, 64_000)
+AROUND = 4  # tokens shown before and after an edge of the mask
+TRAINED, STOP, PLAIN = "trained", "stop", ""  # kinds of tokens
+NO_STOP = "answers end in no stop token of the target"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that training would read: pieces of it, each with the kind of its tokens, and the
+    tokens around the edges of its first answer."""
+
+    id: str
+    tokens: int
+    trained: int
+    pieces: list[tuple[str, str]]
+    edges: str = ""
+
+
+@dataclass
+class Diagnosis:
+    """`lengths` has the quantiles of `QUANTILES`, in tokens; `longer` the number of texts that are
+    longer than some limits; `coverage` the share of the held-out answers' tokens that draft
+    vocabularies of some sizes have; `stops` the tokens that answers end in, by their text, and how
+    many do; `scripts` the share of letters. `faults` say why a draft trained on this would be
+    worthless."""
+
+    data: str
+    target: str
+    tally: str
+    texts: dict[str, int]
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    longer: dict[int, int] = field(default_factory=dict)
+    too_long: str = ""
+    coverage: dict[int, float] = field(default_factory=dict)
+    stops: dict[str, int] = field(default_factory=dict)
+    scripts: dict[str, float] = field(default_factory=dict)
+    repeated: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def diagnose(cfg: DataConfig, target: Parts, draft_vocab: int | None, samples: int) -> Diagnosis:
+    """Read the data as a run does, at any length, and describe them. Raises UserError as a run
+    does where nothing can be read."""
+    answering = cfg.answers == "target"
+    long = replace(cfg, max_length=ANY_LENGTH)
+    if answering:
+        long = replace(cfg, max_prompt=ANY_LENGTH)
+    read = split_prompts if answering else split_documents
+    split: Split[Any] = read(long, target.tokenizer)
+    texts: list[Any] = [*split.train, *split.held_out]
+    most = cfg.max_prompt if answering else cfg.max_length
+    split.train, split.held_out = (
+        [text for text in side if len(text.ids) <= most or _cuts(cfg)]
+        for side in (split.train, split.held_out)
+    )
+    diagnosis = Diagnosis(cfg.name, target.name, str(split.tally), _sizes(split, answering))
+    diagnosis.longer = {n: sum(len(t.ids) > n for t in texts) for n in (most, 2 * most, 4 * most)}
+    diagnosis.too_long = _told(cfg, diagnosis.longer[most], len(texts))
+    diagnosis.lengths["prompts" if answering else "texts"] = _quantiles([len(t.ids) for t in texts])
+    diagnosis.samples = [_sample(text, target, most) for text in split.train[:samples]]
+    diagnosis.repeated = len(texts) - len({t.ids.tobytes() for t in texts})
+    diagnosis.scripts = _scripts(_said(text, target.tokenizer) for text in texts)
+    if answering:
+        if cfg.format not in (*TEXTS, "tokens"):
+            diagnosis.faults = _faults_of_template(cfg, target)
+        return diagnosis
+    diagnosis.lengths["answers in them"] = _quantiles([int(t.mask.sum()) for t in texts])
+    if split.prompts:
+        diagnosis.lengths["prompts to decode"] = _quantiles([len(p.ids) for p in split.prompts])
+    diagnosis.coverage = _coverage(split, target.vocab_size, draft_vocab)
+    if cfg.format not in TEXTS:
+        diagnosis.stops = _stops(texts, target)
+        diagnosis.faults = _faults(split, diagnosis.stops, target)
+    return diagnosis
+
+
+def _cuts(cfg: DataConfig) -> bool:
+    return cfg.too_long == "truncate" and cfg.answers == "data"
+
+
+def _sizes(split: Split[Any], answering: bool) -> dict[str, int]:
+    what = "prompts" if answering else "texts"
+    sizes = {f"{what} to train on": len(split.train), f"{what} held out": len(split.held_out)}
+    if not answering:
+        sizes["prompts to decode"] = len(split.prompts)
+        sides = (split.train, split.held_out)
+        every = [text for side in sides for text in side]
+        sizes["tokens"] = sum(len(text.ids) for text in every)
+        sizes["tokens of answers"] = sum(int(text.mask.sum()) for text in every)
+    return sizes
+
+
+def _told(cfg: DataConfig, longer: int, count: int) -> str:
+    """What becomes of texts that are too long."""
+    if cfg.answers == "target":
+        return (
+            f"{longer:,} of {count:,} prompts are longer than data.max_prompt={cfg.max_prompt}: "
+            "a shorter beginning of the chat is asked, or none"
+        )
+    what = "are cut there" if _cuts(cfg) else "are left out (data.too_long=truncate cuts them)"
+    return (
+        f"{longer:,} of {count:,} texts are longer than data.max_length={cfg.max_length} and {what}"
+    )
+
+
+def _quantiles(lengths: Sequence[int]) -> list[int]:
+    return [int(np.quantile(lengths, q, method="higher")) for q in QUANTILES.values()]
+
+
+def _sample(text: Document | Prompt, target: Parts, most: int) -> Sample:
+    """A text as it is shown, up to `most` tokens."""
+    ids, tokenizer = text.ids[:most], target.tokenizer
+    mask = text.mask[:most] if isinstance(text, Document) else np.zeros(len(ids), np.bool_)
+    kinds = [PLAIN if not m else TRAINED for m in mask]
+    spans = list(_spans(mask))
+    for _, end in spans:
+        if int(ids[end - 1]) in target.eos:
+            kinds[end - 1] = STOP
+    edges = [0, *(i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]), len(kinds)]
+    pieces = [(kinds[a], tokenizer.decode(ids[a:b])) for a, b in pairwise(edges) if a < b]
+    shown = _edges(ids, spans[0], tokenizer) if spans else ""
+    return Sample(text.id, len(ids), int(mask.sum()), pieces, shown)
+
+
+def _edges(ids: NDArray[np.int32], span: tuple[int, int], tokenizer: Any) -> str:
+    """The tokens around the two ends of an answer; those between ▸ and ◂ are trained on."""
+
+    def words(start: int, end: int) -> str:
+        return " ".join(repr(tokenizer.decode([i])) for i in ids[max(start, 0) : end].tolist())
+
+    first, last = span
+    if last - first <= 2 * AROUND:
+        within = words(first, last)
+    else:
+        within = f"{words(first, first + AROUND)} … {words(last - AROUND, last)}"
+    return f"{words(first - AROUND, first)} ▸ {within} ◂ {words(last, last + AROUND)}".strip()
+
+
+def _spans(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Where each answer begins and ends."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def _said(text: Document | Prompt, tokenizer: Any) -> str:
+    if isinstance(text, Document):
+        return str(tokenizer.decode(text.ids[text.mask][:500], skip_special_tokens=True))
+    return text.words[:2000]
+
+
+@cache
+def _script(character: str) -> str:
+    """The script of a letter, by the first word of its name; nothing for what is no letter."""
+    if not character.isalpha():
+        return ""
+    first = unicodedata.name(character, "UNKNOWN").split()[0]
+    return {"CJK": "Han", "HIRAGANA": "Kana", "KATAKANA": "Kana"}.get(first, first.capitalize())
+
+
+def _scripts(texts: Iterator[str]) -> dict[str, float]:
+    """The share of each script in the letters of these texts, largest first."""
+    letters = Counter(s for text in texts for c in text if (s := _script(c)))
+    return {script: n / letters.total() for script, n in letters.most_common(8)}
+
+
+def _coverage(split: Split[Document], whole: int, asked: int | None) -> dict[int, float]:
+    """For vocabularies of the training answers' most frequent tokens, as drafts are pruned to, the
+    share of the held-out answers' tokens in them."""
+    sizes = sorted({*VOCABULARIES, *([asked] if asked else [])})
+    train = [d.ids[d.mask].tolist() for d in split.train]
+    if not split.held_out or not train:
+        return {}
+    held = np.concatenate([d.ids[d.mask] for d in split.held_out])
+    known = {n: frequent_tokens(train, n).numpy() for n in sizes if n < whole}
+    return {n: float(np.isin(held, ids).mean()) for n, ids in known.items()}
+
+
+def _stops(texts: Sequence[Any], target: Parts) -> dict[str, int]:
+    """The stop tokens that answers end in, and NO_STOP for those that end in none."""
+    ends = Counter[int | None]()
+    for text in texts:
+        for _, end in _spans(text.mask):
+            last = int(text.ids[end - 1])
+            ends[last if last in target.eos else None] += 1
+    names = {i: NO_STOP if i is None else target.tokenizer.decode([i]) for i in ends}
+    return {names[i]: n for i, n in ends.most_common()}
+
+
+def _faults(split: Split[Document], stops: dict[str, int], target: Parts) -> list[str]:
+    faults = []
+    uncertain, read = split.tally.dropped[DISAGREE], split.tally.read
+    if uncertain > MOST_WRONG * read:
+        faults.append(
+            f"template and mask disagree in {uncertain:,} of {read:,} conversations, which are "
+            "left out: mark the assistant's tokens in the target's chat template with "
+            "{% generation %} … {% endgeneration %}"
+        )
+    unended, answers = stops.get(NO_STOP, 0), sum(stops.values())
+    if unended > MOST_WRONG * answers:
+        faults.append(f"{unended:,} of {answers:,} {NO_STOP}{_stopping(target)}")
+    return faults
+
+
+def _stopping(target: Parts) -> str:
+    names = ", ".join(repr(target.tokenizer.decode([i])) for i in target.eos) or "it has none"
+    return (
+        f" ({names}), so a draft would not learn where they stop: mend the chat template, or the "
+        "eos_token_id of the target's generation_config.json"
+    )
+
+
+def _faults_of_template(cfg: DataConfig, target: Parts) -> list[str]:
+    """Faults that two made-up answers show, since the target has written none yet."""
+    turns = [Message(role, word) for role, word in (("user", "Yak"), ("assistant", "Zebra"))]
+    chat = Conversation("made up", (*turns, *turns), "Yak")
+    try:
+        one = replace(cfg, min_answer=1, max_length=ANY_LENGTH)
+        document = Reader(one, target.tokenizer).document(chat)
+    except Unusable as reason:
+        return [f"a chat in this template could not be trained on: {reason}"]
+    if NO_STOP in _stops([document], target):
+        return [f"in this template, {NO_STOP}{_stopping(target)}"]
+    return []
