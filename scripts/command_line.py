@@ -25,6 +25,7 @@ from specdec.measure.choosing import NODES
 from specdec.progress import console
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.parts import Parts
 from train.folder import shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "length", "settings")
@@ -178,10 +179,10 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
     return cfg, origin
 
 
-def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter) -> None:
+def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter, target: Parts) -> None:
     """Say what each round drafts and where that was chosen (see `decoding`), and whether the draft
     was trained for it. Raises UserError as `require_fitting` does."""
-    require_fitting(cfg, drafter)
+    require_fitting(cfg, drafter, target)
     console.print(f"drafts {cfg.shape_in_words(drafter.depth)}, {origin}")
     if warning := beyond_training(cfg, drafter):
         console.print(warning)

@@ -30,6 +30,7 @@ LONG = {
     "scripts/test_training_benches.py",
     "targets/test_gguf.py",
     "targets/test_seq2seq.py",
+    "targets/test_states.py",
     "test_documents.py",
     "train/data/test_engines.py",
     "train/data/test_split.py",

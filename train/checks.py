@@ -54,7 +54,7 @@ def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> No
         )
     if cfg.rounds.data.endswith("alone"):
         require_writes(drafter)
-    require_fitting(cfg.decode, drafter)
+    require_fitting(cfg.decode, drafter, parts)
     if warning := beyond_training(cfg.decode, drafter):
         console.print(warning)
     prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]

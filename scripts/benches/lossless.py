@@ -49,7 +49,7 @@ def lossless(
     at_hand = setting(drafts, Timing(prompts, new, "float32"))
     target, asked = at_hand.target, at_hand.prompts
     for drafter in at_hand.drafters.values():
-        require_fitting(DecodeConfig(gamma=gamma), drafter)
+        require_fitting(DecodeConfig(gamma=gamma), drafter, target)
     of = [target.fingerprint(), new, asked]
     answer = partial(decode, target, max_new_tokens=new)
     console.print(line(["draft", "shape", "batch", "identical", "τ"], WIDTHS))

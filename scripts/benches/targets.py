@@ -218,7 +218,8 @@ def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[O
         return
     with steps.step("decode"):
         decoded(target, theirs)
-    yield steps.outcome
+    shapes = "chains, trees" if target.reads_trees else "chains"
+    yield replace(steps.outcome, detail=steps.outcome.detail or shapes)
     data = folder / "texts.jsonl"
     text = tiny.conversations if arch.decoder else tiny.pairs
     data.write_text("".join(f"{line}\n" for line in text(10)))
@@ -310,10 +311,11 @@ def decoded(target: Target, theirs: Any) -> None:
     drafter = counting.build(counting.Config(depth=3), target)
     learnt = [*prompts[0], *expected[0]], [*prompts[1], *expected[1][::2], *prompts[0]]
     drafter.fit(learnt, [[True] * len(ids) for ids in learnt])
+    trees = [("with trees", drafter, TREE)] if target.reads_trees else []
     for how, draft, shape in (
         ("plainly", None, None),
         ("with chains", drafter, Chain(3)),
-        ("with trees", drafter, TREE),
+        *trees,
     ):
         made = decode(target, prompts, Way(draft, shape), max_new_tokens=NEW, eos=())
         for answer, ids in zip(made, expected, strict=True):
@@ -433,7 +435,13 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
     alike = refused_by_kind(read)
     counts = Counter(verdict(arch, x, alike) for arch, x in found)
     rows = [
-        [arch.name, arch.title, str(sum(o.state == OK for o in x[2:])), refusals(arch, x, alike)]
+        [
+            arch.name,
+            arch.title,
+            x[1].detail,
+            str(sum(o.state == OK for o in x[2:])),
+            refusals(arch, x, alike),
+        ]
         for arch, x in read.items()
     ]
     lines = [
@@ -442,7 +450,8 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
         "Every architecture of which transformers makes a causal language model or a text-to-text "
         f"encoder-decoder, as a tiny random model (transformers {transformers.__version__}, torch "
         f"{torch.__version__}, float32). Each was loaded as a user's target is. It decoded "
-        "greedily (plainly, with chains and with trees), and every token had to be that of "
+        "greedily (plainly, with chains and, unless a layer keeps a state that cannot be rolled "
+        "back, with trees), and every token had to be that of "
         "transformers' own `generate`. Every family then did a whole run of two steps: its draft "
         "was saved, loaded, decoded with and, for causal models, exported in each layout, where "
         "transformers' own layers, built from the exported files alone, had to give the same "
@@ -454,18 +463,20 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
         "| --- | --- |",
         *(f"| {what} | {counts[what]} |" for what in VERDICTS),
         "",
+        share_of_causal(found),
+        "",
         "## Read and trained for",
         "",
-        "The third column counts the drafters that were trained and exported; the last column "
-        "names those that were refused, for the reasons below.",
+        "The third column says what it decodes, the fourth counts the drafters that were trained "
+        "and exported, and the last names those that were refused, for the reasons below.",
         "",
         *(
             f"For {kind}, always refused: {', '.join(sorted(names))}."
             for kind, names in alike.items()
         ),
         "",
-        "| architecture | class | trained | refused |",
-        "| --- | --- | --- | --- |",
+        "| architecture | class | decodes | trained | refused |",
+        "| --- | --- | --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
         "Reasons:",
@@ -486,6 +497,18 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
     if faults:
         lines += ["", "## Faults", "", *grouped(faults)]
     return "\n".join(lines) + "\n"
+
+
+def share_of_causal(found: Sequence[tuple[Tiny, list[Outcome]]]) -> str:
+    """How many causal models are decoded with chains and trained EAGLE-3 heads for."""
+    causal = [x for arch, x in found if arch.decoder and NONE not in {o.state for o in x}]
+    wanted = {("decode", OK), (tiny.WANTED, OK)}
+    whole = sum(wanted <= {(o.step, o.state) for o in x} for x in causal)
+    of_all = f" ({whole / len(causal):.0%})" if causal else ""
+    return (
+        f"Of the {len(causal)} causal models that transformers makes, {whole}{of_all} are decoded "
+        f"with chains and trained {tiny.WANTED} for."
+    )
 
 
 def kind_of(arch: Tiny) -> str:

@@ -84,6 +84,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("index_topk",), 16),
     **dict.fromkeys(("router_hidden_size",), 16),
 }
+WANTED = "eagle3"  # the family of drafters whose share of all targets is counted
 # the encoder-decoders that read text; the others hear, or see
 TEXT_TO_TEXT = [
     *(

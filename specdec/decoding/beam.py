@@ -294,6 +294,11 @@ def beam_search(
     require_room(target, [prompt], max_new_tokens, drafter)
     require_between("beams", beams, 1)
     require(
+        target.reads_trees,
+        f"{target.title} keeps a state in some of its layers, and each beam would need its own: "
+        "decode without beams",
+    )
+    require(
         early_stopping in (True, False, "never"),
         f"early_stopping={early_stopping!r} is unknown: give true, false or never",
     )

@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.decoding.length import LENGTHS, length
-from specdec.decoding.way import Way, fitting_rule, require_draftable
+from specdec.decoding.way import Way, fitting_rule, require_draftable, require_read
 from specdec.drafters.capabilities import Copies, TrainedDepth
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature
 from specdec.sampling.trees import DEEPEST, Chain, Static
+from specdec.targets.parts import Parts
 
 TREES = ("static", "dynamic", "best_first")
 
@@ -20,7 +21,8 @@ class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
     heads) or static. A static tree without `paths` takes those with the highest measured
     acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
-    measures that shape too, in turn with chains.
+    measures that shape too, in turn with chains; for a target that cannot read trees, it is the
+    chain expected to be fastest.
 
     Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
     Seconds come from the first `timed` of them, which plain and speculative decoding answer in
@@ -142,11 +144,13 @@ def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
     return drafter.beyond_training(cfg.deepest(drafter.depth), cfg.tree is not None)
 
 
-def require_fitting(cfg: DecodeConfig, drafter: Drafter) -> None:
-    """Raise UserError if the drafter or the length policy cannot do what `cfg` asks for."""
+def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: Parts) -> None:
+    """Raise UserError if the drafter, the target or the length policy cannot do what `cfg` asks
+    for."""
     name, policy = drafter.config.name, LENGTHS[cfg.length]
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)
+    require_read(target, drafter, cfg.tree is not None, cfg.compile)
     require(
         cfg.tree != "best_first" or drafter.limits.parallel,
         f"decode.tree=best_first needs parallel heads, but {name} drafts one token after another: "

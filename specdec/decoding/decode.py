@@ -21,7 +21,7 @@ from specdec.decoding.rows import Rows
 from specdec.decoding.rules import Rule, Verdict, greedy
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
-from specdec.decoding.way import Way
+from specdec.decoding.way import Way, require_read
 from specdec.drafters.capabilities import Hears
 from specdec.drafters.nn.gather import last_of
 from specdec.drafters.predictor import vocabulary
@@ -61,6 +61,7 @@ def decode(
     way = way or Way()
     drafter, shape, length, judge = way.drafter, way.shape, way.length, way.judge
     require_room(target, prompts, max_new_tokens)
+    require_read(target, drafter, not isinstance(shape, Chain | None), way.compiled)
     asked = len(prompts)
     fitting = seeds is None or len(seeds) == asked
     require(fitting, f"{len(seeds or ())} seeds for {asked} prompts: give one for each prompt")

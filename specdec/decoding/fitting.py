@@ -24,7 +24,9 @@ def rows_that_fit(target: Target, prompt: Sequence[int], new: int) -> int | None
         return None
     cache = target.new_cache()
     prefill(target, [prompt], FeatureSpec(), cache)
-    kept = cache.nbytes / max(1, cache.capacity) * (len(prompt) + new) * GROWTH
+    states = cache.states.nbytes  # of the same size for a text of any length
+    by_token = (cache.nbytes - states) / max(1, cache.capacity)
+    kept = (by_token * (len(prompt) + new) + states) * GROWTH
     logits = LOGITS * 4 * target.vocab_size
     read = ACTIVATIONS * target.width * target.dtype.itemsize * len(prompt)
     return max(1, int(SHARE * free / (kept + logits + read)))

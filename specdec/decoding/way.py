@@ -7,12 +7,13 @@ from typing import Self
 
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import Rule, named
-from specdec.drafters.capabilities import Copies
+from specdec.drafters.capabilities import Copies, Hears
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
+from specdec.targets.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,26 @@ def fitting_rule(
             "give decode.rule=point_mass, or a static tree",
         )
     return rule
+
+
+def require_read(target: Parts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:
+    """Raise UserError if the target keeps states, and a tree is drafted, the drafter sends scouts
+    (which branch off), or passes are compiled."""
+    if target.reads_trees:
+        return
+    states = (
+        f"{target.title} keeps a state in some of its layers, and each branch would need its own"
+    )
+    require(not tree, f"{states}: draft chains (decode.tree=null), not trees")
+    require(
+        not isinstance(drafter, Hears),
+        f"{states}, but this drafter sends scouts beside its draft: give another drafter",
+    )
+    require(
+        not compiled,
+        f"{target.title} keeps a state in some of its layers, which a graph of a pass would not "
+        "move: give decode.compile=false",
+    )
 
 
 def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:

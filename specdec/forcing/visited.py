@@ -2,13 +2,14 @@
 them, even after the first one that it rejected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.context import Context, FeatureSpec
+from specdec.runtime.cache import SlotCache
 from specdec.sampling.sampler import Summary
 from specdec.targets.base import Target
 
@@ -49,7 +50,6 @@ def read_drafts(
     arbitrary at depths that were not drafted."""
     text_1T = torch.tensor([ids], device=target.device)
     cache = target.new_cache()
-    ctx, final_1TD = target.features(text_1T, needs, cache=cache)
     shift = len(ids) - target.placed(ids)  # an encoder's tokens take no slot
     tokens: list[int] = []
     parents: list[int] = []
@@ -65,6 +65,11 @@ def read_drafts(
                 tokens.append(token)
                 place = len(ids) + len(tokens) - 1
             places[-1].append(place)
+    if not target.reads_trees:
+        ctx, final_1TD = target.features(text_1T, needs)
+        states_TxD = torch.cat([final_1TD[0], *_after_branches(target, ids, tokens, parents)])
+        return ctx, final_1TD, states_TxD[torch.tensor(places, device=target.device)]
+    ctx, final_1TD = target.features(text_1T, needs, cache=cache)
     states_TxD = final_1TD[0]
     if tokens:
         branches = (torch.tensor([x], device=target.device) for x in (tokens, parents))
@@ -73,3 +78,26 @@ def read_drafts(
         )
         states_TxD = torch.cat([states_TxD, more[0]])
     return ctx, final_1TD, states_TxD[torch.tensor(places, device=target.device)]
+
+
+def _after_branches(
+    target: Target, ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+) -> Iterator[Tensor]:
+    """The final hidden states [t, D] after the tokens of each branch in turn, for a target that
+    reads chains only: a branch is read where it leaves the text, and then dropped. A token whose
+    parent is in the text begins a branch."""
+    cache, T, read = target.new_cache(), len(ids), 0
+    begins = [i for i, parent in enumerate(parents) if parent < T]
+    for i, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
+        if more := ids[read : parents[i] + 1]:
+            _read(target, more, cache)
+            cache.keep([len(more)])
+            read += len(more)
+        yield _read(target, tokens[i:end], cache)
+        cache.drop()
+
+
+def _read(target: Target, ids: Sequence[int], cache: SlotCache) -> Tensor:
+    """The final hidden states [T, D] of tokens that continue those of a cache."""
+    ids_1T = torch.tensor([ids], device=target.device)
+    return target.features(ids_1T, FeatureSpec(), cache=cache)[1][0]

@@ -24,6 +24,7 @@ from specdec.theory.intervals import Interval
 NODES = 12  # nodes of a tree, unless given
 SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose rounds are timed, by device
 MORE = (3, 7, 15, 31, 63)  # on other devices
+WIDTH = 6  # children of a node, where the acceptance of each rank is measured
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
 WEIGHED = 48  # tokens of each answer that `Weighs` learns from
@@ -59,7 +60,11 @@ def chosen(
     """The way of decoding that `cfg` describes, for a drafter at a temperature. If a choice needs
     measurements, they are taken on the first of `prompts`, which should not be those of the
     evaluation. Raises UserError as `require_fitting` does."""
-    require_fitting(cfg, drafter)
+    fastest = cfg.tree == "static" and cfg.paths is None and cfg.nodes is None
+    trees = setup.target.reads_trees
+    require_fitting(
+        replace(cfg, tree=None) if fastest and not trees else cfg, drafter, setup.target
+    )
     chains, learning = cfg.chains(drafter, temperature), prompts[:LEARNING]
     assert chains.shape is not None
     gamma = chains.shape.depth
@@ -72,7 +77,7 @@ def chosen(
     if cfg.tree == "static" and cfg.paths:
         return Choice(chains.drafting(Static(cfg.paths)))
     if cfg.tree == "static":
-        acceptance_KC = acceptance_by_rank(setup, chains, learning)
+        acceptance_KC = acceptance_by_rank(setup, chains, learning, WIDTH if trees else 1)
         if cfg.nodes is None:
             shape = fastest_shape(setup, chains, learning, acceptance_KC)
         else:
@@ -121,7 +126,7 @@ def weigh(setup: Setup, drafter: Weighs, way: Way, prompts: Sequence[Sequence[in
 
 
 def acceptance_by_rank(
-    setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = 6
+    setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = WIDTH
 ) -> Tensor:
     """Acceptance by depth and rank [K, C], up to the depth of the way's shape. It is measured with
     a tree in which each node of the first-ranked chain has `width` children: of the rounds that
@@ -132,7 +137,8 @@ def acceptance_by_rank(
     depth = way.shape.depth
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
     taken, reached = torch.zeros(depth, width), torch.zeros(depth, 1)
-    wide = replace(way, shape=Static(paths), compiled=False)
+    shape = Static(paths) if width > 1 else Chain(depth)
+    wide = replace(way, shape=shape, compiled=False)
 
     def rounds(prompt: Sequence[int]) -> list[Round]:
         (answer,) = setup.answers([prompt], wide, seeds=[0])
@@ -177,8 +183,10 @@ def fastest_shape(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], acceptance_KC: Tensor
 ) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
-    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds on `prompts`."""
-    shapes = candidates(acceptance_KC, SIZES.get(setup.target.device.type, MORE))
+    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds on `prompts`; a
+    chain, where the target cannot read trees."""
+    sizes = SIZES.get(setup.target.device.type, MORE) if setup.target.reads_trees else ()
+    shapes = candidates(acceptance_KC, sizes)
     ways = [replace(way, shape=shape, rule="auto") for shape in shapes]
     seconds = rounds_in_turn(setup, ways, prompts)
 

@@ -14,10 +14,23 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING as KINDS,
+)
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+)
 
 from specdec.compat import attention_of, mark_static_address
-from specdec.errors import UserError
+from specdec.errors import UserError, require
+from specdec.runtime.states import States
+
+ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers, as transformers names them
+# the kinds with a state that cannot be rolled back, and those of them with keys and values too
+STATES = {k for k, c in KINDS.items() if issubclass(c, LinearAttentionCacheLayerMixin)}
+MIXED = {kind for kind in STATES if issubclass(KINDS[kind], CacheLayerMixin)}
 
 
 class Place(NamedTuple):
@@ -103,8 +116,9 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """See the module. `capacity` fixes the number of slots, for compiled passes."""
 
-    def __init__(self, layers: int, capacity: int | None = None) -> None:
+    def __init__(self, layers: int, capacity: int | None = None, chains_only: bool = False) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        self.chains_only = chains_only  # as layers with states do
         self.fixed = capacity is not None
         self.capacity = capacity or 0
         self.lengths: list[int] = [0]  # committed slots of each row
@@ -114,6 +128,7 @@ class SlotCache(Cache):
         self.shown = 0  # number of slots that the current pass sees
         self.offset = 0  # where the current pass starts in the longest row
         self._sees_BPsPs: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
+        self.states = States()
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -124,13 +139,22 @@ class SlotCache(Cache):
     def nbytes(self) -> int:
         """The bytes that its keys and values take now."""
         written = [layer for layer in self.slot_layers if layer.is_initialized]
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in written)
+        in_slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in written)
+        return in_slots + self.states.nbytes
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
         """Make room in all layers for a pass over these tokens, and return its place. `parents_BT`
         holds the scratch slot that each token follows, -1 for the last committed slot; None
         continues the last scratch slot as a chain."""
         (B, T), device = ids_BT.shape, ids_BT.device
+        if parents_BT is not None and self.chains_only:
+            chain_T = torch.arange(self.scratch - 1, self.scratch + T - 1, device=device)
+            require(
+                torch.equal(parents_BT, chain_T.expand(B, -1)),
+                "the target keeps a state in some of its layers, and a branch would need a state "
+                "of its own: draft chains, not trees",
+            )
+            parents_BT = None
         if len(self.lengths) != B:
             assert not any(self.lengths), "a cache in use keeps its number of rows"
             self.lengths = [0] * B
@@ -208,12 +232,14 @@ class SlotCache(Cache):
                     if layer.is_initialized:  # some read another layer's keys and values
                         for buffer in (layer.keys, layer.values):
                             buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
+        self.states.settle(counts, self.scratch)
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         self.drop()
 
     def drop(self) -> None:
         """Forget all uncommitted slots."""
         self.scratch, self._sees_BPsPs = 0, None
+        self.states.drop()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -223,6 +249,34 @@ class SlotCache(Cache):
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)
                 layer.hold(layer.keys[index], layer.values[index])
+        self.states.select(rows)
+
+    # What transformers' layers with states call. A state of None is one that has read nothing.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.of(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.of(("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        key = "conv", layer_idx, state_idx
+        return self.states.move_conv(key, conv_states, conv_kernel_size)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self.states.move(("recurrent", layer_idx, state_idx), recurrent_states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)
@@ -235,6 +289,9 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
     """A place as transformers' decoder models take it: position_ids and a 4-D mask, or a mask for
     each kind of layer. For layers that see only a sliding window, masks hide the older keys."""
     position_BT, mask_BTP, slot_position_BP = place
+    kinds = layer_kinds(config)
+    if keeps_states(config) and not kinds & (ATTENTION | MIXED):
+        return {}  # these layers know neither positions nor masks
     if mask_BTP is None:  # the model's own masks are right, and cheaper
         return {"position_ids": position_BT, "attention_mask": None}
 
@@ -244,14 +301,20 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
             return closed.masked_fill(mask_BTP, 0)[:, None]
         return mask_BTP[:, None]
 
-    attention: Any = ready(mask_BTP)
-    window, kinds = getattr(config, "sliding_window", None), layer_kinds(config)
-    if window is not None and (not kinds or "sliding_attention" in kinds):
+    full: Any = ready(mask_BTP)
+    window = getattr(config, "sliding_window", None)
+    near = full
+    if window is not None and (not kinds or any("sliding" in kind for kind in kinds)):
         if slot_position_BP is None:
             slot_position_BP = torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
         near_BTP = position_BT[..., None] - slot_position_BP[:, None] < window
         near = ready(mask_BTP & near_BTP)
-        attention = {"full_attention": attention, "sliding_attention": near} if kinds else near
+    attention = near
+    if kinds and (near is not full or keeps_states(config)):
+        attention = {"full_attention": full, "sliding_attention": near}
+        if keeps_states(config):  # there is no padding in what a state reads (see states.py)
+            attention |= {kind: near if "sliding" in kind else full for kind in MIXED}
+            attention |= dict.fromkeys(STATES - MIXED)
     return {"position_ids": position_BT, "attention_mask": attention}
 
 
@@ -273,16 +336,22 @@ def layer_kinds(config: Any) -> set[str]:
     return set(getattr(config, "layer_types", None) or ())
 
 
+def keeps_states(config: Any) -> bool:
+    """Whether a model has layers with a state that cannot be rolled back, so that it can read
+    chains, but not trees."""
+    return bool(layer_kinds(config) & STATES)
+
+
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
     """An empty cache for a decoder model. Raises UserError if it cannot serve its layers."""
-    if strange := layer_kinds(config) - {"full_attention", "sliding_attention"}:
+    if strange := (layer_kinds(config) & set(KINDS)) - ATTENTION - STATES:
         raise UserError(
             f"target: {config.model_type} has {sorted(strange)[0]} layers, and a rejected token "
-            "cannot be dropped from their state: give a target with attention layers only"
+            "cannot be dropped from their state: give a target with other layers"
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise UserError(
             f"target: {config.model_type} masks its windows by slots, not positions, so it cannot "
             "read trees or rows of unequal length: give another target"
         )
-    return SlotCache(config.num_hidden_layers, capacity)
+    return SlotCache(config.num_hidden_layers, capacity, keeps_states(config))

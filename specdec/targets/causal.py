@@ -1,7 +1,8 @@
-"""A causal target: any `AutoModelForCausalLM` with attention in every layer."""
+"""A causal target: any `AutoModelForCausalLM` whose layers have keys and values, or states."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from specdec.errors import UserError
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.runtime.packed import PackedLinear
+from specdec.runtime.states import holders
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
 from specdec.targets.lean import LeanPass
@@ -36,6 +38,9 @@ class CausalTarget(Target):
         self._compiled: dict[FeatureSpec, Pass] = {}
         self._lean: tuple[nn.ModuleList, LeanPass | None] | None = None
         self._graph_hooks = 0  # hooks on layers that graphs of passes read
+        if not self.reads_trees:
+            with understood(self):
+                self._watch_states()
         check_causal(self)
         if self.lean is not None:  # it packs weights itself; the check has used the modules too
             for layer in self.layers.modules():
@@ -61,6 +66,18 @@ class CausalTarget(Target):
         if layers is None:
             raise UserError(f"{self.title} has no list of {count} decoder layers: give another")
         return layers
+
+    @torch.no_grad()
+    def _watch_states(self) -> None:
+        """Have the modules that hold states tell a cache what they read (see states.py)."""
+        cache = self.new_cache()
+        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        run = partial(self.features, ids, FeatureSpec(), cache=cache)
+        self.holders = holders(self.model, cache.states, run)
+        if not self.holders:
+            raise UserError(
+                f"{self.title} keeps its states in modules of its own, not in a cache: give another"
+            )
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.config, capacity)

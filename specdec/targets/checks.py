@@ -17,6 +17,7 @@ from specdec.compat import attention_of, set_attention
 from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
+from specdec.runtime.states import bounds_steps, in_steps
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts, config_of_layers
 
@@ -39,8 +40,8 @@ def understood(target: Parts) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            f"{target.title} cannot be read ({first_line(error)}): give a causal LM with attention "
-            "in every layer, or a T5 or BART"
+            f"{target.title} cannot be read ({first_line(error)}): give another causal LM, or "
+            "a T5 or BART"
         ) from error
 
 
@@ -54,6 +55,16 @@ def check_causal(target: Target) -> None:
         if not right:
             target.lean_allowed = False
             right = _cache_right(target)
+        if not right and target.holders:
+            for module in target.holders:
+                in_steps(module)
+            right = _cache_right(target)
+    require(
+        right or target.reads_trees,
+        f"{target.title} gives other logits over a cache than over a whole text (it makes its own "
+        "masks or positions, or moves its states in a way of its own), so what it decodes would "
+        "not follow the p that a draft is trained on: give another target",
+    )
     require(
         right,
         f"{target.title} makes its own masks or positions, or keeps a state other than keys and "
@@ -133,32 +144,57 @@ def _cache_error(target: Target) -> float:
     """The distance of logits over a cache from those of passes over whole texts. They are the
     logits of a small tree (its second node follows the first) after rows of unequal length, and of
     the tokens that follow once a path of each row has been kept and the rows have changed
-    places."""
-    lengths, paths = [9, 5], [[0, 1], [2]]
+    places. A target that cannot read trees reads a chain."""
+    lengths, paths, parents = [9, 5], [[0, 1], [2]], [-1, 0, -1]
+    if not target.reads_trees:
+        paths, parents = [[0, 1], [0]], [-1, 0, 1]
     ids = (7 * torch.arange(2 * 14, device=target.device).view(2, 14) + 3) % target.vocab_size
     texts = [torch.cat([ids[b, : lengths[b]], ids[b, 9:12][paths[b]], ids[b, 12:]]) for b in (0, 1)]
     cache, worst = target.new_cache(), 0.0
+    steps = any(map(bounds_steps, target.holders))  # then transformers' own steps are right
 
     def logits(few: Tensor, parents_BT: Tensor | None = None) -> Tensor:
         _, final = target.features(few, FeatureSpec(), cache=cache, parents_BT=parents_BT)
         return target.logits(final)
 
-    def error(logits_TV: Tensor, text: Tensor) -> float:
-        """The distance of logits [T, V] from those of the last T tokens of a text."""
-        whole = target.model(input_ids=text[None], use_cache=False).logits[0, -len(logits_TV) :]
-        return _distance(logits_TV, whole)
+    def error(logits_TV: Tensor, b: int, text: Tensor) -> float:
+        """The distance of logits [T, V] from those of the last T tokens of row b's text."""
+        if steps:
+            theirs = _by_steps(target, text[None], lengths[b])[0]
+        else:
+            theirs = target.model(input_ids=text[None], use_cache=False).logits[0]
+        return _distance(logits_TV, theirs[-len(logits_TV) :])
 
     logits(ids[:, :9])
     cache.keep(lengths)
-    tree = logits(ids[:, 9:12], torch.tensor(2 * [[-1, 0, -1]], device=target.device))
+    tree = logits(ids[:, 9:12], torch.tensor(2 * [parents], device=target.device))
     for b, n in enumerate(lengths):
         for path in paths:
             text = torch.cat([ids[b, :n], ids[b, 9:12][path]])
-            worst = max(worst, error(tree[b, path], text))
-    cache.keep([2, 1], torch.tensor([[0, 1], [2, -1]], device=target.device))
+            worst = max(worst, error(tree[b, path], b, text))
+    kept = [path + [-1] * (2 - len(path)) for path in paths]
+    cache.keep([2, 1], torch.tensor(kept, device=target.device))
     cache.select([1, 0])
     after = logits(ids[[1, 0], 12:])
-    return max(worst, error(after[0], texts[1]), error(after[1], texts[0]))
+    worst = max(worst, error(after[0], 1, texts[1]), error(after[1], 0, texts[0]))
+    return worst if target.reads_trees or steps else max(worst, _step_error(target))
+
+
+def _step_error(target: Target) -> float:
+    """The distance of logits over states from those of a pass over the whole text, if the states
+    move by one token at a time. A layer may compute such a step in another way."""
+    text = (11 * torch.arange(28, device=target.device)[None] + 5) % target.vocab_size
+    whole = target.model(input_ids=text, use_cache=False).logits
+    return _distance(_by_steps(target, text, 4), whole)
+
+
+def _by_steps(target: Target, ids_1T: Tensor, first: int) -> Tensor:
+    """The logits [1, T, V] of a text that is read one token at a time after the `first` few."""
+    cache, read = target.new_cache(), list[Tensor]()
+    for part in (ids_1T[:, :first], *ids_1T[:, first:].split(1, 1)):
+        read.append(target.features(part, FeatureSpec(), cache=cache)[1])
+        cache.keep([part.shape[1]])
+    return target.logits(torch.cat(read, 1))
 
 
 def _rounding_error(target: Target) -> float:

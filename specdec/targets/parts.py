@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import UserError, require
+from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
 from specdec.targets.turns import turn_ends
 
@@ -103,6 +104,12 @@ class Parts:
     def positions(self) -> int:
         """How many positions a text may take in total; see `room`."""
         return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
+
+    @property
+    def reads_trees(self) -> bool:
+        """Whether one pass can read branches: not where a layer keeps a state, which would need a
+        copy of it for each branch."""
+        return not keeps_states(self.config)
 
     @property
     def eos(self) -> tuple[int, ...]:

@@ -251,7 +251,7 @@ def test_a_draft_is_decoded_as_its_run_decoded_it(
     parser = parser_of("")
     add_decoding(parser)
     cfg, origin = decoding(parser.parse_args([str(best), *options.split()]))
-    tell_shape(cfg, origin, drafter)
+    tell_shape(cfg, origin, drafter, target)
     run = best.parent / "config.json"
     assert words.format(run=run) in capsys.readouterr().out
 

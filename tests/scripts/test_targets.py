@@ -36,12 +36,14 @@ REFUSED = {
     "gpt2": {"mtp", "lm source=random"},  # learned positions
     "smollm3": set[str](),  # layers without rotary positions
     "granite_swa": set[str](),  # a theta for each layer
+    # states that cannot be rolled back
+    "qwen3_5": {"lm", "lm lora.rank=4", "lm source=random", "early_exit lora.rank=4"},
     # not exported; some families read a causal model's layers
     "t5, encoder-decoder": {"medusa adapter.rank=4", "spire", "early_exit lora.rank=4"}
     | {"lm", "lm lora.rank=4", "lm source=random"},
 }
 AT_LOAD = {
-    "mamba": "linear_attention layers, and a rejected token cannot be dropped",
+    "recurrent_gemma": "keeps its states in modules of its own",
     "bloom": "cannot be read",
     "bert": "turns hidden states into logits in a way that is not supported",
     "mpt": "makes its own masks or positions",
@@ -161,7 +163,7 @@ def test_the_page_counts_each_architecture_once() -> None:
     from benches.targets import Outcome
 
     a, b, c, d = tiny.architectures()[:4]
-    decoded = [Outcome("load", "ok"), Outcome("decode", "ok")]
+    decoded = [Outcome("load", "ok"), Outcome("decode", "ok", "chains")]
     refused = Outcome("x", "refused", "target '/a/b' (AForCausalLM) has none: give another")
     found = [
         (a, [*decoded, Outcome("x", "ok"), Outcome("y", "refused", "never")]),
@@ -172,8 +174,9 @@ def test_the_page_counts_each_architecture_once() -> None:
     text = targets.page(found, 60.0)
     counts = dict(zip(targets.VERDICTS, [1, 1, 1, 0, 1]))
     assert all(f"| {what} | {count} |" in text for what, count in counts.items())
-    assert f"| {a.name} | {a.title} | 1 |  |" in text and "always refused: y." in text
-    assert f"| {b.name} | {b.title} | 0 | x |" in text
+    assert f"| {a.name} | {a.title} | chains | 1 |  |" in text and "always refused: y." in text
+    assert f"| {b.name} | {b.title} | chains | 0 | x |" in text
+    assert "Of the 4 causal models that transformers makes, 0 (0%) are decoded" in text
     assert f"- this target has none: give another\n  ({b.name})" in text
     assert f"- target: it has lumps\n  ({c.name})" in text
     assert f"- ValueError: no\n  ({d.name}, x)" in text

@@ -25,7 +25,7 @@ from specdec.context import Context
 from specdec.drafters.growth import growth_over
 from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
 from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.models.views import View, ViewSizes, decoder_layers
+from specdec.drafters.models.views import View, ViewSizes, viewed_layers
 from specdec.drafters.nn.gather import entries, states
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.trainable import Trainable
@@ -68,7 +68,7 @@ class EarlyExit(View, Trainable):
 
     @classmethod
     def plan(cls, config: EarlyExitConfig, target: Parts) -> EarlyExitSizes:
-        L = decoder_layers(target, config.name)
+        L = viewed_layers(target, config.name)
         kept = (L + 1) // 2 if config.layers is None else config.layers
         require(1 <= kept <= L, f"drafter.layers={kept}: give 1 to {L}, the layers of this target")
         adapted = adapted_layers(target, kept, config.lora)

@@ -17,8 +17,15 @@ from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretraine
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.models.vocabulary import fitted
 from specdec.drafters.nn.gather import entries
-from specdec.errors import UserError, first_line
-from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs, new_cache
+from specdec.errors import UserError, first_line, require
+from specdec.runtime.cache import (
+    Place,
+    SlotCache,
+    cache_argument,
+    keeps_states,
+    model_inputs,
+    new_cache,
+)
 from specdec.runtime.compiled import LIMITS, SHORT, Compiled
 from specdec.runtime.quantised import without_method
 from specdec.targets.lean import LeanPass
@@ -64,12 +71,18 @@ class LM(Pretrained, InTransformers):
         model, rows = fitted(config.source, model, target)
         try:
             with torch.device("meta"):
-                fresh(AutoModelForCausalLM, model, config.train_embeddings)
+                draft = fresh(AutoModelForCausalLM, model, config.train_embeddings)
         except Exception as error:  # whatever a config's or a model's own checks raise
             raise UserError(
                 f"drafter.source={config.source!r}: no draft can be made from this "
                 f"{model['model_type']} ({first_line(error)}): give random, a hub name or a folder"
             ) from error
+        require(
+            not keeps_states(draft.config.get_text_config(decoder=True)),
+            f"drafter.source={config.source!r}: the draft would have layers that "
+            "keep a state, and its rejected tokens could not be dropped from it: give a "
+            "drafter.source with attention layers only, or a family with a head of its own",
+        )
         return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
 
     def start(self, target: Parts) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.capabilities import ForLongPrompts
-from specdec.drafters.models.views import View, ViewSizes, decoder_layers, with_weights
+from specdec.drafters.models.views import View, ViewSizes, viewed_layers, with_weights
 from specdec.drafters.nn.gather import first_tokens, tokens_from
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
@@ -91,7 +91,7 @@ class Sparse(View, ForLongPrompts):
 
     @classmethod
     def plan(cls, config: SparseConfig, target: Parts) -> ViewSizes:
-        return cls.Sizes.of(config, target, layers=decoder_layers(target, config.name))
+        return cls.Sizes.of(config, target, layers=viewed_layers(target, config.name))
 
     def attach(self, target: Parts) -> None:
         super().attach(target)

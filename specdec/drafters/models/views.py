@@ -90,6 +90,17 @@ def decoder_layers(target: Parts, name: str) -> int:
     return int(target.config.num_hidden_layers)
 
 
+def viewed_layers(target: Parts, name: str) -> int:
+    """`decoder_layers`, for a draft that runs them itself. Raises UserError also if one of them
+    keeps a state, which drafts would move."""
+    require(
+        target.reads_trees,
+        f"drafter={name} runs layers of the target itself, but some of this target's keep a state, "
+        "which drafts would move: give another drafter",
+    )
+    return decoder_layers(target, name)
+
+
 def shallow(target: Target, layers: int) -> Any:
     """The target's base model with its first layers only."""
     base = target.model.base_model

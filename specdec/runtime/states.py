@@ -1,0 +1,232 @@
+"""States that cannot be rolled back: those of recurrent and convolutional layers.
+
+A pass moves such a state over every token that it reads, the rejected ones too. So the states from
+before the pass are kept until the caller says how many of its tokens each row keeps (`settle`).
+A row that keeps them all takes the moved states. For any other row, the modules that hold states
+are run once more, from the kept states, over what they read of the tokens that the row keeps. Rows
+that keep equally many are run together, so no padding passes through a state. The other parts of
+the model are not run again: nothing that they computed for a kept token has changed.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+Key = tuple[str, int, int]  # conv or recurrent, the layer, and the number of the state in the layer
+
+
+class States:
+    """The states of a cache's rows, by layer; it stays empty for a model of attention alone."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, Tensor] = {}  # after the committed tokens
+        self._moved: dict[Key, Tensor] = {}  # after those of the passes since then
+        self._read: dict[
+            nn.Module, tuple[Any, Any]
+        ] = {}  # what each module was called with in these passes
+        self._rows: Tensor | None = None  # while modules run again: the rows that do
+        self.ran: set[nn.Module] = set()  # the modules that asked `begun` since the last commit
+        self.touched: Callable[[], None] | None = None  # called whenever a module asks for a state
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self._kept.values())
+
+    def of(self, key: Key) -> Tensor | None:
+        """A state, which the model may write to; None if the rows have not read anything yet."""
+        if self.touched is not None:
+            self.touched()
+        if key not in self._moved and key in self._kept:
+            kept = self._kept[key]
+            self._moved[key] = kept.clone() if self._rows is None else kept[self._rows]
+        return self._moved.get(key)
+
+    def move_conv(self, key: Key, x_BCT: Tensor, size: int | None) -> Tensor:
+        """Append inputs of a convolution, and keep the last `size` of them (None: as many as there
+        are). Returns all that the new outputs depend on, as transformers' cache does."""
+        state, size = self.of(key), x_BCT.shape[-1] if size is None else size
+        if state is not None:
+            size, x_BCT = state.shape[-1], torch.cat([state, x_BCT], -1)
+        elif x_BCT.shape[-1] < size:
+            x_BCT = pad(x_BCT, (size - x_BCT.shape[-1], 0))
+        self._moved[key] = x_BCT[..., -size:].clone()
+        return x_BCT
+
+    def move(self, key: Key, state: Tensor) -> Tensor:
+        """Replace a recurrent state."""
+        if self.touched is not None:
+            self.touched()
+        self._moved[key] = state
+        return state
+
+    def begun(self, module: nn.Module) -> bool:
+        """Whether a module goes on from a state."""
+        return bool(self._kept) or (self._rows is None and module in self.ran)
+
+    def heard(self, module: nn.Module, arguments: Any) -> None:
+        """Note what a module with states is called with; a further pass since the last commit goes
+        on where the one before it ended."""
+        if self._rows is None:
+            before = self._read.get(module)
+            self._read[module] = arguments if before is None else _joined(before, arguments)
+
+    def settle(self, counts: Sequence[int], tokens: int) -> None:
+        """Commit the first `counts[b]` of the `tokens` that each row has read since the last
+        commit."""
+        after, self._moved, read = self._moved, {}, self._read
+        self._read, self.ran = {}, set()
+        by_count: dict[int, list[int]] = {}
+        for b, count in enumerate(counts):
+            if count != tokens:
+                by_count.setdefault(count, []).append(b)
+        for count, rows in by_count.items() if after else ():
+            self._rows = torch.tensor(rows, device=next(iter(after.values())).device)
+            with torch.no_grad():
+                for module, arguments in read.items() if count else ():
+                    cut = partial(self._cut, rows=len(counts), count=count)
+                    args, kwargs = _changed(arguments, tokens, cut)
+                    module.forward(*args, **kwargs)
+                for key, x in after.items():
+                    x[self._rows] = self._moved[key] if count else self._before(key, x)
+            self._moved = {}
+        self._rows, self._kept = None, self._kept if not after else self._kept | after
+
+    def _cut(self, x: Tensor, rows: int, count: int) -> Tensor:
+        """The first `count` tokens of the rows at hand, from a tensor [rows, T, …] or [1, T, …]."""
+        assert self._rows is not None
+        return (x if len(x) != rows else x[self._rows.to(x.device)])[:, :count]
+
+    def _before(self, key: Key, x: Tensor) -> Tensor:
+        """The kept states of the rows at hand: zeros before the first token."""
+        kept, rows = self._kept.get(key), self._rows
+        assert rows is not None
+        return torch.zeros_like(x[rows]) if kept is None else kept[rows]
+
+    def drop(self) -> None:
+        """Forget what was read since the last commit."""
+        self._moved, self._read, self.ran = {}, {}, set()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self._kept = {key: x[torch.tensor(rows, device=x.device)] for key, x in self._kept.items()}
+
+
+def holders(model: Any, states: States, run: Callable[[], object]) -> list[Any]:
+    """The modules of a model that ask for states when it is `run` over a cache with these: the
+    innermost ones, but none that is inside another. They then tell every such cache what they are
+    called with."""
+    calls, asking = list[nn.Module](), dict[Any, None]()
+    states.touched = lambda: asking.setdefault(calls[-1]) if calls else None
+    with _watching(model, calls):
+        run()
+    states.touched = None
+    inner = {id(part) for module in asking for part in module.modules() if part is not module}
+    outer = [module for module in asking if id(module) not in inner]
+    for module in outer:
+        if not hasattr(module, "tells_states"):  # a copy has the hook of its original
+            module.register_forward_pre_hook(tell, with_kwargs=True)
+            module.tells_states = True
+            if bounds_steps(module):
+                module.forward = partial(_unbounded, module)
+    return outer
+
+
+def bounds_steps(module: Any) -> bool:
+    """Whether a module's own steps of one token are not those of its pass over several: Mamba 2's
+    are bounded (`time_step_limit`) only over several."""
+    least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    return least > 0 or most < math.inf
+
+
+def _unbounded(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Go on from a state as steps of one token would, and as transformers' `generate` does. The
+    beginning of a text is read with the bounds, as `generate` reads a prompt."""
+    own, limit = partial(type(module).forward, module), module.time_step_limit
+    states = next(_states_in(args, kwargs), None)
+    try:
+        if states is not None and states.begun(module):
+            module.time_step_limit = (0.0, math.inf)
+        return own(*args, **kwargs)
+    finally:
+        module.time_step_limit = limit
+        if states is not None:
+            states.ran.add(module)
+
+
+def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """A hook before a module's call, which tells the states of the cache that it is called with."""
+    for states in _states_in(args, kwargs):
+        states.heard(module, (args, kwargs))
+
+
+@contextmanager
+def _watching(model: nn.Module, calls: list[nn.Module]) -> Iterator[None]:
+    """Keep the modules that are running at the time in `calls`, the innermost last."""
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(lambda m, _: calls.append(m)))
+        hooks.append(module.register_forward_hook(lambda *_: calls.pop() and None))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def in_steps(module: Any) -> None:
+    """Have a module with states read one token at a time, except at the beginning of a text: some
+    (Mamba's first version) go on from a state by one token only, and forget it before several."""
+    module.forward = partial(_stepwise, module)  # a partial, so that a deep copy runs the copy
+
+
+def _stepwise(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own, states = partial(type(module).forward, module), next(_states_in(args, kwargs), None)
+    first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == 3)
+    T = first.shape[1]
+    if states is None or not states.begun(module) or T == 1:
+        out = own(*args, **kwargs)
+    else:
+        outs = []
+        for t in range(T):
+            one: Any = _changed((args, kwargs), T, partial(torch.narrow, dim=1, start=t, length=1))
+            outs.append(own(*one[0], **one[1]))
+        out = reduce(_joined, outs)
+    if states is not None:
+        states.ran.add(module)
+    return out
+
+
+def _states_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[States]:
+    """The states of the caches among the arguments of a call."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(states := getattr(x, "states", None), States):
+            yield states
+
+
+def _changed(x: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments of a module with each tensor [B, T, …] or [1, T, …] of so many `tokens` changed."""
+    if isinstance(x, Tensor):
+        return change(x) if x.dim() >= 2 and x.shape[1] == tokens else x
+    if isinstance(x, tuple | list):
+        return type(x)(_changed(y, tokens, change) for y in x)
+    if type(x) is dict:
+        return {name: _changed(y, tokens, change) for name, y in x.items()}
+    return x
+
+
+def _joined(first: Any, then: Any) -> Any:
+    """Arguments or results of a module over some tokens and those that follow them."""
+    if isinstance(first, Tensor):
+        whole = first.dim() >= 2 and first.shape[0] == then.shape[0]
+        return torch.cat([first, then], 1) if whole else then
+    if isinstance(first, tuple | list):
+        return type(first)(map(_joined, first, then))
+    if type(first) is dict:
+        return {name: _joined(first[name], then[name]) for name in first}
+    return then
