@@ -37,6 +37,7 @@ LONG = {
     "train/test_configs.py",
     "train/test_continued.py",
     "train/test_damage.py",
+    "train/test_engine_features.py",
     "train/test_launcher.py",
     "train/test_loop.py",
     "train/test_mistakes.py",

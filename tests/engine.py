@@ -7,11 +7,17 @@ None to break the connection off.
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import torch
+from safetensors.torch import save_file
+
+from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.sampling.sampler import Sampler
@@ -23,8 +29,16 @@ Fault = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
 class FakeEngine:
     """The server; `asked` are the bodies of the completions that it was asked for."""
 
-    def __init__(self, target: Target, fault: Fault | None = None, room: int = 512) -> None:
-        self.target, self.fault = target, fault
+    def __init__(
+        self,
+        target: Target,
+        fault: Fault | None = None,
+        room: int = 512,
+        states: Path | None = None,
+        layers: Sequence[int] = (),
+    ) -> None:
+        """With a folder for `states`, it writes the hidden states after these layers there."""
+        self.target, self.fault, self.states, self.layers = target, fault, states, list(layers)
         self.models = [{"id": "tiny", "root": target.name, "max_model_len": room}]
         self.asked: list[dict[str, Any]] = []
         self._one = threading.Lock()
@@ -79,7 +93,7 @@ class FakeEngine:
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, limit = body["prompt"], body["max_tokens"]
         sampler = Sampler(body["temperature"], max(0, body["top_k"]), body["top_p"])
-        eos = tuple(body["stop_token_ids"])
+        eos = tuple(body.get("stop_token_ids", ()))
         (answer,) = decode(
             self.target,
             [prompt],
@@ -96,7 +110,25 @@ class FakeEngine:
         }
         if body.get("return_token_ids"):
             choice |= {"token_ids": answer.ids, "prompt_token_ids": prompt}
-        return {"object": "text_completion", "model": "tiny", "choices": [choice]}
+        reply = {"object": "text_completion", "model": "tiny", "choices": [choice]}
+        asked = body.get("kv_transfer_params")
+        if self.states is not None and asked is not None:
+            text = [*prompt, *answer.ids][:-1] if asked.get("include_output_tokens") else prompt
+            reply["kv_transfer_params"] = self.written(text)
+        return reply
+
+    @torch.no_grad()
+    def written(self, ids: Sequence[int]) -> dict[str, Any]:
+        """What scripts/hidden_states.py answers, once it has written the states of a text."""
+        assert self.states is not None
+        needs = FeatureSpec(tuple(self.layers))
+        ctx, _ = self.target.features(torch.tensor([list(ids)], device=self.target.device), needs)
+        assert ctx.layers_BTF is not None
+        states = ctx.layers_BTF[0].unflatten(-1, (len(self.layers), -1)).cpu().contiguous()
+        path = self.states / f"{uuid4().hex}.safetensors"
+        save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, path)
+        path.with_name(f"{path.name}.lock").touch()
+        return {"hidden_states_path": str(path), "layers": self.layers}
 
     @contextmanager
     def serving(self) -> Iterator["FakeEngine"]:

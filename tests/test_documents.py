@@ -49,6 +49,7 @@ ELSEWHERE = {  # the beginning of a command that does not run here, and why
     "cd ": "the shell's own",
     "git clone": "needs a network",
     "pip install": "needs a network",
+    "scripts/serve": "starts a serving engine: tests/scripts/test_serve.py",
     "vllm serve": "a serving engine: tests/test_end_to_end.py, with -m serving",
     "python -m sglang": "a serving engine that is not installed here",
     "wandb sync": "needs a network",

@@ -35,8 +35,9 @@ def check_target(cfg: Config, parts: Parts) -> None:
     """Raise UserError for an export that this target does not have, and for an encoder-decoder that
     engines are to answer for."""
     require(
-        not (cfg.answers.engines and parts.model.config.is_encoder_decoder),
-        f"{parts.title} is an encoder-decoder, which engines do not serve: leave out answers.from",
+        not (cfg.answering.engines and parts.model.config.is_encoder_decoder),
+        f"{parts.title} is an encoder-decoder, which engines do not serve here: leave out "
+        "answers.from and features.from",
     )
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
         export.require_exportable(cfg.drafter, parts, cfg.export)
@@ -58,4 +59,5 @@ def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> No
     if warning := beyond_training(cfg.decode, drafter):
         console.print(warning)
     prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
-    require_room(parts, prompts, cfg.decode.max_new_tokens)
+    if prompts:
+        require_room(parts, prompts, cfg.decode.max_new_tokens)

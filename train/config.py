@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -120,6 +120,18 @@ class Config:
         """Whether the target's features are kept on disk: only trained drafters read them."""
         return self.trains and self.features.cache == "disk"
 
+    @property
+    def answering(self) -> AnswersConfig:
+        """How the prompts are answered: by the engines of the features, if no others are given."""
+        engines = self.answers.engines or self.features.engines
+        return replace(self.answers, engines=engines)
+
+    @property
+    def answers_bring_features(self) -> bool:
+        """Whether the features come with the answers: from decoding them here, or from engines that
+        do both."""
+        return self.stores_features and self.answering.engines == self.features.engines
+
     def check(self) -> None:
         """Raise UserError for settings that do not go together. Nothing is loaded or changed."""
         drafter, rounds = self.drafter, self.rounds
@@ -138,9 +150,20 @@ class Config:
             "instead",
         )
         require(
-            self.budget.minutes is None or not self.answers.engines,
-            "budget.minutes times answers in this process, but engines write them: give data.limit "
-            "instead of budget.minutes, or leave out answers.from",
+            self.budget.minutes is None or not self.answering.engines,
+            "budget.minutes times the target in this process, but engines do its work: give "
+            "data.limit instead of budget.minutes, or leave out answers.from and features.from",
+        )
+        engines = bool(self.features.engines)
+        require(
+            not (engines and self.trains_at_visits),
+            "features.from gives no features after tokens that were drafted and rejected, which "
+            "rounds.data=on_policy and data.rounds train on: leave one of them out",
+        )
+        require(
+            not engines or (self.trains and not self.needs_layers),
+            f"features.from fills a store that drafter={drafter.name} does not read, since it has "
+            "nothing to train or runs the target's layers: leave features.from out",
         )
         require(
             not self.answers.engines or self.data.answers == "target",
@@ -209,10 +232,10 @@ def quoted(arguments: Sequence[str]) -> list[str]:
     """Overrides in a form that Hydra accepts. A text that Hydra's grammar refuses, such as a path
     with brackets, quotes, braces or letters like é in it, is quoted, as is any value with an equals
     sign, as in decode.rule=lenience:factor=0.8. drafter.from= becomes stage.draft=, since no
-    dataclass can have a field called `from`, and answers.from= becomes the list answers.engines=.
-    """
+    dataclass can have a field called `from`, and answers.from= and features.from= become the
+    lists answers.engines= and features.engines=."""
     named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
-    named = [re.sub(r"^\+*(answers)\.from=(.*)", _engines, a) for a in named]
+    named = [re.sub(r"^\+*(answers|features)\.from=(.*)", _engines, a) for a in named]
     return [a if a[:1] == "-" else _quoted(a) for a in named]
 
 

@@ -25,6 +25,7 @@ from specdec.ranks import ALONE, Ranks
 from specdec.report import report
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetOnDemand
+from specdec.targets.parts import Parts
 from train.config import Config
 from train.texts import Texts
 from train.tracking import Tracker, curve
@@ -55,6 +56,12 @@ def finished(
         if ranks.rank != 0:
             return None
         ranks = ALONE
+    if not cfg.decode.prompts:
+        console.print(
+            f"not measured, as decode.prompts=0 says: scripts/evaluate {folder / 'best'} does that"
+        )
+        ranks.first(lambda: _unmeasured(cfg, folder, on_demand))
+        return None
     original = on_demand.whole()
     drafter, target = drafts.load_pair(folder / "best", original)
     results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
@@ -74,6 +81,22 @@ def finished(
     ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
     ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
     return results
+
+
+def _unmeasured(cfg: Config, folder: Path, on_demand: TargetOnDemand) -> None:
+    """Export the best draft of a run that is not measured. The target's parts are enough, unless
+    the draft runs the target's layers."""
+    if not cfg.needs_layers:
+        target = on_demand.parts
+        drafter = drafts.read(folder / "best", target).to(target.device, target.dtype)
+        drafter.attach(target)
+        _export(cfg, folder, drafter.eval(), target)
+        return
+    original = on_demand.whole()
+    drafter, adapted = drafts.load_pair(folder / "best", original)
+    _export(cfg, folder, drafter, adapted)
+    if adapted is not original:
+        export.write_target(folder / "export-target", adapted)
 
 
 def _measured(
@@ -122,12 +145,16 @@ def _write(
     tracker.report(results, pictures, folder / "best")
     report.show(results, console)
     console.print(f"report: {folder / 'report' / 'report.md'}")
+    _export(cfg, folder, drafter, target)
+    if target is not original and cfg.export is not None:
+        export.write_target(folder / "export-target", target)
+        console.print(f"exported the adapted target to {folder / 'export-target'}")
+
+
+def _export(cfg: Config, folder: Path, drafter: Drafter, target: Parts) -> None:
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
         checked = export.write(folder / "export", drafter, target, cfg.export)
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
-        if target is not original:
-            export.write_target(folder / "export-target", target)
-            console.print(f"exported the adapted target to {folder / 'export-target'}")
 
 
 def note(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int) -> None:

@@ -88,7 +88,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
         # Load the target, and check what the run asks of it.
         with accelerator.main_process_first():  # one process makes a GGUF target dense
-            target = TargetOnDemand(replace(cfg.target, device=str(accelerator.device)))
+            placed = replace(cfg.target, device=str(accelerator.device))
+            target = TargetOnDemand(placed, alone=bool(cfg.features.engines))
             fingerprint = target.parts.fingerprint()
         if cfg.needs_layers:
             target.whole()
@@ -185,7 +186,7 @@ def _trained(
             if (draft := draft_of_round(rounds, folder, number)) is not None:
                 learner.keep(draft)
             documents = written(
-                *(rounds, cfg.answers, number, texts.train, texts.asked, draft),
+                *(rounds, cfg.answering, number, texts.train, texts.asked, draft),
                 *(target, accelerator, progress),
             )
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")

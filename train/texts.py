@@ -68,12 +68,16 @@ def texts_of(
     train, held_out, asked = split.train, split.held_out, list[Prompt]()
     if cfg.data.answers == "target":
         asked = train
+        store = store if cfg.answers_bring_features else None
         if store is not None:
             store.prepare(0)
         train, held_out = (
-            answered(target, some, cfg.answers, accelerator, progress, store)
+            answered(target, some, cfg.answering, accelerator, progress, store)
             for some in (train if cfg.reads_plain_answers else [], held_out)
         )
+        if train:  # engines may leave prompts unanswered
+            answered_too = {d.ids[~d.mask].tobytes() for d in train}
+            asked = [prompt for prompt in asked if prompt.ids.tobytes() in answered_too]
         train = train or [Document(p.id, p.ids, np.zeros(len(p.ids), np.bool_)) for p in asked]
     if cfg.data.rounds:
         logs = Path(cfg.data.rounds)

@@ -25,9 +25,9 @@ class DecodeConfig:
     chain expected to be fastest.
 
     Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
-    Seconds come from the first `timed` of them, which plain and speculative decoding answer in
-    turn, `batch` prompts at a time, in whole batches; a speedup is put together from both (see
-    `measure.evaluate`).
+    With 0 prompts, a run ends without measuring. Seconds come from the first `timed` prompts, which
+    plain and speculative decoding answer in turn, `batch` of them at a time, in whole batches; a
+    speedup is put together from both (see `measure.evaluate`).
     """
 
     gamma: int | None = None  # tokens drafted in a row; null: the trained depth
@@ -53,7 +53,7 @@ class DecodeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_within("decode", self, prompts=1, max_new_tokens=1, repeats=1, batch=1, nodes=1)
+        require_within("decode", self, prompts=0, max_new_tokens=1, repeats=1, batch=1, nodes=1)
         require_within("decode", self, timed=1, counting=1)
         require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1))
         require_known("decode", self, tree=TREES, length=LENGTHS)

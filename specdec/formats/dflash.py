@@ -22,12 +22,12 @@ from specdec.formats.layout import (
     shared_head,
     special_tokens,
 )
-from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 HEAD = "lm_head.weight"
 
 
-def config(drafter: Block, target: Target) -> Description:
+def config(drafter: Block, target: Parts) -> Description:
     """`architectures: [DFlashDraftModel]`, a Qwen3. Its layer ids are one less than ours."""
     return {
         **layers_of(drafter.llama),

@@ -9,10 +9,10 @@ from specdec.formats.layout import (
     shared_head,
     special_tokens,
 )
-from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
-def config(drafter: Eagle, target: Target) -> Description:
+def config(drafter: Eagle, target: Parts) -> Description:
     """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`."""
     return {
         **one_layer(drafter),

@@ -86,7 +86,7 @@ def _require_causal(target: Parts) -> None:
     )
 
 
-def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = LAYOUT) -> str:
+def write(folder: Path | str, drafter: Drafter, target: Parts, layout: str = LAYOUT) -> str:
     """Export a draft; returns a line that says what was compared. The folder appears only if the
     draft read back gives the same logits. Raises UserError for a layout that this family does not
     have, for a weight that is missing or not finite, for a draft that an engine would read
@@ -133,7 +133,7 @@ def write(folder: Path | str, drafter: Drafter, target: Target, layout: str = LA
     )
 
 
-def _stops(target: Target) -> str:
+def _stops(target: Parts) -> str:
     """What to tell an engine so that it ends answers where they ended here; mostly nothing."""
     unknown = sorted(set(target.eos) - set(target.declared_eos))
     said = f"; give the engine stop_token_ids={unknown}, which the target's own files leave out"
@@ -162,7 +162,7 @@ def write_target(folder: Path, target: Target) -> None:
         _mark(partial, "target", LAYOUT, target)
 
 
-def _mark(folder: Path, drafter: str, layout: str, target: Target) -> None:
+def _mark(folder: Path, drafter: str, layout: str, target: Parts) -> None:
     """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
     mark = {"drafter": drafter, "layout": layout, "target": target.name, "files": files}
@@ -198,7 +198,7 @@ def require_apart(folders: Sequence[Path]) -> None:
         )
 
 
-def read(folder: Path, like: Drafter, target: Target, layout: str = LAYOUT) -> Drafter:
+def read(folder: Path, like: Drafter, target: Parts, layout: str = LAYOUT) -> Drafter:
     """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
     UserError, naming the tensor, for one that is missing, extra or of another shape."""
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
@@ -216,11 +216,21 @@ def read(folder: Path, like: Drafter, target: Target, layout: str = LAYOUT) -> D
 
 
 @torch.no_grad()
-def logits(drafter: Drafter, target: Target) -> Tensor:
-    """A drafter's logits [N, S] at all depths, for a few anchors of a short text."""
+def logits(drafter: Drafter, target: Parts) -> Tensor:
+    """A drafter's logits [N, S] at all depths, for a few anchors of a short text. Random states
+    stand for the target's where its layers are not loaded."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size
-    ctx, _ = target.features(ids_BT, drafter.needs)
-    ctx = Context(ids_BT, ctx.layers_BTF, ctx.final_BTD)
+    if isinstance(target, Target):
+        read, _ = target.features(ids_BT, drafter.needs)
+        ctx = Context(ids_BT, read.layers_BTF, read.final_BTD)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        widths = len(drafter.needs.layers) * target.width, target.width
+        layers_BTF, final_BTD = (
+            torch.randn(*ids_BT.shape, width, generator=generator).to(target.device, target.dtype)
+            for width in widths
+        )
+        ctx = Context(ids_BT, layers_BTF, final_BTD)
     anchors = torch.tensor([[4, 17, 30]], device=target.device)
     assert isinstance(drafter, Predictor)
     hidden = drafter.hidden(ctx, anchors, None)

@@ -9,7 +9,6 @@ from transformers import LlamaConfig
 
 from specdec.drafters.nn.rope import share_of
 from specdec.errors import require
-from specdec.targets.base import Target
 from specdec.targets.parts import Parts, head_factor
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -38,7 +37,7 @@ class Layout:
     returns None."""
 
     method: str  # vLLM's name for drafting with such weights
-    config: Callable[[Any, Target], Description]
+    config: Callable[[Any, Parts], Description]
     write: Callable[[Any, Tensors], Tensors] = unchanged
     read: Callable[[Any, Tensors], Tensors] = unchanged
     refuse: Callable[[Any, Parts], None] | None = None
@@ -48,7 +47,7 @@ class Layout:
     parallel: bool = False  # vLLM's option `parallel_drafting`
     served: bool = True  # whether vLLM offers the method, and not only code that loads the weights
     # keys that the engine looks for in the target's own config; they are written beside the draft
-    overrides: Callable[[Any, Target], Description] | None = None
+    overrides: Callable[[Any, Parts], Description] | None = None
 
 
 def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
@@ -92,7 +91,7 @@ def refuse_biased_head(drafter: Any, target: Parts) -> None:
     )
 
 
-def special_tokens(target: Target) -> Description:
+def special_tokens(target: Parts) -> Description:
     """The ids of the target's special tokens, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(target.config, name, None) for name in names}

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specdec.drafters.models.lm import LM
 from specdec.formats.layout import Description, Layout, Tensors, special_tokens
-from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
-def config(drafter: LM, target: Target) -> Description:
+def config(drafter: LM, target: Parts) -> Description:
     return {
         **drafter.model.config.to_dict(),
         "architectures": [type(drafter.model).__name__],

@@ -7,10 +7,10 @@ both in silence. Layers have a bias only if `medusa_fc_bias` is true; its defaul
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats import heads
 from specdec.formats.layout import Description, Layout
-from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
-def config(drafter: Medusa, target: Target) -> Description:
+def config(drafter: Medusa, target: Parts) -> Description:
     """`architectures: [MedusaModel]`, for vLLM."""
     return {
         "architectures": ["MedusaModel"],

@@ -13,10 +13,10 @@ from specdec.drafters.recurrent.mlp import Mlp
 from specdec.errors import require
 from specdec.formats import heads
 from specdec.formats.layout import Description, Layout, Tensors
-from specdec.targets.base import Target
+from specdec.targets.parts import Parts
 
 
-def config(drafter: Mlp, target: Target) -> Description:
+def config(drafter: Mlp, target: Parts) -> Description:
     """`architectures: [MLPSpeculatorPreTrainedModel]`. The tree is the authors' for three heads."""
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],

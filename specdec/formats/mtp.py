@@ -19,11 +19,10 @@ from specdec.formats.layout import (
     refuse_biased_head,
     special_tokens,
 )
-from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 
 
-def overrides(drafter: MTP, target: Target) -> Description:
+def overrides(drafter: MTP, target: Parts) -> Description:
     """The keys of the module's attention and norms: MiMo-V2's own, so they change no target. The
     share of a head that is rotated is also the target's own (see `refuse`)."""
     described = one_layer(drafter)
@@ -43,7 +42,7 @@ def overrides(drafter: MTP, target: Target) -> Description:
     return keys
 
 
-def config(drafter: MTP, target: Target) -> Description:
+def config(drafter: MTP, target: Parts) -> Description:
     """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader."""
     return {
         **one_layer(drafter),

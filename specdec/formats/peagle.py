@@ -7,15 +7,14 @@ from specdec.drafters.parallel.peagle import PEagle
 from specdec.errors import require
 from specdec.formats import eagle3
 from specdec.formats.layout import Description
-from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 
 
-def hf(drafter: PEagle, target: Target) -> Description:
+def hf(drafter: PEagle, target: Parts) -> Description:
     return {**eagle3.hf(drafter, target), "mask_token_id": drafter.mask_token}
 
 
-def speculators(drafter: PEagle, target: Target) -> Description:
+def speculators(drafter: PEagle, target: Parts) -> Description:
     """The format by which `vllm serve DIR` turns parallel drafting on by itself."""
     described = eagle3.speculators(drafter, target)
     described |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from specdec.errors import UserError, first_line, memory_for, require, require_known
@@ -191,12 +192,31 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         logging.set_verbosity(verbosity)
 
 
-class TargetOnDemand:
-    """A job's target: only what the job needs at the time is in memory."""
+def _note_fingerprint(cfg: TargetConfig) -> None:
+    """Note the fingerprint of a checkpoint whose layers nobody here is to load: the one that the
+    whole target would have or, if the files name its tensors otherwise, one of the files."""
+    cfg, _, config, _, weights = _opened(cfg)
+    if weights is None or config.is_encoder_decoder or weights.fingerprint():
+        return
+    fingerprint = None
+    if method(config) is None and not get_checkpoint_conversion_mapping(config.model_type):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=cfg.trust_remote_code
+            )
+        fingerprint = weights.checksum_as(model)
+    weights.write(fingerprint or weights.checksum())
 
-    def __init__(self, cfg: TargetConfig) -> None:
+
+class TargetOnDemand:
+    """A job's target: only what the job needs at the time is in memory. `alone`: the parts are
+    loaded without ever loading the layers, where the checkpoint allows it."""
+
+    def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
         self.cfg = cfg
         self._whole: Target | None = None
+        if alone:
+            _note_fingerprint(cfg)
         self._stored = load_parts(cfg)
 
     @property
@@ -208,7 +228,11 @@ class TargetOnDemand:
         """The target with its layers. Raises UserError if its weights changed in the meantime."""
         if self._whole is None:
             self._whole = load_target(self.cfg)
-            fingerprint = self._whole.fingerprint()
+            fingerprint, noted = self._whole.fingerprint(), None
+            if self._stored is not None and self._whole.weights:
+                noted = self._stored.fingerprint()
+            if noted not in (None, fingerprint) and noted == self._whole.weights.checksum():
+                self._whole.stored = fingerprint = str(noted)  # see `_note_fingerprint`
             require(
                 self._stored is None or fingerprint == self._stored.fingerprint(),
                 f"target.path={self.cfg.path!r}: the weights are not those that this job began "

@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
 from specdec.targets.turns import turn_ends
 
+NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # before the head
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
 
@@ -82,6 +83,19 @@ class Parts:
         """The norm after the last layer, if it has the usual name and stands beside the layers."""
         around = self.model.get_submodule(self.prefix.rpartition(".")[0])
         return getattr(around, "norm", None)
+
+    def normed(self, last: Tensor) -> Tensor:
+        """The final hidden state [..., D] of the stream [..., D] after the last layer. Raises
+        UserError for a model whose final norm does not stand beside its layers."""
+        around = self.model.get_submodule(self.prefix.rpartition(".")[0])
+        norms = [around.get_submodule(n) for n in NORMS if hasattr(around, n)]
+        require(
+            len(norms) == 1,
+            f"{self.title} has no final norm that is known to us, which the states of an engine "
+            "lack: leave out features.from",
+        )
+        state: Tensor = norms[0](last)
+        return state
 
     @property
     def norm_weight(self) -> Tensor | None:
@@ -268,8 +282,13 @@ def checksum(state: dict[str, Tensor]) -> str:
     rounded to bfloat16, whose bits are read as integers. Two exact sums of each tensor, over all
     values and over a sample weighted by place, are hashed with the names and shapes. Weights that
     are stored quantised are summed as they are stored."""
+    return checksum_of(sorted(_stored(state), key=itemgetter(0)))
+
+
+def checksum_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The `checksum` of tensors in the order of their names, one in memory at a time."""
     digest = hashlib.blake2b(digest_size=12)
-    for name, value in sorted(_stored(state), key=itemgetter(0)):
+    for name, value in tensors:
         rounded = value.to(torch.bfloat16) if plain(value) else value
         bits = torch.uint8 if rounded.itemsize == 1 else torch.int16
         whole = (rounded if rounded.dim() else rounded[None]).contiguous().view(bits)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from specdec.files import write_whole
 from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
-from specdec.targets.parts import Parts, checksum
+from specdec.targets.parts import Parts, checksum, checksum_of
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
@@ -89,6 +89,34 @@ class Weights:
             with safe_open(self.files[name], framework="pt") as file:
                 digest.update(checksum({name: file.get_tensor(name)}).encode())
         return digest.hexdigest()
+
+    def checksum_as(self, model: nn.Module) -> str | None:
+        """The `Parts.checksum` of the model that these files hold, read one tensor at a time.
+        `model` has its tensors without their values (on the meta device). None if the files name or
+        shape their tensors otherwise than the model."""
+        alike: dict[int, list[str]] = {}  # the names of each tensor; several if it is tied
+        state = model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            alike.setdefault(id(value), []).append(name)
+        places = {
+            name: next((n for n in alike[id(value)] if n in self.files), None)
+            for name, value in state.items()
+        }
+        if None in places.values():
+            return None
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name in sorted(state):
+                stored = str(places[name])
+                with safe_open(self.files[stored], framework="pt") as file:
+                    yield name, file.get_tensor(stored)
+
+        for name, value in state.items():
+            stored = str(places[name])
+            with safe_open(self.files[stored], framework="pt") as file:
+                if list(file.get_slice(stored).get_shape()) != list(value.shape):
+                    return None
+        return checksum_of(tensors())
 
     def fingerprint(self) -> str | None:
         """The noted fingerprint, if there is one that is as it was written."""

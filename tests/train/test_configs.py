@@ -241,7 +241,7 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("drafter.layers=[1,2,99]", ["99", "to 4"]),
         ("decode.rule=blok", ["decode.rule|blok", "did you mean 'block'"]),
         ("decode.gamma=0", ["decode.gamma"]),
-        ("decode.prompts=0", ["prompts"]),
+        ("decode.prompts=-1", ["prompts"]),
         ("decode.repeats=0", ["decode.repeats"]),
         ("decode.temperatures=[]", ["decode.temperatures"]),
         ("decode.temperatures=[-1.0]", [r"decode\.temperatures", "-1"]),

@@ -5,6 +5,7 @@ rounds of the decoder that wrote them. Logs of rounds are read here too."""
 import hashlib
 import json
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of
 
+# features of answers are written after so many seconds or bytes
+SECONDS, AT_ONCE = 2.0, 32 * 2**20
 UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
 
 
@@ -104,7 +107,7 @@ def answered(
     With `cfg.engines` and no author, engines write the answers, as `_served` says.
     """
     if cfg.engines and author is None:
-        return _served(target, prompts, cfg, accelerator, progress)
+        return _served(target, prompts, cfg, accelerator, progress, keep)
     key = _key(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key
@@ -200,9 +203,11 @@ def _served(
     cfg: AnswersConfig,
     accelerator: Accelerator,
     progress: Progress,
+    keep: Store | None,
 ) -> list[Document]:
-    """`answered` by engines that serve the target. Prompts that they do not answer are left out.
-    Raises UserError if an answer is not what the target would say."""
+    """`answered` by engines that serve the target. With `keep`, they also give the features of the
+    answers that they write now. Prompts that they do not answer are left out. Raises UserError if
+    an answer is not what the target would say."""
     key, ranks = _key(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
     asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
@@ -220,7 +225,7 @@ def _served(
         return names
 
     if not (before := ranks.first(known)) >= asked.keys():
-        _ask(target, asked, before, cfg, folder, key, ranks, progress)
+        _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
         accelerator.wait_for_everyone()
     return ranks.handed(documents)
 
@@ -232,42 +237,69 @@ def _ask(
     cfg: AnswersConfig,
     folder: Path,
     key: str,
+    keep: Store | None,
     ranks: Ranks,
     progress: Progress,
 ) -> None:
     """Let engines answer this process's share of the prompts that are not `known`. The first
     answers are compared with what the target would say. From then on, each is written as it comes,
-    so that only requests under way are lost if the process is killed. Prompts without an answer are
+    so that only requests under way are lost if the process is killed; with features, which are
+    written before their answers, also those of the last two seconds. Prompts without an answer are
     noted at the end and not asked again."""
     mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
-    client = engines.engines_of("answers.from", cfg.engines, target.parts)
+    parts = target.parts
+    client = engines.engines_of("answers.from", cfg.engines, parts)
     engines.require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
-    console.print(f"answers from {client.title}")
+    console.print(f"answers{' and features' if keep else ''} from {client.title}")
     task = progress.add_task("engine's answers", total=len(mine))
     path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, str]()
-    first, compared = dict[str, list[int]](), False
+    first, accepted = dict[str, engines.Answer](), dict[str, list[int]]()
+    compared, written = False, time.monotonic()
 
-    def write(answers: Mapping[str, Sequence[int]]) -> None:
-        lines = [json.dumps(sealed({"prompt": n, "ids": ids}, key)) for n, ids in answers.items()]
+    def write() -> None:
+        nonlocal written
+        if keep:
+            keep.write()
+        lines = [json.dumps(sealed({"prompt": n, "ids": x}, key)) for n, x in accepted.items()]
         with path.open("ab", buffering=0) as file:
             file.write("".join(f"{line}\n" for line in lines).encode())
+        accepted.clear()
+        written = time.monotonic()
+
+    def accept(name: str, answer: engines.Answer) -> None:
+        if keep:
+            keep.keep(
+                [*asked[name], *answer.ids], *engines.features_of(answer.states, parts), parts
+            )
+        accepted[name] = answer.ids
+        late = time.monotonic() - written > SECONDS or (keep and keep.unwritten > AT_ONCE)
+        if not keep or late:
+            write()
 
     def compare() -> None:
-        texts = [(asked[name], ids) for name, ids in first.items()]
-        engines.require_same_model(target.whole(), texts, sampler)
-        write(first)
+        """Accept the first answers if they are the target's."""
+        whole = None if keep or not first else target.whole()
+        read = [
+            (engines.final_of(whole, parts, asked[name], answer), answer.ids)
+            for name, answer in first.items()
+        ]
+        engines.require_same_model(parts, read, sampler)
+        for name, answer in first.items():
+            accept(name, answer)
         first.clear()
+        write()
 
+    layers = None if keep is None else [*keep.kind.layers, parts.config.num_hidden_layers]
     prompts, seeds = {name: asked[name] for name in mine}, {name: _seed(name, cfg) for name in mine}
     how = sampler, cfg.max_new_tokens, max(1, cfg.batch // ranks.world)
     try:
-        for name, answer in engines.answers_of(client, target.parts, prompts, seeds, *how):
+        for name, answer in engines.answers_of(client, parts, prompts, seeds, *how, layers):
             progress.advance(task, 1)
             if isinstance(answer, Failed):
                 failed[name] = answer.reason
             elif compared:
-                write({name: answer})
+                accept(name, answer)
             else:
                 first[name] = answer
                 if compared := len(first) == engines.COMPARED:

@@ -4,13 +4,16 @@ prompt is a prefix."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.context import FeatureSpec
 from specdec.engines.client import Engines, Failed, Refused, Request, Server, Unavailable
+from specdec.engines.states import ASKED, states_of
 from specdec.errors import UserError, require
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
@@ -21,6 +24,15 @@ COMPLETIONS = "/completions"
 PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 COMPARED = 8  # answers that are compared with what the target would say before any is kept
 GREEDY = 0.9  # share of greedy tokens that are at least its likeliest; rounding flips near-ties
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's ids and, if they were asked for, the states [T, D] after some layers, for the
+    prompt and the answer without its last token."""
+
+    ids: list[int]
+    states: Sequence[Tensor] = ()
 
 
 def engines_of(setting: str, urls: Sequence[str], target: Parts) -> Engines:
@@ -53,10 +65,11 @@ def answers_of(
     sampler: Sampler,
     limit: int,
     at_once: int,
-) -> Iterator[tuple[str, list[int] | Failed]]:
+    layers: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Answer | Failed]]:
     """The answers of at most `limit` tokens to prompts, by their names, in the order in which they
-    come. Raises UserError for an answer that cannot be the target's, and as `Engines.results`
-    does."""
+    come, with the states after these `layers`. Raises UserError for an answer that cannot be the
+    target's, and as `Engines.results` does."""
     requests = [
         Request(
             name,
@@ -68,13 +81,17 @@ def answers_of(
                 "return_token_ids": True,
                 "skip_special_tokens": False,
                 **sampling(sampler, seeds[name]),
+                **({} if layers is None else {"kv_transfer_params": ASKED}),
             },
         )
         for name, prompt in asked.items()
     ]
 
-    def read(name: str, reply: Any) -> list[int]:
-        return ids_of(reply, asked[name], target, limit)
+    def read(name: str, reply: Any) -> Answer:
+        ids = ids_of(reply, asked[name], target, limit)
+        if layers is None:
+            return Answer(ids)
+        return Answer(ids, states_of(reply, [*asked[name], *ids], layers, target.width))
 
     return engines.results(requests, at_once, read)
 
@@ -131,17 +148,36 @@ def _of_text(text: str, prompt: Sequence[int], target: Parts, reason: str) -> li
 
 
 @torch.no_grad()
+def features_of(states: Sequence[Tensor], target: Parts) -> tuple[Tensor, Tensor | None]:
+    """The final state [1, T, D] and the layers [1, T, F] of states after layers. The last of these
+    states is that after all layers, before the final norm, as an engine gives it."""
+    *layers, last = (x[None].to(target.device, target.dtype) for x in states)
+    return target.normed(last), torch.cat(layers, -1) if layers else None
+
+
+@torch.no_grad()
+def final_of(target: Target | None, parts: Parts, prompt: Sequence[int], answer: Answer) -> Tensor:
+    """The final states [N, D] before each token of an answer: read by the target or, if there is
+    none here, those that came with the answer."""
+    if target is None:
+        final_1TD, _ = features_of(answer.states, parts)
+    else:
+        ids_BT = torch.tensor([[*prompt, *answer.ids]], device=target.device)
+        _, final_1TD = target.features(ids_BT, FeatureSpec())
+    return final_1TD[0, len(prompt) - 1 :][: len(answer.ids)]
+
+
+@torch.no_grad()
 def require_same_model(
-    target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], sampler: Sampler
+    target: Parts, read: Sequence[tuple[Tensor, Sequence[int]]], sampler: Sampler
 ) -> None:
-    """Raise UserError unless texts of prompts and answers are what this target would say: greedy
-    tokens are its likeliest ones, but for near-ties, and sampled ones as likely as its own."""
+    """Raise UserError unless answers of engines are what the target would say, by the final states
+    [N, D] before their tokens: greedy tokens are its likeliest ones, but for near-ties, and sampled
+    ones as likely as its own."""
     likeliest, surprise, spread, count = 0, 0.0, 0.0, 0
-    for prompt, answer in texts:
-        ids_BT = torch.tensor([[*prompt, *answer]], device=target.device)
-        _, final_BTD = target.features(ids_BT, FeatureSpec())
-        said_N = ids_BT[0, len(prompt) :]
-        logits_NV = target.logits(final_BTD[0, len(prompt) - 1 : -1]).double()
+    for final_ND, answer in read:
+        said_N = torch.tensor(answer, device=target.device)
+        logits_NV = target.logits(final_ND).double()
         likeliest += int((logits_NV.argmax(-1) == said_N).sum())
         count += len(said_N)
         if sampler.temperature > 0:

@@ -2,7 +2,7 @@
 computed whenever they are requested. Training does not know which.
 
 The target in this process fills a store, either as it reads texts (with `Online` as the source) or
-while it answers prompts.
+while it answers prompts; or engines do (engines.py).
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from specdec.targets.parts import Parts
 from train.config import Config
 from train.data.packing import Row, pack
 from train.data.template import Document
+from train.features import engines
 from train.features.source import Online, Source
 from train.features.store import Disk, Store, megabytes
 
@@ -48,6 +49,7 @@ class Features:
     length: int  # of a packed row, at most
     store: Store | None
     keeps_layers: bool  # whether the target's layers are needed after the store is filled
+    engines: Sequence[str]  # that fill the store; if there are none, the target does
     accelerator: Accelerator
     progress: Progress
 
@@ -65,7 +67,7 @@ class Features:
             needs = needs_of(cfg.drafter, target.parts)
             store = Store(cfg.features, target.parts, needs, cfg.sampler)
         where = target, needs, cfg.sampler, cfg.data.max_length, store, cfg.needs_layers
-        return cls(*where, accelerator, progress)
+        return cls(*where, cfg.features.engines, accelerator, progress)
 
     def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
         """A source of packed rows for each list of documents. If there is a store, the missing
@@ -85,7 +87,7 @@ class Features:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         if mine := missing[rank::world]:
             with memory_for("computing the target's features", "lower data.max_length"):
-                store.fill(self._online(needs, mine), self.progress)
+                self._fill(needs, mine, self.progress)
         self.accelerator.wait_for_everyone()
         store.refresh()
         if not self.keeps_layers:
@@ -101,6 +103,13 @@ class Features:
         """Store the features of a row that turned out to be damaged."""
         assert self.store is not None
         with bars(console, False) as quiet:
-            self.store.fill(self._online(needs, [row]), quiet)
+            self._fill(needs, [row], quiet)
         if not self.keeps_layers:
             self.target.release()
+
+    def _fill(self, needs: FeatureSpec, rows: Sequence[Row], progress: Progress) -> None:
+        assert self.store is not None
+        if self.engines:
+            engines.fill(self.store, rows, self.engines, self.target.parts, progress)
+        else:
+            self.store.fill(self._online(needs, rows), progress)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, FeatureSpec
 from specdec.decoding.answers import Record
+from specdec.engines.client import Server
 from specdec.errors import UserError, first_line, require, require_known
 from specdec.files import make_folder, read_record, require_file, write_json
 from specdec.forcing.batch import Batch, summarise
@@ -53,14 +55,25 @@ SUMS = "checksums"  # of the documents in a file, in the metadata of its header,
 class FeaturesConfig:
     """`cache`: "disk" computes each document's features once and reads them back in every epoch;
     "online" runs the target at every step and stores nothing. `path` is the folder; null: one under
-    `root` that is named after what the features are made from."""
+    `root` that is named after what the features are made from. `engines` are servers of the target
+    that compute the features, and write the answers too unless `answers.engines` are others; on the
+    command line, features.from=http://host:8000/v1 sets them, several with commas between them. The
+    target's layers are then never loaded for training."""
 
     cache: str = "disk"
     path: str | None = None
     root: str = "cache/features"
+    engines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require_known("features", self, cache=("disk", "online"))
+        for url in self.engines:
+            Server.of("features.from", url)
+        require(
+            not self.engines or self.cache == "disk",
+            "features.from fills a store, and features.cache=online has none: leave one of them "
+            "out",
+        )
         require(bool(self.root.strip()), "features.root is empty: give a folder")
         require(
             self.path is None or bool(self.path.strip()),
@@ -77,6 +90,7 @@ class Kind:
     layers: tuple[int, ...]
     sampler: Sampler
     width: int
+    engine: bool = False  # whether an engine computed them: it may round otherwise
 
     def bytes(self, tokens: int) -> int:
         """Size on disk of the features of `tokens` tokens."""
@@ -93,8 +107,11 @@ class Store:
         self, cfg: FeaturesConfig, target: Parts, needs: FeatureSpec, sampler: Sampler
     ) -> None:
         of_target = target.fingerprint(), str(target.dtype)
-        self.kind = Kind(*of_target, needs.layers, sampler, target.width)
-        plain = json.dumps(asdict(self.kind)).encode()
+        self.kind = Kind(*of_target, needs.layers, sampler, target.width, bool(cfg.engines))
+        named = asdict(self.kind)
+        if not cfg.engines:  # stores had no such mark before engines could fill them
+            del named["engine"]
+        plain = json.dumps(named).encode()
         self.key = hashlib.blake2b(plain, digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
         self._files: dict[str, Path] = {}  # by the name of a document
@@ -177,15 +194,26 @@ class Store:
         its p is at the position before it, and anchors read only positions before themselves."""
 
         def keep(text: list[int], ctx: Context) -> None:
-            final = ctx.final_BTD
-            assert final is not None
-            parts = parts_of(final, summarise(target, final, self.kind.sampler), ctx.layers_BTF)
-            lacking = len(text) - final.shape[1]  # 1: the last token
-            self._decoded[name_of(np.array(text, np.int32))] = {
-                n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu() for n, x in parts.items()
-            }
+            assert ctx.final_BTD is not None
+            self.keep(text, ctx.final_BTD, ctx.layers_BTF, target)
 
         return Record(FeatureSpec(self.kind.layers), keep)
+
+    def keep(
+        self, text: Sequence[int], final_1TD: Tensor, layers_1TF: Tensor | None, target: Parts
+    ) -> None:
+        """Keep the features of a text, or of all its tokens but the last, for `write`."""
+        summary = summarise(target, final_1TD, self.kind.sampler)
+        lacking = len(text) - final_1TD.shape[1]
+        self._decoded[name_of(np.array(text, np.int32))] = {
+            n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu().contiguous()
+            for n, x in parts_of(final_1TD, summary, layers_1TF).items()
+        }
+
+    @property
+    def unwritten(self) -> int:
+        """Bytes of features that are kept and not yet written."""
+        return sum(x.nbytes for kept in self._decoded.values() for x in kept.values())
 
     def write(self) -> None:
         """Store what was recorded since the last call."""

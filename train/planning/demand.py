@@ -50,7 +50,7 @@ def stages(
     of what a stage needs."""
     room, new = ROOM * device.memory, cfg.answers.max_new_tokens
     whole, listed = _whole(target, device, devices), []
-    if cfg.data.answers == "target" and not cfg.answers.engines:
+    if cfg.data.answers == "target" and not cfg.answering.engines:
         row = _row(target, cfg.data.max_prompt, new)
         rows = max(1, min(cfg.answers.batch, int((SHARE * device.memory - target.bytes) / row)))
         remedy = (

@@ -201,7 +201,7 @@ def outlook(cfg: Config) -> Outlook:
         gains=[gain(costs, planning.alpha) for costs in rounds],
         alpha=planning.alpha,
         measured=timed_here,
-        engines=bool(cfg.answers.engines),
+        engines=bool(cfg.answering.engines),
         **_time_and_disk(cfg, of_target, of_draft, amount, speeds, regresses),
     )
 
@@ -220,11 +220,11 @@ def _time_and_disk(
     n, held = amount.conversations, max(1, round(amount.conversations * share))
     sides = (n, amount.tokens), (held, round(amount.tokens * held / n))
     work = work_of(cfg, held, cfg.planning.devices, regresses)
-    if cfg.answers.engines:  # this process reads the answers, and its time does not tell theirs
+    if cfg.answering.engines:  # this process reads the answers, and its time does not tell theirs
         work, speeds = replace(work, kept=False), replace(speeds, answered=0.0)
     if cfg.budget.minutes is None:
         time = of_size(*sides, speeds, work, work.prompts, n)
-        time = replace(time, answering=0.0) if cfg.answers.engines else time
+        time = replace(time, answering=0.0) if cfg.answering.engines else time
     else:
         each = [[round(tokens / count)] * count for count, tokens in sides]
         time = fitted(60 * cfg.budget.minutes, cfg.budget.floor, speeds, work, *each)

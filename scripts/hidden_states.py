@@ -1,0 +1,63 @@
+"""The connector by which vLLM writes the target's hidden states to files, for `features.from=`.
+
+It runs inside vLLM, which `scripts/serve` starts with it, so it imports nothing from the project.
+vLLM's own connector (ExampleHiddenStatesConnector, version 0.32) copies the states through streams
+and events of CUDA; on machines without CUDA, this one copies them at once. Everywhere, it also says
+in its response, and in the header of each file, which layers the states are of, so that a client
+never takes one layer for another.
+"""
+
+import fcntl
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    PendingSave,
+    extract_from_kv_cache,
+)
+
+
+class Copied:
+    """Stands for the event that a copy has ended, where copies end at once."""
+
+    def query(self) -> bool:
+        return True
+
+
+class HiddenStates(ExampleHiddenStatesConnector):
+    """vLLM's connector, on machines without CUDA too."""
+
+    @property
+    def layers(self) -> list[int]:
+        config: Any = self._vllm_config.speculative_config.draft_model_config.hf_config
+        return list(config.eagle_aux_hidden_state_layer_ids)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        later, params = super().request_finished(request, block_ids)
+        return later, None if params is None else {**params, "layers": self.layers}
+
+    def _submit_async_write(self, pending: PendingSave) -> None:
+        if torch.cuda.is_available():
+            super()._submit_async_write(pending)
+            return
+        if not self._is_tp_rank_zero:
+            return
+        size = self._block_size
+        block_ids = torch.tensor(pending.block_ids, dtype=torch.long)
+        slots = (block_ids[:, None] * size + torch.arange(size)).flatten()
+        states = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
+        lock = self._lock_fds.pop(pending.req_id, None)
+        if lock is None and self.use_lock:
+            lock = os.open(f"{pending.filename}.lock", os.O_CREAT | os.O_WRONLY, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids}
+            os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+            save_file(tensors, pending.filename)
+        finally:
+            if lock is not None:
+                os.close(lock)  # a client that waits for the file goes on
+        self._req_copy_events[pending.req_id] = Copied()
