@@ -136,6 +136,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LAYERS = 4
+CLOCKED = ("tokens_per_second", "waiting")  # figures of a training record
 DRAFTER_OVERRIDES = {
     "eagle3": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
     "eagle": ["drafter.depth=2"],
@@ -383,7 +384,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     """The training records of a run, without what depends on the clock."""
     return [
-        (r["step"], {k: v for k, v in r["train"].items() if k != "tokens_per_second"})
+        (r["step"], {k: v for k, v in r["train"].items() if k not in CLOCKED})
         for r in records(folder)
         if "train" in r
     ]

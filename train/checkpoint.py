@@ -60,6 +60,7 @@ class State:
     rows: int = 0  # packed rows read so far: the position in the data
     tokens: int = 0  # in these rows
     seconds: float = 0.0
+    waiting: float = 0.0  # of these seconds, for stored features
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
     optimizer: list[dict[str, Any]] = field(default_factory=list)  # groups, as last saved
@@ -69,7 +70,7 @@ class State:
     tensors: str = ""  # that of the tensors
 
     def __post_init__(self) -> None:
-        require_within("state", self, step=0, rows=0, tokens=0, seconds=0, waited=0)
+        require_within("state", self, step=0, rows=0, tokens=0, seconds=0, waiting=0, waited=0)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

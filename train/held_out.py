@@ -20,10 +20,12 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
     walks = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
     starts: list[int | None] = [*range(0, len(held_out.rows), rows)]
     starts += [None] * (-len(starts) % world)  # all processes run the same number of forwards
+    mine = starts[rank::world]
+    of_starts = [range(start or 0, len(held_out.rows))[:rows] for start in mine]
+    held_out.expect(of_starts)
     with torch.no_grad():
-        for start in starts[rank::world]:
-            first = start or 0
-            batch = held_out.batch(range(first, min(first + rows, len(held_out.rows))))
+        for start, indices in zip(mine, of_starts, strict=True):
+            batch = held_out.batch(indices)
             with accelerator.autocast():
                 table = model(batch, measure=True)
             real = start is not None  # a surplus forward counts for nothing
@@ -32,6 +34,7 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
             for answer in answers(table, batch) if real else ():
                 both = (answer.greedy, answer.sampled)
                 walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
+    held_out.expect([])
     model.train()
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")
     count_K, sampled_K, greedy_draft_K, greedy_K = sums.cpu()

@@ -76,7 +76,8 @@ class Diverged(UserError):
 @dataclass
 class TrainRecord:
     """Training figures. The lists, by depth, are means since the last record; `lr` and
-    `gradient_norm` are those of the last step, and the speed is that of the whole run so far."""
+    `gradient_norm` are those of the last step. The speed, and the share of the time that was spent
+    `waiting` for stored features, are those of the whole run so far."""
 
     loss: list[float]
     sampled: list[float]
@@ -85,10 +86,13 @@ class TrainRecord:
     lr: float
     gradient_norm: float
     tokens_per_second: float
+    waiting: float
 
     def __str__(self) -> str:
         alpha = " ".join(f"{a:.3f}" for a in self.sampled)
-        return f"loss {self.loss[0]:.2f}  α {alpha}  {self.tokens_per_second:,.0f} tokens/s"
+        waiting = f"  waiting {self.waiting:.1%}" if self.waiting >= 0.001 else ""
+        speed = f"{self.tokens_per_second:,.0f} tokens/s{waiting}"
+        return f"loss {self.loss[0]:.2f}  α {alpha}  {speed}"
 
 
 @dataclass
@@ -203,6 +207,7 @@ def train(
     for epoch in epochs:
         orders, learner.steps = steps_of(cfg, lengths, epoch, learner.step, portion)
         progress.update(task, total=learner.steps)
+        source.expect(_unread(orders, learner, cfg, rank, world))
         for chosen in orders:
             if learner.stopped:
                 break
@@ -211,7 +216,7 @@ def train(
                 learner.passed += sum(lengths[i] for i in chosen)
                 _require_same_rows(learner)
                 continue
-            started = time.perf_counter()
+            started, waited = time.perf_counter(), source.waited
 
             # one step: forward and backward over this process's micro-batches
             seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
@@ -223,7 +228,7 @@ def train(
             count = sum(a.total for a in anchors.values())
             losses: list[Tensor] = []
             for n in range(cfg.accumulate):
-                mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+                mine = _micro_batch(chosen, n, cfg, rank, world)
                 batch = source.batch(mine)
                 moment = Moment(step / learner.steps, [seeds[i] for i in mine])
                 last = n + 1 == cfg.accumulate
@@ -238,7 +243,7 @@ def train(
             # only here does the host wait for what the step has computed
             norm = float(accelerator.clip_grad_norm_(parameters, schedule.clip))
             for n, value in enumerate(torch.stack(losses).tolist()):
-                mine = chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+                mine = _micro_batch(chosen, n, cfg, rank, world)
                 _require_finite(value, "loss", step, mine)
             _require_finite(norm, "gradient", step, chosen)
             rate = optim.learning_rate(schedule, step, learner.steps)
@@ -251,11 +256,18 @@ def train(
             state.step, state.rows = step + 1, (step + 1) * portion
             state.tokens += sum(len(row.ids) for row in of_rows.values())
             state.seconds += time.perf_counter() - started
+            state.waiting += source.waited - waited
             sums = learner.statistics.cpu()
             means = sums[:, 1:] / sums[:, :1].clamp_min(1)  # since the last record
             by_depth = dict(zip(STATISTICS[1:], means.T.tolist(), strict=True))
             speed = state.tokens / state.seconds
-            record = TrainRecord(**by_depth, lr=rate, gradient_norm=norm, tokens_per_second=speed)
+            record = TrainRecord(
+                **by_depth,
+                lr=rate,
+                gradient_norm=norm,
+                tokens_per_second=speed,
+                waiting=state.waiting / state.seconds,
+            )
             progress.update(task, advance=1, description=f"training  {record}")
             final = step + 1 == learner.steps
 
@@ -281,6 +293,7 @@ def train(
                 accelerator.wait_for_everyone()
         if learner.stopped or (cfg.max_tokens is not None and learner.ended):
             break
+    source.expect([])
     progress.remove_task(task)
 
 
@@ -317,6 +330,24 @@ def steps_of(
     order = torch.randperm(len(lengths), generator=generator).tolist()
     taken = range(min(per_epoch, steps - step))
     return [order[n * portion : (n + 1) * portion] for n in taken], steps
+
+
+def _micro_batch(
+    chosen: Sequence[int], n: int, cfg: LoopConfig, rank: int, world: int
+) -> Sequence[int]:
+    """The rows of a step that a process reads in its n-th micro-batch."""
+    return chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+
+
+def _unread(
+    orders: Sequence[Sequence[int]], learner: Learner, cfg: LoopConfig, rank: int, world: int
+) -> list[Sequence[int]]:
+    """The micro-batches that a process will read in an epoch, without the steps that a checkpoint
+    has taken."""
+    steps = enumerate(orders, learner.step)
+    left = [chosen for step, chosen in steps if step * learner.portion >= learner.state.rows]
+    each = range(cfg.accumulate)
+    return [_micro_batch(chosen, n, cfg, rank, world) for chosen in left for n in each]
 
 
 def _require_same_rows(learner: Learner, ended: bool = False) -> None:

@@ -50,6 +50,7 @@ class Features:
     store: Store | None
     keeps_layers: bool  # whether the target's layers are needed after the store is filled
     engines: Sequence[str]  # that fill the store; if there are none, the target does
+    ahead: int  # batches that are read before they are needed
     accelerator: Accelerator
     progress: Progress
 
@@ -67,7 +68,8 @@ class Features:
             needs = needs_of(cfg.drafter, target.parts)
             store = Store(cfg.features, target.parts, needs, cfg.sampler)
         where = target, needs, cfg.sampler, cfg.data.max_length, store, cfg.needs_layers
-        return cls(*where, cfg.features.engines, accelerator, progress)
+        more = cfg.features.engines, cfg.features.ahead
+        return cls(*where, *more, accelerator, progress)
 
     def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
         """A source of packed rows for each list of documents. If there is a store, the missing
@@ -94,7 +96,8 @@ class Features:
             self.target.release()
             drafter.attach(self.target.parts)
         device = self.target.parts.device
-        return [Disk(store, needs, rows, device, partial(self._again, needs)) for rows in sides]
+        again = partial(self._again, needs)
+        return [Disk(store, needs, rows, device, again, self.ahead) for rows in sides]
 
     def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> Online:
         return Online(self.target.whole(), needs, self.sampler, rows)

@@ -26,8 +26,14 @@ Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of ro
 class Source(Protocol):
     """Packed rows, with the target's features for them."""
 
+    waited: float  # seconds spent so far on waiting for stored features
+
     @property
     def rows(self) -> Sequence[Row]: ...
+
+    def expect(self, requests: Sequence[Sequence[int]]) -> None:
+        """Say which batches will be asked for, in order, so that stored ones may be read ahead;
+        none: nothing more will be."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Ids, features, final hidden states and the summary of p for the rows at these indices,
@@ -42,6 +48,10 @@ class Online:
         self, target: Target, needs: FeatureSpec, sampler: Sampler, rows: Sequence[Row]
     ) -> None:
         self.target, self.needs, self.sampler, self.rows = target, needs, sampler, rows
+        self.waited = 0.0  # it computes instead
+
+    def expect(self, requests: Sequence[Sequence[int]]) -> None:
+        """Nothing is read ahead."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]

@@ -6,11 +6,13 @@ document in it, which is checked whenever the document is read; damaged ones are
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -25,7 +27,7 @@ from torch.nn.functional import pad
 from specdec.context import Context, FeatureSpec
 from specdec.decoding.answers import Record
 from specdec.engines.client import Server
-from specdec.errors import UserError, first_line, require, require_known
+from specdec.errors import UserError, first_line, require, require_known, require_within
 from specdec.files import make_folder, read_record, require_file, write_json
 from specdec.forcing.batch import Batch, summarise
 from specdec.integrity import Damaged, of_tensors
@@ -34,6 +36,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 from train.data.packing import Row
+from train.features.ahead import Ahead
 from train.features.source import (
     AFTER,
     PARTS,
@@ -46,6 +49,7 @@ from train.features.source import (
     parts_of,
 )
 
+T = TypeVar("T")
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
 SUMS = "checksums"  # of the documents in a file, in the metadata of its header, as JSON by name
@@ -58,12 +62,14 @@ class FeaturesConfig:
     `root` that is named after what the features are made from. `engines` are servers of the target
     that compute the features, and write the answers too unless `answers.engines` are others; on the
     command line, features.from=http://host:8000/v1 sets them, several with commas between them. The
-    target's layers are then never loaded for training."""
+    target's layers are then never loaded for training. A thread
+    reads `ahead` batches while training computes (0: none)."""
 
     cache: str = "disk"
     path: str | None = None
     root: str = "cache/features"
     engines: list[str] = field(default_factory=list)
+    ahead: int = 2
 
     def __post_init__(self) -> None:
         require_known("features", self, cache=("disk", "online"))
@@ -74,6 +80,7 @@ class FeaturesConfig:
             "features.from fills a store, and features.cache=online has none: leave one of them "
             "out",
         )
+        require_within("features", self, ahead=0)
         require(bool(self.root.strip()), "features.root is empty: give a folder")
         require(
             self.path is None or bool(self.path.strip()),
@@ -119,6 +126,7 @@ class Store:
         self._sums: dict[str, str] = {}  # likewise; an earlier version wrote none
         self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
         self._decoded: dict[str, Features] = {}  # not written yet
+        self.lock = RLock()  # held while files are read or mended, as a thread reads ahead
         self._require_kind()
         self.refresh()
 
@@ -250,13 +258,13 @@ class Store:
     def read(self, row: Row, x: slice) -> Features:
         """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
         not as they were written."""
-        features = self._document(
-            name_of(row.ids[x]), PARTS if self.kind.layers else PARTS[:-1], (x.stop - x.start,)
-        )
-        if row.rounds is not None:
-            size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
-            parts = [AFTER + n for n in PARTS[:-1]]
-            features |= self._document(name_of_rounds(row, x), parts, size)
+        of_text = PARTS if self.kind.layers else PARTS[:-1]
+        with self.lock:
+            features = self._document(name_of(row.ids[x]), of_text, (x.stop - x.start,))
+            if row.rounds is not None:
+                size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
+                parts = [AFTER + n for n in PARTS[:-1]]
+                features |= self._document(name_of_rounds(row, x), parts, size)
         return features
 
     def discard(self, row: Row, x: slice) -> None:
@@ -337,13 +345,35 @@ class Disk:
         rows: Sequence[Row],
         device: torch.device,
         again: Callable[[Row], None] | None = None,
+        ahead: int = 0,
     ) -> None:
         self.store, self.needs, self.rows, self.device = store, needs, rows, device
-        self._again = again
+        self._again, self.waited = again, 0.0
+        self._ahead = Ahead(self._on_host, ahead)
+
+    def expect(self, requests: Sequence[Sequence[int]]) -> None:
+        self._ahead.expect(requests)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        rows = [self.rows[i] for i in indices]
-        return assembled(rows, self.device, self.needs, self._document)
+        start = time.perf_counter()
+        try:
+            batch = self._ahead.take(indices)
+        except Damaged:  # it is mended below: the thread must not run the target
+            batch = None
+        if batch is None:
+            rows = [self.rows[i] for i in indices]
+            batch = assembled(rows, self.device, self.needs, self._document)
+        elif self.device.type != "cpu":
+            batch = moved(batch, lambda x: x.to(self.device, non_blocking=True))
+        self.waited += time.perf_counter() - start
+        return batch
+
+    def _on_host(self, indices: Sequence[int]) -> Batch:
+        """The batch before it is moved to the device, in pinned memory if that is a GPU. Raises
+        Damaged, and mends nothing."""
+        rows, host = [self.rows[i] for i in indices], torch.device("cpu")
+        batch = assembled(rows, host, self.needs, self.store.read)
+        return moved(batch, Tensor.pin_memory) if self.device.type == "cuda" else batch
 
     def _document(self, row: Row, x: slice) -> Features:
         try:
@@ -352,14 +382,27 @@ class Disk:
             if self._again is None:
                 raise
             tell(f"{error}: the damaged features are computed again")
-        self.store.discard(row, x)
-        self._again(part_of(row, np.r_[x]))
-        return self.store.read(row, x)
+        with self.store.lock:
+            self.store.discard(row, x)
+            self._again(part_of(row, np.r_[x]))
+            return self.store.read(row, x)
 
 
 def part_of(row: Row, at: NDArray[np.int_]) -> Row:
     """A row of the tokens at these places of another."""
     return Row(**{n: x[at] for n, x in vars(row).items() if x is not None})
+
+
+def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:
+    """A tensor, or a dataclass or tuple that holds some, with each of them moved."""
+    if isinstance(value, Tensor):
+        return move(value)  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return type(value)(*(moved(x, move) for x in value))
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = {f.name: moved(getattr(value, f.name), move) for f in fields(value)}
+        return replace(value, **inner)
+    return value
 
 
 def _sums_of(file: Any) -> dict[str, str] | None:
