@@ -36,6 +36,7 @@ class FakeEngine:
         room: int = 512,
         states: Path | None = None,
         layers: Sequence[int] = (),
+        port: int = 0,
     ) -> None:
         """With a folder for `states`, it writes the hidden states after these layers there."""
         self.target, self.fault, self.states, self.layers = target, fault, states, list(layers)
@@ -71,7 +72,7 @@ class FakeEngine:
 
         for method in ("GET", "POST"):  # names that the base class asks for
             setattr(Handler, f"do_{method}", Handler.asked)
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
     @property
