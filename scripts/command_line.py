@@ -136,10 +136,18 @@ def require_beams_alone(
     """Raise UserError for fewer than one beam, and for options beside those `read` by a beam search
     of several."""
     require(args.beams >= 1, f"--beams {args.beams}: give 1 or more")
+    if args.beams > 1:
+        require_no_others(parser, args, read, "--beams")
+
+
+def require_no_others(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, read: Collection[str], mode: str
+) -> None:
+    """Raise UserError for options that were given and are not `read` in this mode."""
     for name, value in vars(args).items():
-        ignored = args.beams > 1 and name not in read and value != parser.get_default(name)
+        ignored = name not in read and value != parser.get_default(name)
         option = "--with" if name == "copying" else f"--{name.replace('_', '-')}"
-        require(not ignored, f"{option} cannot be combined with --beams: leave one of them out")
+        require(not ignored, f"{option} cannot be combined with {mode}: leave one of them out")
 
 
 def paths_of(text: str) -> Any:

@@ -7,8 +7,10 @@ None to break the connection off.
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from specdec.decoding.way import Way
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 
+OF_ENGINE = '{engine="0",model_name="tiny"'  # labels of vLLM's counters
 Fault = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
 
 
@@ -37,8 +40,13 @@ class FakeEngine:
         states: Path | None = None,
         layers: Sequence[int] = (),
         port: int = 0,
+        drafts: Way | None = None,
     ) -> None:
-        """With a folder for `states`, it writes the hidden states after these layers there."""
+        """With a folder for `states`, it writes the hidden states after these layers there; with
+        `drafts`, it decodes with the draft of that way and counts as vLLM does."""
+        self.drafts, self.counts = drafts, Counter[str]()
+        for name in ("drafts", "accepted_tokens"):  # vLLM's counters are there from the start
+            self.counts[f"{name}_total{OF_ENGINE}}}"] = 0
         self.target, self.fault, self.states, self.layers = target, fault, states, list(layers)
         self.models = [{"id": "tiny", "root": target.name, "max_model_len": room}]
         self.asked: list[dict[str, Any]] = []
@@ -80,7 +88,13 @@ class FakeEngine:
         return [tuple(body["prompt"]) for body in self.asked]
 
     def get(self, path: str) -> Any:
-        return {"data": self.models} if path == "/v1/models" else 404
+        answers = {"/v1/models": {"data": self.models}, "/version": {"version": "0.0"}}
+        if path == "/metrics" and self.drafts is not None:
+            return "".join(
+                f"# TYPE {name} counter\nvllm:spec_decode_num_{name} {float(count)}\n"
+                for name, count in self.counts.items()
+            )
+        return answers.get(path, 404)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         if path != "/v1/completions":
@@ -98,11 +112,17 @@ class FakeEngine:
         (answer,) = decode(
             self.target,
             [prompt],
-            Way(sampler=sampler),
+            replace(self.drafts or Way(), sampler=sampler),
             max_new_tokens=limit,
             eos=eos,
             seeds=[body["seed"]],
         )
+        for drafted in answer.rounds if self.drafts else ():
+            self.counts[f"drafts_total{OF_ENGINE}}}"] += 1
+            self.counts[f"accepted_tokens_total{OF_ENGINE}}}"] += drafted.accepted
+            for k in range(drafted.drafted):
+                at = f'accepted_tokens_per_pos_total{OF_ENGINE},position="{k}"}}'
+                self.counts[at] += drafted.accepted > k
         ended = answer.ids[-1] in eos
         choice = {
             "index": 0,

@@ -275,7 +275,7 @@ def run_script(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in RUN if "--compile" not in c])
+@pytest.mark.parametrize("command", [c for c in RUN if not re.search("--(compile|engine)", c)])
 def test_scripts_run_as_written(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(command, place, monkeypatch)
     if "--to" in (words := shlex.split(command)):
@@ -291,6 +291,18 @@ def test_scripts_that_compile_know_their_options(
     elsewhere = command.replace("runs/quickstart/best", "runs/nowhere")
     with pytest.raises(AssertionError, match=r"error: .*runs/nowhere"):
         run_script(elsewhere, place, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in RUN if "--engine" in c])
+def test_scripts_that_ask_an_engine_know_their_options(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine is running: tests/measure/test_served.py has one."""
+    nobody = command.replace("localhost:8000", "localhost:1")
+    monkeypatch.setitem(SHORTER, "evaluate", [])
+    with pytest.raises(AssertionError, match="no engine answers at http://localhost:1/v1"):
+        run_script(nobody, place, monkeypatch)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from specdec.errors import UserError, first_line, require
+from specdec.sampling.sampler import Sampler
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -22,6 +23,11 @@ CONNECTING, ANSWERING = 10.0, 1800.0  # seconds to wait for a connection, and fo
 REST = 30.0  # seconds in which a server that failed is asked only if the others failed too
 IN_A_ROW = 20  # requests that fail one after another before the engines count as broken
 KEY = "DRAFTSMITH_ENGINE_KEY"  # the environment variable with a server's key, if it asks for one
+
+
+COMPLETIONS = "/completions"
+# what an engine would else take from the generation_config.json of the model that it serves
+PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
 
 class Refused(Exception):
@@ -148,6 +154,12 @@ class Request(Generic[K]):
     name: K
     path: str
     body: Mapping[str, Any]
+
+
+def sampling(sampler: Sampler, seed: int) -> dict[str, Any]:
+    """The settings of a request, in the words of vLLM and SGLang."""
+    cutoffs = {"top_p": sampler.top_p, "top_k": sampler.top_k or -1}
+    return {"temperature": sampler.temperature, "seed": seed, **cutoffs, **PLAIN}
 
 
 class Engines:

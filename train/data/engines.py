@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 
 from specdec.context import FeatureSpec
-from specdec.engines.client import Engines, Failed, Refused, Request, Server, Unavailable
+from specdec.engines.client import (
+    COMPLETIONS,
+    Engines,
+    Failed,
+    Refused,
+    Request,
+    Server,
+    Unavailable,
+    sampling,
+)
 from specdec.engines.states import ASKED, states_of
 from specdec.errors import UserError, require
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 
-COMPLETIONS = "/completions"
-# what an engine would else take from the generation_config.json of the model that it serves
-PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 COMPARED = 8  # answers that are compared with what the target would say before any is kept
 GREEDY = 0.9  # share of greedy tokens that are at least its likeliest; rounding flips near-ties
 
@@ -49,12 +55,6 @@ def require_room_in(engines: Engines, longest: int) -> None:
         f"takes {engines.room}: serve with --max-model-len {longest}, or lower data.max_prompt or "
         "answers.max_new_tokens",
     )
-
-
-def sampling(sampler: Sampler, seed: int) -> dict[str, Any]:
-    """The settings of a request, in the words of vLLM and SGLang."""
-    cutoffs = {"top_p": sampler.top_p, "top_k": sampler.top_k or -1}
-    return {"temperature": sampler.temperature, "seed": seed, **cutoffs, **PLAIN}
 
 
 def answers_of(

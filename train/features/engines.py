@@ -8,7 +8,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.engines.client import Engines, Failed, Request
+from specdec.engines.client import COMPLETIONS, Engines, Failed, Request, sampling
 from specdec.engines.states import states_of
 from specdec.errors import require
 from specdec.progress import console
@@ -17,11 +17,9 @@ from specdec.targets.parts import Parts
 from train.data.answers import AT_ONCE, SECONDS
 from train.data.engines import (
     COMPARED,
-    COMPLETIONS,
     engines_of,
     features_of,
     require_room_in,
-    sampling,
 )
 from train.data.packing import Row
 from train.features.source import documents

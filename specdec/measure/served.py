@@ -1,0 +1,268 @@
+"""A draft in a serving engine: acceptance by position, τ and tokens/s, beside plain serving.
+
+All figures are the engine's own. Acceptance comes from vLLM's counters of speculation, read before
+and after each answer, so nobody else may use the engine meanwhile. Prompts are answered one at a
+time, in turn with and without drafts.
+"""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from specdec.engines.client import (
+    COMPLETIONS,
+    Model,
+    Refused,
+    Server,
+    Unavailable,
+    model_of,
+    sampling,
+)
+from specdec.errors import UserError, require
+from specdec.files import write_json, write_whole
+from specdec.sampling.sampler import Sampler
+from specdec.targets.parts import Parts
+from specdec.theory.intervals import Interval, ratio_interval
+
+FILE, PAGE = "served.json", "served.md"  # in the folder of an evaluation
+COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)$", re.M)
+POSITION = re.compile(r'position="(\d+)"')
+SETTLING = 5.0  # seconds within which an engine counts what it has answered
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer, the seconds that it took with its prefill, the rounds that were drafted for it,
+    and how many of these accepted each position."""
+
+    ids: list[int]
+    seconds: float
+    rounds: int = 0
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServedAt:
+    """The figures at a temperature; intervals are over prompts. The last three need an engine that
+    serves plainly."""
+
+    temperature: float
+    rounds: int
+    tau: Interval  # tokens per pass of the target
+    accepted: list[Interval]  # the share of rounds that accepted each position and all before it
+    tokens_per_second: Interval
+    plain_tokens_per_second: Interval | None = None
+    speedup: Interval | None = None
+    identical: int | None = None  # answers that are the same with and without drafts
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was measured, and where."""
+
+    draft: str
+    engine: str
+    plain: str | None
+    prompts: int
+    origin: str  # of the prompts
+    max_new_tokens: int
+    asked: list[ServedAt]
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / FILE, asdict(self))
+        write_whole(folder / PAGE, self.page())
+
+    def page(self) -> str:
+        """A page of Markdown."""
+        deepest = max(len(at.accepted) for at in self.asked)
+        columns = ["T", "τ", *(f"position {k + 1}" for k in range(deepest)), "rounds", "tokens/s"]
+        columns += ["plain tokens/s", "speedup", "same answers"] if self.plain else []
+        rows = [columns, ["---"] * len(columns)]
+        for at in self.asked:
+            shares = [share.text() for share in at.accepted]
+            row = [f"{at.temperature:g}", at.tau.text(2), *shares, *[""] * (deepest - len(shares))]
+            row += [f"{at.rounds:,}", at.tokens_per_second.text(1)]
+            if at.plain_tokens_per_second is not None and at.speedup is not None:
+                row += [at.plain_tokens_per_second.text(1), at.speedup.text(2)]
+                row.append(f"{at.identical} of {self.prompts}")
+            rows.append(row)
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        beside = f", in turn with {self.plain}, which serves without drafts" if self.plain else ""
+        return (
+            f"# {self.draft}, served\n\n"
+            f"These are the figures of {self.engine}{beside}, not of Draftsmith's decoder. "
+            f"{self.prompts} {self.origin} were answered one at a time, with at most "
+            f"{self.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
+            "of a position is the share of rounds that accepted it and all before it. Intervals "
+            "are 95 % bootstraps over prompts. An engine does not say which draft it loaded.\n\n"
+            f"{table}\n"
+        )
+
+
+class Engine:
+    """A server that answers one prompt at a time. Raises UserError as `model_of` does."""
+
+    def __init__(self, server: Server, target: Parts, speculates: bool) -> None:
+        self.server, self.target, self.speculates = server, target, speculates
+        self.model: Model = model_of(server, [target.name, Path(target.name).name])
+        if speculates:
+            require(
+                bool(self.counts()),
+                f"{server.url} has no counters of speculation (vllm:spec_decode in its /metrics): "
+                "serve the target with the draft, as scripts/serve --draft does",
+            )
+
+    @property
+    def title(self) -> str:
+        try:
+            version = f"vLLM {self.server.get(f'{self.server.root}/version')['version']}"
+        except (Refused, Unavailable, TypeError, KeyError):
+            version = "the engine"
+        return f"{version} at {self.server.url}"
+
+    def counts(self) -> Counter[str]:
+        """vLLM's counters of speculation since it started: drafts, accepted_tokens, and by position
+        accepted_tokens_per_pos/0 and so on."""
+        counts = Counter[str]()
+        for name, labels, value in COUNTER.findall(
+            str(self._asked("GET", f"{self.server.root}/metrics"))
+        ):
+            position = POSITION.search(labels)
+            counts[f"{name}/{position[1]}" if position else name] += int(float(value))
+        return counts
+
+    def reply(self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int) -> Reply:
+        """The engine's answer. Raises UserError if it gives no ids, or if its counters count more
+        or less than this answer."""
+        body = {
+            "model": self.model.name,
+            "prompt": list(prompt),
+            "max_tokens": limit,
+            "stop_token_ids": list(self.target.eos),
+            "return_token_ids": True,
+            **sampling(sampler, seed),
+        }
+        before = self.counts() if self.speculates else Counter[str]()
+        started = time.perf_counter()
+        reply = self._asked("POST", COMPLETIONS, body)
+        seconds = time.perf_counter() - started
+        try:
+            choice = reply["choices"][0]
+            ids, read = choice["token_ids"], choice["prompt_token_ids"]
+        except (TypeError, KeyError, IndexError):
+            ids = read = None
+        require(
+            isinstance(ids, list) and bool(ids) and read == list(prompt),
+            f"{self.server.url} does not return the ids of the prompt and of its answer: this "
+            "needs vLLM, or another engine that obeys return_token_ids",
+        )
+        if not self.speculates:
+            return Reply(ids, seconds)
+        counted = self._counted(before, len(ids))
+        names = [f"accepted_tokens_per_pos/{k}" for k in range(1 + _deepest(counted))]
+        return Reply(ids, seconds, counted["drafts"], tuple(counted[name] for name in names))
+
+    def _counted(self, before: Counter[str], length: int) -> Counter[str]:
+        """What was counted for an answer of this many tokens, once all of it is: one from prefill
+        and, in each round, the accepted ones and one more."""
+        waited = time.monotonic()
+        while True:
+            now = self.counts()
+            counted = Counter({name: now[name] - before[name] for name in now})
+            tokens = 1 + counted["drafts"] + counted["accepted_tokens"]
+            if tokens >= length:
+                break
+            require(
+                time.monotonic() - waited < SETTLING,
+                f"{self.server.url} counted {tokens} tokens for an answer of {length}: its "
+                "counters do not fit its answers",
+            )
+            time.sleep(0.02)
+        beyond = 2 + _deepest(now)  # of the last round, and of one that was already under way
+        require(
+            tokens <= length + 2 * beyond,
+            f"{self.server.url} counted {tokens} tokens for an answer of {length}: somebody else "
+            "uses this engine, and its counters count them too",
+        )
+        return counted
+
+    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            return self.server.ask(method, path, body)
+        except (Refused, Unavailable) as error:
+            raise UserError(f"the engine failed ({error}): nothing was measured") from error
+
+
+def _deepest(counts: Counter[str]) -> int:
+    """The last position that the counters know."""
+    names = [
+        name.partition("/")[2] for name in counts if name.startswith("accepted_tokens_per_pos/")
+    ]
+    return max(map(int, names), default=-1)
+
+
+def measure_served(
+    engine: Engine,
+    plain: Engine | None,
+    prompts: Sequence[Sequence[int]],
+    samplers: Sequence[Sampler],
+    limit: int,
+    seed: int,
+    progress: Progress,
+) -> list[ServedAt]:
+    """Answer every prompt with each engine at each temperature; which comes first changes from
+    prompt to prompt. Both warm up on the first one. Raises UserError as `Engine.reply` does."""
+    engines = [engine] if plain is None else [engine, plain]
+    task = progress.add_task("served", total=len(samplers) * len(prompts))
+    asked = []
+    for sampler in samplers:
+        for one in engines:
+            one.reply(prompts[0], limit, sampler, seed)
+        replies: dict[int, list[Reply]] = {id(one): [] for one in engines}
+        for n, prompt in enumerate(prompts):
+            for one in engines if n % 2 else engines[::-1]:
+                replies[id(one)].append(one.reply(prompt, limit, sampler, seed + n))
+            progress.advance(task)
+        asked.append(
+            figures(
+                sampler.temperature,
+                replies[id(engine)],
+                None if plain is None else replies[id(plain)],
+            )
+        )
+    progress.remove_task(task)
+    return asked
+
+
+def figures(
+    temperature: float, drafted: Sequence[Reply], plain: Sequence[Reply] | None
+) -> ServedAt:
+    """The figures of answers with drafts, and of plain ones to the same prompts."""
+    rounds = [reply.rounds for reply in drafted]
+    by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
+    tokens = [n + sum(reply.accepted) for n, reply in zip(rounds, drafted, strict=True)]
+
+    def speed(replies: Sequence[Reply]) -> Interval:
+        return ratio_interval([len(r.ids) for r in replies], [r.seconds for r in replies])
+
+    at = ServedAt(
+        temperature=temperature,
+        rounds=sum(rounds),
+        tau=ratio_interval(tokens, rounds),
+        accepted=[ratio_interval(counts, rounds) for counts in by_position],
+        tokens_per_second=speed(drafted),
+    )
+    if plain is None:
+        return at
+    per_token, plain_per_token = ([r.seconds / len(r.ids) for r in x] for x in (drafted, plain))
+    same = sum(a.ids == b.ids for a, b in zip(drafted, plain, strict=True))
+    beside = {"plain_tokens_per_second": speed(plain), "identical": same}
+    beside["speedup"] = ratio_interval(plain_per_token, per_token)
+    return ServedAt(**{**vars(at), **beside})

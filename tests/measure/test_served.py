@@ -1,0 +1,151 @@
+"""Served evaluation: an engine's counters give what our decoder counts, beside plain serving.
+
+Run alone: python -m pytest tests/measure/test_served.py (under 30 s)
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from specdec.decoding.decode import generate
+from specdec.decoding.way import Way
+from specdec.drafters import Drafter
+from specdec.engines import client
+from specdec.engines.client import Server
+from specdec.errors import UserError
+from specdec.formats import draft as checkpoint
+from specdec.measure import served
+from specdec.measure.served import Engine, Reply, figures, measure_served
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
+from specdec.targets.base import Target
+from specdec.targets.loading import TargetConfig, load_target
+from tests.engine import FakeEngine
+from tests.processes import process
+from tests.tiny import Tiny, lm
+from tests.told import require_one_line
+
+PROMPTS = [[5, 6, 7], [8, 9, 20, 30], [40, 41]]
+NEW = 12
+Serve = Callable[..., FakeEngine]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "WAITS", (0.01,))
+    monkeypatch.setattr(served, "SETTLING", 0.1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Tiny) -> Target:
+    return load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> Drafter:
+    return lm(target, 0.02)
+
+
+@pytest.fixture
+def serve(target: Target) -> Iterator[Serve]:
+    running = []
+
+    def start(**options: Any) -> FakeEngine:
+        running.append(FakeEngine(target, **options).serving())
+        return running[-1].__enter__()
+
+    yield start
+    for engine in running:
+        engine.__exit__(None, None, None)
+
+
+def measured(target: Target, one: FakeEngine, plain: FakeEngine | None = None) -> Any:
+    engine = Engine(Server.of("--engine", one.url), target, speculates=True)
+    beside = plain and Engine(Server.of("--plain", plain.url), target, speculates=False)
+    samplers = [Sampler(0.0), Sampler(1.0)]
+    with Progress(disable=True) as bar:
+        return measure_served(engine, beside, PROMPTS, samplers, NEW, 3, bar)
+
+
+def test_the_counters_give_what_our_decoder_counts(
+    target: Target, drafter: Drafter, serve: Serve
+) -> None:
+    way = Way(drafter, Chain(2))
+    greedy, sampled = measured(target, serve(drafts=way), serve())
+    rounds = [
+        r for prompt in PROMPTS for r in generate(target, prompt, way, max_new_tokens=NEW).rounds
+    ]
+    assert greedy.rounds == len(rounds)
+    assert greedy.tau.value == pytest.approx(1 + sum(r.accepted for r in rounds) / len(rounds))
+    shares = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(2)]
+    assert [share.value for share in greedy.accepted] == pytest.approx(shares) and shares[0] > 0
+    assert greedy.identical == len(PROMPTS)
+    assert sampled.temperature == 1.0 and sampled.rounds > 0
+
+
+def test_figures_by_hand() -> None:
+    """Two prompts: 3 rounds with 2 and 1 accepted, 1 round with none; 7 and 2 tokens."""
+    drafted = [Reply([1] * 7, 2.0, 3, (2, 1)), Reply([2] * 2, 1.0, 1, (0,))]
+    plain = [Reply([1] * 7, 6.0), Reply([2, 3], 1.0)]
+    at = figures(0.0, drafted, plain)
+    assert at.tau.value == (3 + 3 + 1) / 4 and at.rounds == 4
+    assert [share.value for share in at.accepted] == [2 / 4, 1 / 4]
+    assert at.tokens_per_second.value == 9 / 3
+    assert at.plain_tokens_per_second is not None and at.plain_tokens_per_second.value == 9 / 7
+    assert at.speedup is not None
+    assert at.speedup.value == pytest.approx((6 / 7 + 1 / 2) / (2 / 7 + 1 / 2))
+    assert at.identical == 1
+    assert figures(0.0, drafted, None).speedup is None
+
+
+def test_what_an_engine_lacks_is_told(target: Target, drafter: Drafter, serve: Serve) -> None:
+    way = Way(drafter, Chain(2))
+    with pytest.raises(UserError, match=r"the engine failed .*HTTP 404"):
+        measured(target, serve())
+    busy = serve(drafts=way)
+    busy.fault = lambda _n, reply: busy.counts.update(dict.fromkeys(busy.counts, 50)) or reply
+    with pytest.raises(UserError, match="somebody else uses this engine"):
+        measured(target, busy)
+    silent = serve(drafts=way)
+    measured(target, silent)
+    counts = silent.counts.copy()
+    silent.fault = lambda _n, reply: (silent.counts.clear(), silent.counts.update(counts), reply)[2]
+    with pytest.raises(UserError, match="its counters do not fit its answers"):
+        measured(target, silent)
+    text = serve(drafts=way, fault=lambda _n, reply: {"choices": [{"text": "a"}]})
+    with pytest.raises(UserError, match="does not return the ids"):
+        measured(target, text)
+    gone = serve(drafts=way, fault=lambda number, reply: 500 if number else reply)
+    with pytest.raises(UserError, match=r"the engine failed .*HTTP 500.*nothing was measured"):
+        measured(target, gone)
+
+
+def test_the_script_says_whose_figures_they_are(
+    tiny: Tiny, target: Target, drafter: Drafter, serve: Serve, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path / "best", drafter, target)
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("one cat may run\nwe go home\n")
+    engine, plain = serve(drafts=Way(drafter, Chain(3))), serve()
+    draft = ["scripts/evaluate", str(tmp_path / "best"), "--prompts", str(lines)]
+    both = ["--engine", engine.url, "--plain", plain.url]
+    ended = process([*draft, *both, "--max-new-tokens", "6", "--temperatures", "0"])
+    assert ended.returncode == 0, ended.stderr
+    folder = tmp_path / "evaluation-prompts-engine"
+    page = (folder / "served.md").read_text()
+    assert f"These are the figures of vLLM 0.0 at {engine.url}, in turn with vLLM 0.0 at" in page
+    assert "not of Draftsmith's decoder" in page and "| T | τ | position 1 |" in page
+    kept = json.loads((folder / "served.json").read_text())
+    assert kept["prompts"] == 2 and kept["asked"][0]["identical"] == 2
+    for more, message in {
+        ("--gamma", "3", *both): "--gamma cannot be combined with --engine",
+        ("--plain", plain.url): "give both",
+        ("--engine", "nowhere"): "give an engine's address",
+    }.items():
+        ended = process([*draft, *more])
+        assert ended.returncode == 2
+        require_one_line(ended.stderr, message)
