@@ -16,8 +16,9 @@ from specdec.drafters import frequent_tokens
 from specdec.targets.parts import Parts
 from train.data.conversations import TEXTS, Conversation, DataConfig, Message, Unusable
 from train.data.reader import Reader
+from train.data.spans import DISAGREE
 from train.data.split import Split, split_documents, split_prompts
-from train.data.template import DISAGREE, Document, Prompt
+from train.data.template import Document, Prompt
 
 MOST_WRONG = 0.05  # the share of conversations, or of answers, above which the data are at fault
 ANY_LENGTH = 1 << 30
@@ -240,9 +241,9 @@ def _faults_of_template(cfg: DataConfig, target: Parts) -> list[str]:
     chat = Conversation("made up", (*turns, *turns), "Yak")
     try:
         one = replace(cfg, min_answer=1, max_length=ANY_LENGTH)
-        document = Reader(one, target.tokenizer).document(chat)
+        documents = Reader(one, target.tokenizer).documents(chat)
     except Unusable as reason:
         return [f"a chat in this template could not be trained on: {reason}"]
-    if NO_STOP in _stops([document], target):
+    if NO_STOP in _stops(documents, target):
         return [f"in this template, {NO_STOP}{_stopping(target)}"]
     return []

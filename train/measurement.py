@@ -128,6 +128,7 @@ def _measured(
         [p.words for p in texts.prompts],
         ranks=ranks,
         earlier=[p.earlier for p in texts.prompts],
+        kinds=[p.kind for p in texts.prompts],
     )
 
 
@@ -188,6 +189,7 @@ def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
     how = {
         "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.name, texts.measured],
         "prompts": [prompt.ids.tolist() for prompt in texts.prompts],
+        "kinds": [prompt.kind for prompt in texts.prompts],
         "machine": asdict(machine_of(target)),
         "processes": processes,
         "drafts": [drafts.digest(path) for path in drafts_of],

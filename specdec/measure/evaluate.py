@@ -46,7 +46,14 @@ from specdec.measure.forced import (
     whole,
 )
 from specdec.measure.machine import machine_of
-from specdec.measure.results import Described, Measured, Results, Sample
+from specdec.measure.results import (
+    Described,
+    Measured,
+    PromptCounts,
+    Results,
+    Sample,
+    Slice,
+)
 from specdec.measure.setup import Setup
 from specdec.measure.shift import shift
 from specdec.progress import bars, console
@@ -89,11 +96,13 @@ def evaluate(
     log: Path | None = None,
     ranks: Ranks = ALONE,
     earlier: Sequence[Sequence[tuple[str, str]]] = (),
+    kinds: Sequence[str] = (),
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest`, and with `subject.also` if there is one. A shape or a length is
     chosen on the prompts that follow those. `words` are what the user says last in each prompt, for
     the samples (default: the decoded prompt), and `earlier` the turns before, as roles and texts.
+    `kinds` names the kind of each prompt; if there are several, each has figures of its own.
     The draft's rounds are appended to the file `log`. All of `ranks` call this with the same
     arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
@@ -128,6 +137,7 @@ def evaluate(
                 _by_forcing(setup, one, choice.way, answered)
                 one.oracle = _oracle(setup, choice.way, cost, learning, answered.rounds)
                 one.samples = _samples(target, answered, words, earlier)
+                one.slices = slices(one.prompts, kinds)
                 if log is not None and ranks.rank == 0:
                     log_rounds(log, answered.drafted)
             measured[title].append(one)
@@ -275,6 +285,24 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> No
     one.prompts = [
         prompt_counts(t, g, gamma, greedy) for t, g in zip(every, answered.drafted, strict=True)
     ]
+
+
+def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Slice]:
+    """The figures of each kind of prompt, by its name; none if there are not several kinds."""
+    of_kind: dict[str, list[PromptCounts]] = {}
+    for count, kind in zip(counts, kinds, strict=False):
+        of_kind.setdefault(kind, []).append(count)
+
+    def slice_of(some: Sequence[PromptCounts]) -> Slice:
+        positions = [c.positions[0] for c in some]
+        return Slice(
+            len(some),
+            ratio_interval([c.emitted for c in some], [c.rounds for c in some]),
+            ratio_interval([c.sampled[0] for c in some], positions),
+            ratio_interval([c.greedy[0] for c in some], positions),
+        )
+
+    return {kind: slice_of(of_kind[kind]) for kind in sorted(of_kind) if len(of_kind) > 1}
 
 
 def _samples(

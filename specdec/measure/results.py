@@ -96,6 +96,16 @@ class PromptCounts:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Figures of the prompts of one kind: τ, and α at depth 0 over all positions."""
+
+    prompts: int
+    tau: Interval
+    sampled: Interval
+    greedy: Interval
+
+
+@dataclass(frozen=True)
 class Sample:
     prompt: str  # what the user said last
     answer: str
@@ -176,6 +186,7 @@ class Measured:
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
+    slices: dict[str, Slice] = field(default_factory=dict)  # by the kind of prompt, if several
 
     @property
     def alpha(self) -> Forced:

@@ -22,6 +22,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
     sections = {
         "Speed and τ": [*_speed(results), *_picture("accepted", pictures)],
         "Acceptance by depth": [*_picture("alpha", pictures), *_acceptance(results)],
+        "Kinds of prompts": _slices(results),
         "The other ways": [
             block for name, ats in results.others.items() for block in _other(name, ats, results)
         ],
@@ -195,6 +196,20 @@ def _other(name: str, ats: Sequence[Measured], results: Results) -> list[str]:
 def _acceptance(results: Results) -> list[str]:
     parts = ((f"#### T = {o.way.temperature:g}", _by_depth(o), _compare(o)) for o in results.asked)
     return [block for part in parts for block in part]
+
+
+def _slices(results: Results) -> list[str]:
+    """τ and α of each kind of prompt, such as those that ask for reasoning."""
+    columns = ["prompts", "τ", "α at depth 0, sampled", "α at depth 0, greedy"]
+    blocks = []
+    for one in results.asked:
+        rows = {
+            kind: [f"{x.prompts}", x.tau.text(), x.sampled.text(), x.greedy.text()]
+            for kind, x in one.slices.items()
+        }
+        if rows:
+            blocks += [f"#### T = {one.way.temperature:g}", table("", columns, rows)]
+    return blocks
 
 
 def _by_depth(one: Measured) -> str:

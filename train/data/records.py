@@ -74,8 +74,11 @@ SYSTEM = ("system", "system_prompt")
 FROM, CONTENT = ("from", "role"), ("value", "content", "text", "parts")  # keys of a turn
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLS = ("tool_calls", "function_call")
+ASKED = ("chat_template_kwargs", "enable_thinking", "thinking")  # of a request with reasoning
 WEIGHTS = ("weight", "train", "loss")
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
+# reasoning at the beginning of an answer; what opens it may have been a part of the prompt
+THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>(.*)", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
 
 
@@ -213,9 +216,26 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
         tally.count(tally.changed, change)
     for key in sorted(ignored):
         tally.count(tally.ignored, key)
+    asked = _asked(record)
+    read = [*read, *([] if asked is None else ASKED)]
     _count_ignored(record, {*read, *SYSTEM, *TOOLS, "id"}, tally)
     _require_unicode([tools, *(m.beside for m in kept)])
-    return Conversation(_id(record, name), (*system, *kept), kept[0].content, roles, tools)
+    return Conversation(
+        _id(record, name),
+        (*system, *kept),
+        kept[0].content,
+        roles,
+        tools,
+        thinking=asked,
+    )
+
+
+def _asked(record: Mapping[str, Any]) -> bool | None:
+    """Whether a record says that its answers were asked for with reasoning, as to a server."""
+    more = record.get(ASKED[0])
+    places = (record, more if isinstance(more, dict) else {})
+    said = [place[key] for place in places for key in ASKED if isinstance(place.get(key), bool)]
+    return said[0] if said else None
 
 
 def _without_tags(message: Message) -> list[Message]:
@@ -229,7 +249,7 @@ def _without_tags(message: Message) -> list[Message]:
     if not calls:
         return [message]
     beside = {**message.beside, "tool_calls": [call_of(call) for call in calls]}
-    return [replace(message, content=content, beside=beside)]
+    return [replace(message, content=content, beside=beside, as_written=None)]
 
 
 def _unwrapped(record: Any) -> Any:
@@ -428,11 +448,16 @@ def _message(turn: Any, ignored: set[str]) -> Message:
         raise Unusable("a turn with two different contents")
     content = contents[0] if contents else Content()
     read, beside = {*FROM, *CONTENT}, dict[str, Any]()
+    as_written = None
     if role == "assistant":
         read |= {*REASONING, *CALLS}
         thoughts = [_plain(turn[key]) for key in REASONING if key in turn] or content.thoughts
         if any(thought != thoughts[0] for thought in thoughts):
             raise Unusable("a turn with two different reasonings")
+        within = THOUGHT.match(content.text)
+        if within is not None and not any(thoughts) and "</think>" not in within[2]:
+            as_written, content.text = content.text, within[2].strip()
+            thoughts = [within[1].strip()]
         if thoughts and thoughts[0]:
             beside["reasoning_content"] = thoughts[0]
         calls = [*content.calls]
@@ -460,7 +485,7 @@ def _message(turn: Any, ignored: set[str]) -> Message:
             trained = trained and (bool(weight) or role != "assistant")
             read.add(key)
     ignored |= {f"the key {key!r} of turns" for key in turn if key not in read}
-    return Message(role, content.text, beside, trained)
+    return Message(role, content.text, beside, trained, as_written)
 
 
 @dataclass

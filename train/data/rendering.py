@@ -28,6 +28,7 @@ LARGEST = 1 << 23  # characters of any text that a template makes, or elements o
 MORE = 8  # more of them for each character of the chat
 BITS = 1 << 16  # of a number
 REFUSED = "refused by the chat template"
+THINKING = ("enable_thinking", "thinking")  # names of the variable that asks for reasoning
 Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 
@@ -174,11 +175,17 @@ class Template:
             ) from error
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        prompt: bool = False,
+        thinking: bool | None = None,
     ) -> tuple[str, list[Span]]:
         """The text of a chat, with the generation prompt if asked for, and the places of its
-        `{% generation %}` blocks. Raises Unusable if the template refuses the chat; UserError if it
-        does not end."""
+        `{% generation %}` blocks. `thinking` is given to the template under both names that
+        templates know; None leaves it to the template. Raises Unusable if the template refuses the
+        chat; UserError if it does not end."""
+        chosen = {} if thinking is None else dict.fromkeys(THINKING, thinking)
         written: list[str] = []
         blocks: list[Span] = []
         size = 0
@@ -190,6 +197,7 @@ class Template:
                     tools=list(tools) or None,
                     documents=None,
                     add_generation_prompt=prompt,
+                    **chosen,
                     **self.tokens,
                 ):
                     written.append(piece)

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -69,8 +70,9 @@ def read(
             continue
         usable += 1
         mixture.taken[n] += 1
-        for note in getattr(item, "notes", ()):
-            tally.count(tally.changed, note)
+        for one in item if isinstance(item, list) else [item]:
+            for note in getattr(one, "notes", ()):
+                tally.count(tally.changed, note)
         yield conversation, item
         if usable == cfg.limit:
             tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
@@ -178,7 +180,9 @@ def load(
 def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
     """The split of `load`, as documents with the data's own answers."""
     reader = Reader(cfg, tokenizer)
-    split = load(cfg, reader.document, reader.prompt)
+    rows = load(cfg, reader.documents, reader.prompt)
+    train, held_out = (list(chain.from_iterable(side)) for side in (rows.train, rows.held_out))
+    split = Split(train, held_out, rows.prompts, rows.tally, rows.share)
     if cut := sum(document.truncated for document in split.train + split.held_out):
         split.tally.changed[f"cut at max_length={cfg.max_length}"] = cut
     return split
@@ -206,7 +210,7 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
         held = is_held_out(conversation.opening, share)
         if held or cfg.limit is not None:
             if cfg.answers == "data":
-                reader.document(conversation)
+                reader.documents(conversation)
             else:
                 reader.prompt(conversation)
         return held
@@ -233,14 +237,15 @@ def trained_openings(
         return set()
     reader = Reader(cfg, tokenizer)
 
-    def use(conversation: Conversation) -> str:
+    def use(conversation: Conversation) -> list[str]:
+        texts: list[Any] = []
         if cfg.answers == "data":
-            reader.document(conversation)
+            texts += reader.documents(conversation)
         else:
-            reader.prompt(conversation)
-        return _key(conversation.opening)
+            texts.append(reader.prompt(conversation))
+        return [_key(conversation.opening)] * len(texts)
 
-    trained = set(load(cfg, use).train[:size])
+    trained = set(list(chain.from_iterable(load(cfg, use).train))[:size])
     return {opening for opening in openings if _key(opening) in trained}
 
 

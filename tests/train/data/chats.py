@@ -54,9 +54,9 @@ def talk(*texts: str, id: str = "x", system: str = "") -> Conversation:
 
 
 def encode(conversation: Conversation, tokenizer: Any, cfg: DataConfig) -> Document | str:
-    """The document, or the reason why there is none."""
+    """The document, the last of them if there are several, or the reason why there is none."""
     try:
-        return Chat(tokenizer).document(conversation, cfg)
+        return Chat(tokenizer).documents(conversation, cfg)[-1]
     except Unusable as reason:
         return str(reason)
 

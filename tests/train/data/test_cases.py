@@ -32,8 +32,9 @@ from tests.train.data.chats import (
 )
 from tests.train.data.test_conversations import read_all, write_lines
 from train.data.conversations import Conversation, DataConfig, Message
+from train.data.spans import DISAGREE
 from train.data.split import Split, split_documents, split_prompts
-from train.data.template import DISAGREE, Document, Prompt
+from train.data.template import SEVERAL, Document, Prompt
 
 CASES = Path(__file__).parent / "cases"
 # writes reasoning, calls, results and tools
@@ -312,14 +313,14 @@ def test_reasoning_that_does_not_follow_the_generation_prompt_is_named(tmp_path:
 
 
 def test_reasoning_that_later_turns_leave_out_is_not_cut_from_an_answer(tmp_path: Path) -> None:
-    """As templates do that write only the last answer's thought: the first answer, whose thought
-    the whole text does not have, is not trained on."""
+    """As templates do that write only the last answer's thought: each answer is in a text of its
+    own, since the whole text lacks the thought of the first."""
     last = FULL.replace("if m.reasoning_content", "if loop.last and m.reasoning_content")
     turn = ANSWER | {"reasoning_content": "Look."}
     path = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn, USER, turn]}])
     split = documents(path, last)
-    assert answers(split, last) == ["<think>Look.</think>A lot.<|im_end|>"]
-    assert [note.split(",")[0] for note in split.tally.changed] == ["answers not trained on"]
+    assert answers(split, last) == ["<think>Look.</think>A lot.<|im_end|>"] * 2
+    assert split.tally.changed == {SEVERAL: 1}
     assert prompts(path, last).tally.changed == {
         "reasoning of earlier answers, which this template leaves out": 1
     }

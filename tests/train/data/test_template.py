@@ -30,12 +30,13 @@ from tests.train.data.chats import (
 from tests.train.data.test_conversations import real, write_lines
 from train.data import template as data
 from train.data.conversations import DataConfig
+from train.data.spans import DISAGREE
 from train.data.split import (
     load,
     split_documents,
     split_prompts,
 )
-from train.data.template import DISAGREE, Chat, Document
+from train.data.template import SEVERAL, Chat, Document
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_mask_on_real_conversations(smollm2: Any) -> None:
     cfg = DataConfig(limit=60, held_out=0)
 
     chat_template = Chat(smollm2)
-    for c, document in load(cfg, lambda c: (c, chat_template.document(c, cfg))).train:
+    for c, document in load(cfg, lambda c: (c, chat_template.documents(c, cfg)[0])).train:
         answers = [m.content for m in c.messages if m.role == "assistant"]
         assert said(document, smollm2) == "|".join(a + "<|im_end|>" for a in answers)
         last = max(i for i, m in enumerate(c.messages) if m.role == "assistant")
@@ -108,8 +109,11 @@ def test_lead_that_only_the_last_answer_has() -> None:
     last = "{% if loop.last and m.role == 'assistant' %}<think>\n</think>\n{% endif %}"
     body = "<|im_start|>{{ m.role }}\n" + last + "{{ m.content }}<|im_end|>\n"
     tokenizer = tokenizer_of("{% for m in messages %}" + body + "{% endfor %}" + ASK)
-    document = encode(talk("a", "first", "b", "second"), tokenizer, DataConfig())
-    assert said(document, tokenizer) == "first<|im_end|>|<think>\n</think>\nsecond<|im_end|>"
+    chat = talk("a", "first", "b", "second")
+    one, two = Chat(tokenizer).documents(chat, DataConfig())
+    assert said(one, tokenizer) == "<think>\n</think>\nfirst<|im_end|>"
+    assert said(two, tokenizer) == "<think>\n</think>\nsecond<|im_end|>"
+    assert "first<|im_end|>" in tokenizer.decode(two.ids)  # the history, as a server would read it
 
 
 WRONG = {
@@ -136,14 +140,15 @@ def test_fails_closed_where_template_and_mask_disagree(template: str, tmp_path: 
         split_documents(written(tmp_path, *[c] * 3), tokenizer)
 
 
-def test_an_answer_that_the_template_changes_later_is_not_trained_on() -> None:
+def test_an_answer_that_the_template_changes_later_is_in_a_text_of_its_own() -> None:
     """A server that answers the second prompt reads another header than one that answers the first,
     so in the whole text only the second answer is what it would be there."""
     tokenizer = tokenizer_of("{{ 'a' if messages | length > 2 else 'b' }}" + CHATML)
-    document = encode(talk("q", "first answer", "r", "second"), tokenizer, DataConfig())
-    assert said(document, tokenizer) == "second<|im_end|>"
-    assert isinstance(document, Document)
-    assert [note.split(",")[0] for note in document.notes] == ["answers not trained on"]
+    chat = talk("q", "first answer", "r", "second")
+    one, two = Chat(tokenizer).documents(chat, DataConfig())
+    assert (said(one, tokenizer), tokenizer.decode(one.ids[:1])) == ("first answer<|im_end|>", "b")
+    assert (said(two, tokenizer), tokenizer.decode(two.ids[:1])) == ("second<|im_end|>", "a")
+    assert two.notes == (SEVERAL,)
 
 
 def test_fails_closed_where_a_block_is_missing_though_the_texts_are_equal() -> None:
