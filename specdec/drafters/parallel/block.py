@@ -13,10 +13,12 @@ with the first layer's weights (its kernel reads only one row of the stacked wei
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, FeatureSpec
@@ -34,6 +36,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import Parts
+
+MANY = 4096  # slots from which what follows attention is computed again in the backward pass
 
 
 @dataclass
@@ -160,10 +164,13 @@ class Block(Trainable):
         """The states [B, A, K, D] that predict the depths after each anchor, from the embeddings
         [B, X, D] of its block's slots. Both training and drafting take this step, each with its
         own attention."""
-        x = embedding
+        x, many = embedding, embedding.shape[:2].numel() >= MANY and torch.is_grad_enabled()
+        again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
         for i, layer in enumerate(self.layers):
             read, kept = self.read(layer, x)
-            x = self.finish(layer, x, attend(i, layer.self_attn, read), kept)
+            attended = attend(i, layer.self_attn, read)
+            finish = partial(self.finish, layer, kept=kept)
+            x = checkpoint(finish, x, attended, **again) if many else finish(x, attended)
         drafted: Tensor = self.norm(x).unflatten(1, (-1, self.slots))[:, :, self.first :]
         return drafted
 
