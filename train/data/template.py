@@ -41,6 +41,7 @@ class Document:
     truncated: bool = False
     rounds: NDArray[np.int32] | None = None
     notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
+    chat: str = ""  # the name of its conversation, if that is in several documents
 
 
 @dataclass(eq=False)
@@ -127,6 +128,8 @@ class Chat:
             notes[LOST] = None
         if documents[1:]:
             notes[SEVERAL] = None
+            for document in documents:
+                document.chat = conversation.id
         documents[-1].notes = tuple(notes)
         return documents
 

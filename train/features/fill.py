@@ -25,7 +25,7 @@ from specdec.targets.parts import Parts
 from train.config import Config
 from train.data.packing import Row, pack
 from train.data.template import Document
-from train.features import engines
+from train.features import engines, shared
 from train.features.source import Online, Source
 from train.features.store import Disk, Store, megabytes
 
@@ -81,6 +81,7 @@ class Features:
         if (store := self.store) is None:
             return [self._online(needs, rows) for rows in sides]
         store.refresh()
+        self._fill_chats(needs, store, [document for side in texts for document in side])
         missing = store.missing([row for rows in sides for row in rows])
         if missing:
             size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
@@ -101,6 +102,25 @@ class Features:
 
     def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> Online:
         return Online(self.target.whole(), needs, self.sampler, rows)
+
+    def _fill_chats(self, needs: FeatureSpec, store: Store, documents: Sequence[Document]) -> None:
+        """Store the features of chats whose several texts share their beginnings, which are read
+        once; engines do this by themselves."""
+        groups = [] if self.engines else shared.chats(documents, store)
+        if not groups or self.target.whole().new_cache().chains_only:
+            return
+        total = sum(len(d.ids) for group in groups for d in group)
+        once = total - sum(shared.saved(g) * sum(len(d.ids) for d in g) for g in groups)
+        console.print(
+            f"the {total:,} tokens of {len(groups):,} chats in several texts share their "
+            f"beginnings: the target reads {once:,.0f} of them"
+        )
+        self.accelerator.wait_for_everyone()  # until all have seen which are missing
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        with memory_for("computing the target's features", "lower data.max_length"):
+            shared.fill(store, self.target.whole(), needs, groups[rank::world], self.progress)
+        self.accelerator.wait_for_everyone()
+        store.refresh()
 
     def _again(self, needs: FeatureSpec, row: Row) -> None:
         """Store the features of a row that turned out to be damaged."""

@@ -165,9 +165,13 @@ class Store:
                 left.append(part_of(row, np.concatenate(unknown)))
         return left
 
+    def has(self, ids: NDArray[np.int32]) -> bool:
+        """Whether the features of a document's text are stored."""
+        return name_of(ids) in self._files
+
     def _has(self, row: Row, x: slice) -> bool:
         after = row.rounds is None or name_of_rounds(row, x) in self._files
-        return after and name_of(row.ids[x]) in self._files
+        return after and self.has(row.ids[x])
 
     def fill(self, source: Source, progress: Progress) -> None:
         """Store all documents of a source's rows. Raises UserError if the disk has no room."""

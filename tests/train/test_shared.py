@@ -1,0 +1,121 @@
+"""The target reads what the texts of one chat share once, and the features are those of each text
+alone.
+
+Run alone: python -m pytest tests/train/test_shared.py (about 20 s)
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.context import FeatureSpec
+from specdec.progress import bars, console
+from specdec.sampling.sampler import Sampler
+from specdec.targets.base import Target
+from tests.tiny import (
+    TEMPLATE,
+    Tiny,
+    architectures,
+    conversations,
+    random_target,
+    save_target,
+    write_jsonl,
+)
+from train.data.packing import pack
+from train.data.template import Document
+from train.features import shared
+from train.features.source import Online
+from train.features.store import Disk, FeaturesConfig, Store
+
+NEEDS = FeatureSpec((1, 2), final_hidden=True)
+# the answers of earlier turns lose their first word, as reasoning that a template leaves out
+CUT = TEMPLATE.replace(
+    "{{ m['content'] }}",
+    "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'][:-1] + ' .' }}",
+)
+
+
+def chat(*lengths: tuple[int, int], name: str = "c", seed: int = 0) -> list[Document]:
+    """Documents that share their first tokens with the one before: (shared, own) counts."""
+    draw, ids, documents = np.random.default_rng(seed), np.zeros(0, np.int32), list[Document]()
+    for common, own in lengths:
+        ids = np.concatenate([ids[:common], draw.integers(5, 60, own).astype(np.int32)])
+        mask = np.arange(len(ids)) >= len(ids) - 4
+        documents.append(Document(f"{name}{len(documents)}", ids, mask, chat=name))
+    return documents
+
+
+GROUPS = {
+    "a growing chat": chat((0, 30), (20, 30), (45, 10), (50, 40)),
+    "one text is the beginning of another": chat((0, 20), (20, 10)),
+    "a text that differs within what was shared": chat((0, 30), (25, 10), (10, 30)),
+    "texts that are equal": chat((0, 30), (30, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_features_are_those_of_each_text_alone(tmp_path: Path, kind: str, name: str) -> None:
+    target = random_target(architectures(64, 3)[kind])
+    group, store = GROUPS[name], Store(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
+    with bars(console, False) as quiet:
+        read = shared.fill(store, target, NEEDS, [group], quiet)
+    total = sum(len(d.ids) for d in group)
+    assert read == total - round(shared.saved(group) * total) < total
+    store.refresh()
+    rows = pack(group, max(len(d.ids) for d in group))
+    stored = Disk(store, NEEDS, rows, target.device, lambda row: pytest.fail("not stored"), 0)
+    online = Online(target, NEEDS, Sampler(), rows)
+    for i in range(len(rows)):
+        ours, theirs = stored.batch([i]), online.batch([i])
+        torch.testing.assert_close(ours.final_BTD, theirs.final_BTD, rtol=1e-4, atol=1e-4)
+        assert ours.ctx.layers_BTF is not None and theirs.ctx.layers_BTF is not None
+        torch.testing.assert_close(ours.ctx.layers_BTF, theirs.ctx.layers_BTF, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_read_is_counted_by_hand() -> None:
+    """30, then 50 of which 20 are known, 55 of which 45 are, 90 of which 50 are."""
+    group = GROUPS["a growing chat"]
+    assert [*shared._starts(group)] == [0, 20, 45, 50]
+    assert shared.saved(group) == pytest.approx((20 + 45 + 50) / (30 + 50 + 55 + 90))
+    within = GROUPS["a text that differs within what was shared"]
+    assert [*shared._starts(within)] == [0, 25, 0]
+    assert [*shared._starts(GROUPS["texts that are equal"])] == [0, 29]
+
+
+def test_only_chats_in_several_texts_are_read_this_way(tmp_path: Path) -> None:
+    target = random_target(architectures(64, 3)["llama"])
+    store = Store(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
+    several, alike = chat((0, 30), (20, 9)), chat((0, 30), (20, 9), name="", seed=1)
+    little = chat((0, 30), (2, 90), name="d")
+    assert shared.chats([*several, *alike, *little], store) == [several]
+    with bars(console, False) as quiet:
+        shared.fill(store, target, NEEDS, [several], quiet)
+    store.refresh()
+    assert shared.chats(several, store) == []
+
+
+def test_a_job_reads_the_chats_of_such_a_template_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = conversations(90)
+    chats = [
+        {"id": f"c{n}", "messages": [m for r in records[n : n + 3] for m in r["messages"]]}
+        for n in range(0, 90, 3)
+    ]
+    target = save_target(tmp_path / "target", template=CUT)
+    tiny = Tiny(tmp_path, target, write_jsonl(tmp_path / "chats.jsonl", chats))
+    read: list[int] = []
+    features = Target.features
+
+    def counted(self: Target, ids_BT: Any, *args: Any, **kwargs: Any) -> Any:
+        read.append(ids_BT.numel() if kwargs.get("cache") is not None else 0)
+        return features(self, ids_BT, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "features", counted)
+    tiny.job(tmp_path / "run", "eagle3", "data.max_length=256")
+    assert "share their beginnings: the target reads" in " ".join(capsys.readouterr().out.split())
+    assert max(read) > 30
