@@ -10,28 +10,37 @@ With -n 2, as in scripts/test, the workers share out the drafters (see conftest.
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
+from rich.progress import Progress
 
 import train
 from specdec.decoding.answers import Generation
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
+from specdec.engines.client import Server
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
 from specdec.measure.forced import along, drafting
 from specdec.measure.results import Results
+from specdec.measure.served import Engine, measure_served
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
+from specdec.targets import loading
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from specdec.theory.alpha import visits
@@ -85,7 +94,7 @@ class Shared(TargetOnDemand):
 
     loaded: Target | None = None
 
-    def __init__(self, cfg: TargetConfig) -> None:
+    def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
         self.cfg, self._stored = cfg, None
         self._whole = Shared.loaded = Shared.loaded or load_target(cfg)
 
@@ -327,3 +336,77 @@ def test_vllm_accepts_what_our_decoder_accepts(
         assert sum(len(a.ids) for a in ours) > NEW  # of the five answers
         assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.1)
         assert float(tau(ours)) > 1.2  # or 10 % would be all of it
+
+
+@contextmanager
+def vllm(folder: Path, *arguments: str) -> Iterator[str]:
+    """The address of vLLM, started by scripts/serve with float32 and these arguments."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    command = [sys.executable, "scripts/serve", "target.dtype=float32", "--port", port]
+    command += [f"target.cache={ROOT / 'cache/targets'}", "--states", str(folder / "states")]
+    with (folder / "vllm.log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, *arguments, "--", "--max-model-len", "1024"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        for _ in range(600):
+            with suppress(OSError):
+                urllib.request.urlopen(f"{url}/models").close()
+                break
+            assert server.poll() is None, (folder / "vllm.log").read_text()[-2000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.mark.serving
+def test_answers_and_features_of_vllm_train_as_those_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32: the same documents, and a loss at each step that differs by rounding. With vLLM, no
+    process of ours loads the target's layers."""
+    options = [*TRAINING, "target.dtype=float32", "loop.epochs=2", "optim.lr=1e-4", "track=none"]
+    options += [f"target.cache={ROOT / 'cache/targets'}", "decode.prompts=0", "drafter=eagle3"]
+
+    def job(name: str, *more: str) -> Path:
+        roots = [f"{part}.root={tmp_path / name / part}" for part in ("answers", "features")]
+        train.run(compose([*options, f"name={name}", *roots, *more]), tmp_path / name)
+        return tmp_path / name
+
+    own = job("own")
+    with vllm(tmp_path, "drafter=eagle3") as url, monkeypatch.context() as patch:
+        patch.setattr(loading, "load_target", lambda _: pytest.fail("the layers were loaded"))
+        served = job("served", f"features.from={url}")
+    described = [json.loads((run / "config.json").read_text())["of"] for run in (own, served)]
+    assert described[0] == described[1]
+    for (_, ours), (_, theirs) in zip(losses(own), losses(served), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
+    assert (served / "export" / "config.json").exists()
+    assert not list((tmp_path / "states").iterdir())
+
+
+@pytest.mark.serving
+def test_the_counters_of_vllm_give_what_our_decoder_counts(
+    runs: Runs, target: Target, served: Served, asked: list[list[int]], tmp_path: Path
+) -> None:
+    drafter, results = served("eagle3")
+    export.write(tmp_path / "draft", drafter, target)
+    with vllm(tmp_path, "--draft", str(tmp_path / "draft"), "--gamma", "3") as url:
+        engine = Engine(Server.of("--engine", url), target, speculates=True)
+        with Progress(disable=True) as bar:
+            (at,) = measure_served(engine, None, asked, [Sampler(0.0)], NEW, 0, bar)
+    rounds = [r for g in results for r in g.rounds]
+    assert abs(at.rounds - len(rounds)) <= 0.005 * len(rounds)
+    tau = 1 + sum(r.accepted for r in rounds) / len(rounds)
+    assert at.tau.value == pytest.approx(tau, rel=0.005)

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
+from specdec.progress import tell
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
@@ -218,6 +219,11 @@ class TargetOnDemand:
         if alone:
             _note_fingerprint(cfg)
         self._stored = load_parts(cfg)
+        if alone and self._stored is None:
+            tell(
+                f"target.path={cfg.path!r}: its parts cannot be loaded alone, as its checkpoint is "
+                "not in safetensors or its model cannot be made without layers: all is loaded"
+            )
 
     @property
     def parts(self) -> Parts:

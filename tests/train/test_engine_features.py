@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/test_engine_features.py (under 40 s)
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from specdec.targets import loading
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts, load_target
 from tests.engine import FakeEngine, Fault
+from tests.lives import Life, Lives
 from tests.runs import draft
 from tests.tiny import LAYERS, Tiny, architectures, losses, random_target, save_target
 from tests.told import require_one_line, told
@@ -94,6 +96,23 @@ def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     ours, theirs = draft(tmp_path / "run"), draft(tmp_path / "here")
     assert all(torch.allclose(ours[n], theirs[n], atol=1e-3) for n in theirs)
+
+
+def test_two_processes_share_the_requests(tiny: Tiny, tmp_path: Path, serve: Serve) -> None:
+    """Each asks for its share, once, and both train on what one process would."""
+    engine, options = serve(), ["data.answers=target", *BY_TARGET[1:], "loop.epochs=1"]
+    lives = Lives(tiny)
+    try:
+        more = [*options, f"features.from={engine.url}", *roots(tmp_path / "two")]
+        lives.run(tmp_path / "two", "eagle3", [Life(processes=2)], *more)
+    finally:
+        lives.close()
+    assert len(engine.prompts) == len({*engine.prompts}) == 29
+    tiny.job(tmp_path / "one", "eagle3", *options, *roots(tmp_path / "one"))
+    described = [
+        json.loads((tmp_path / n / "config.json").read_text())["of"] for n in ("one", "two")
+    ]
+    assert described[0] == described[1]
 
 
 def spoiled(change: Callable[[dict[str, torch.Tensor]], Any]) -> Fault:

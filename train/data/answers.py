@@ -262,8 +262,9 @@ def _ask(
         if keep:
             keep.write()
         lines = [json.dumps(sealed({"prompt": n, "ids": x}, key)) for n, x in accepted.items()]
-        with path.open("ab", buffering=0) as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
+        if lines:
+            with path.open("ab", buffering=0) as file:
+                file.write("".join(f"{line}\n" for line in lines).encode())
         accepted.clear()
         written = time.monotonic()
 
