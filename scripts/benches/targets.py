@@ -43,7 +43,7 @@ from specdec.formats import export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, TargetOnDemand, auto_class, load_target
 from specdec.targets.seq2seq import Seq2SeqTarget
 from train import pipeline
 from train.config import Config, quoted, register, resolve
@@ -270,9 +270,9 @@ class Steps:
 
 def transformers_model(arch: Tiny, folder: Path) -> Any:
     """The target as transformers loads it, with its own attention."""
-    auto: Any = transformers.AutoModelForCausalLM
-    if not arch.decoder:
-        auto = transformers.AutoModelForSeq2SeqLM
+    auto: Any = transformers.AutoModelForSeq2SeqLM
+    if arch.decoder:
+        auto = auto_class(transformers.AutoConfig.from_pretrained(folder))
     model = auto.from_pretrained(folder).eval()
     ids = torch.arange(5, 20)[None]
     more = {} if arch.decoder else {"decoder_input_ids": ids}

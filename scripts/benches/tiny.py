@@ -16,12 +16,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+
+from specdec.targets.loading import auto_class
 
 VOCAB, LAYERS, WIDTH, HEADS, HEAD, POSITIONS, WINDOW = 256, 4, 32, 4, 8, 256, 8
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|im_start|>", "<unk>")
@@ -47,7 +50,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("attention_heads", "encoder_attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads"), HEADS),
     **dict.fromkeys(("num_decoder_attention_heads", "swa_num_attention_heads"), HEADS),
-    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads", "index_n_heads"), HEADS),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("num_query_groups", "linear_num_key_heads"), 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "kv_channels", "d_kv"), HEAD),
@@ -81,7 +84,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_kv_shared_layers",), 0),
     **dict.fromkeys(("query_pre_attn_scalar",), HEAD),
     **dict.fromkeys(("rotary_dim",), HEAD // 2),
-    **dict.fromkeys(("index_topk",), 16),
+    **dict.fromkeys(("index_topk",), 32),
+    **dict.fromkeys(("index_n_heads",), 32),  # of few, all may score 0, and any key may be chosen
     **dict.fromkeys(("router_hidden_size",), 16),
 }
 WANTED = "eagle3"  # the family of drafters whose share of all targets is counted
@@ -99,6 +103,13 @@ TEXT_TO_TEXT = [
     ),
     *("marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
     *("switch_transformers", "t5", "t5gemma", "t5gemma2", "umt5"),
+]
+# models that see as well, and whose text part AutoModelForCausalLM does not load by itself
+SEEING = [
+    *("aria", "aya_vision", "deepseek_vl", "exaone4_5", "glm4v", "glm4v_moe", "idefics3"),
+    *("internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("minicpmv4_6", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("smolvlm", "video_llama_3"),
 ]
 # what no rule can know, by kind of model; a key may be a path into a nested configuration
 MIXED = ["linear_attention", "full_attention"] * 2
@@ -146,6 +157,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "ministral": {"head_dim": 8, "layer_types": SWITCHED},
@@ -169,6 +181,11 @@ PATCHES: dict[str, dict[str, Any]] = {
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+for _kind in ("qwen2_vl", "qwen2_5_vl"):
+    PATCHES[_kind] = {"text_config.rope_parameters": MROPE}
+for _kind in ("glm4v", "glm4v_moe"):
+    PATCHES[_kind] = {"text_config.rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
 PATCHES["qwen4_exp"] = {f"text_config.{k}": x for k, x in PATCHES["qwen4_exp_text"].items()}
 # other settings of a kind of model that change how it computes
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -227,18 +244,21 @@ class Tiny:
     def title(self) -> str:
         """The class that transformers makes."""
         names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if self.kind in SEEING:
+            names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         if not self.decoder:
             names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
         return str(names[self.kind])
 
 
 def architectures() -> list[Tiny]:
-    """Every architecture of AutoModelForCausalLM, the variants, and those of
-    AutoModelForSeq2SeqLM."""
+    """Every architecture of AutoModelForCausalLM, the variants, those that see as well, and those
+    of AutoModelForSeq2SeqLM."""
     causal = [Tiny(kind, kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     variants = [Tiny(name, kind, True, more) for name, (kind, more) in VARIANTS.items()]
+    seeing = [Tiny(kind, kind) for kind in SEEING]
     both = [Tiny(f"{kind}, encoder-decoder", kind, False) for kind in TEXT_TO_TEXT]
-    return sorted([*causal, *variants], key=lambda tiny: tiny.name) + both
+    return sorted([*causal, *variants, *seeing], key=lambda tiny: tiny.name) + both
 
 
 def config_of(tiny: Tiny) -> Any:
@@ -304,8 +324,9 @@ def merged(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any
 def save(tiny: Tiny, folder: Path, seed: int = 0) -> None:
     """Write a random checkpoint of an architecture, with a tokenizer."""
     torch.manual_seed(seed)
-    auto = AutoModelForCausalLM if tiny.decoder else AutoModelForSeq2SeqLM
-    model = auto.from_config(config_of(tiny), attn_implementation="eager").float().eval()
+    config = config_of(tiny)
+    auto = auto_class(config) if tiny.decoder else AutoModelForSeq2SeqLM
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
     for weight in model.parameters():
         if weight.dim() < 2:
             weight += 0.1 * torch.randn_like(weight)

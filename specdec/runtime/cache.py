@@ -27,7 +27,8 @@ from specdec.compat import attention_of, mark_static_address
 from specdec.errors import UserError, require
 from specdec.runtime.states import States
 
-ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers, as transformers names them
+# kinds of layers, as transformers names them
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 # the kinds with a state that cannot be rolled back, and those of them with keys and values too
 STATES = {k for k, c in KINDS.items() if issubclass(c, LinearAttentionCacheLayerMixin)}
 MIXED = {kind for kind in STATES if issubclass(KINDS[kind], CacheLayerMixin)}
@@ -55,6 +56,7 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = False  # if True, transformers would make its own masks
     keys: Tensor
     values: Tensor
+    index: Tensor | None = None  # [B, 1, P, Dh], by which sparse attention chooses its keys
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,17 +93,36 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.reserve(key_states, value_states)
-        cache = self.cache
-        where, shown = cache.slots, cache.shown
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if isinstance(where, slice):
-                buffer[:, :, where] = states
-            elif where.dim() == 1:
-                buffer.index_copy_(2, where, states)
-            else:
-                assert cache.rows_B1 is not None  # indexing, as scatter_ would copy the buffer
-                buffer[cache.rows_B1, :, where] = states.transpose(1, 2)
+            self._write(buffer, states)
+        shown = self.cache.shown
         return self.keys[:, :, :shown], self.values[:, :, :shown]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the keys [B, T, Dh] of an indexer, which come before the layer's own; returns those
+        of all slots."""
+        states, cache = indexer_key_states[:, None], self.cache
+        if self.index is None:
+            self.index = states[:, :, :0]
+        if (missing := cache.capacity - self.index.shape[2]) > 0:
+            self.index = pad(self.index, (0, 0, 0, missing))
+        self._write(self.index, states)
+        return self.index[:, 0, : cache.shown]
+
+    def _write(self, buffer: Tensor, states: Tensor) -> None:
+        where = self.cache.slots
+        if isinstance(where, slice):
+            buffer[:, :, where] = states
+        elif where.dim() == 1:
+            buffer.index_copy_(2, where, states)
+        else:
+            assert self.cache.rows_B1 is not None  # indexing, as scatter_ would copy the buffer
+            buffer[self.cache.rows_B1, :, where] = states.transpose(1, 2)
+
+    def buffers(self) -> list[Tensor]:
+        """All that is kept in slots; some layers read another layer's keys and values."""
+        written = [self.keys, self.values] if self.is_initialized else []
+        return written if self.index is None else [*written, self.index]
 
     def get_seq_length(self) -> int:
         return max(self.cache.lengths)
@@ -138,8 +159,7 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         """The bytes that its keys and values take now."""
-        written = [layer for layer in self.slot_layers if layer.is_initialized]
-        in_slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in written)
+        in_slots = sum(x.nbytes for layer in self.slot_layers for x in layer.buffers())
         return in_slots + self.states.nbytes
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
@@ -229,9 +249,8 @@ class SlotCache(Cache):
                 source, goal = length_B1 + path_BK.clamp_min(0), length_B1 + ordered
                 rows_B1 = torch.arange(len(path_BK), device=path_BK.device)[:, None]
                 for layer in self.slot_layers:
-                    if layer.is_initialized:  # some read another layer's keys and values
-                        for buffer in (layer.keys, layer.values):
-                            buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
+                    for buffer in layer.buffers():
+                        buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
         self.states.settle(counts, self.scratch)
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         self.drop()
@@ -249,6 +268,8 @@ class SlotCache(Cache):
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)
                 layer.hold(layer.keys[index], layer.values[index])
+            if layer.index is not None:
+                layer.index = layer.index[torch.tensor(rows, device=layer.index.device)]
         self.states.select(rows)
 
     # What transformers' layers with states call. A state of None is one that has read nothing.
@@ -305,17 +326,28 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
     window = getattr(config, "sliding_window", None)
     near = full
     if window is not None and (not kinds or any("sliding" in kind for kind in kinds)):
-        if slot_position_BP is None:
-            slot_position_BP = torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
+        slot_position_BP = _numbered(slot_position_BP, mask_BTP)
         near_BTP = position_BT[..., None] - slot_position_BP[:, None] < window
         near = ready(mask_BTP & near_BTP)
     attention = near
-    if kinds and (near is not full or keeps_states(config)):
-        attention = {"full_attention": full, "sliding_attention": near}
+    by_kind = {"chunked_attention", "indexed_attention"} & kinds
+    if kinds and (near is not full or by_kind or keeps_states(config)):
+        attention = {"full_attention": full, "sliding_attention": near, "indexed_attention": full}
+        if chunk := getattr(config, "attention_chunk_size", None):
+            slot_position_BP = _numbered(slot_position_BP, mask_BTP)
+            same_BTP = position_BT[..., None] // chunk == slot_position_BP[:, None] // chunk
+            attention["chunked_attention"] = ready(mask_BTP & same_BTP)
         if keeps_states(config):  # there is no padding in what a state reads (see states.py)
             attention |= {kind: near if "sliding" in kind else full for kind in MIXED}
             attention |= dict.fromkeys(STATES - MIXED)
     return {"position_ids": position_BT, "attention_mask": attention}
+
+
+def _numbered(slot_position_BP: Tensor | None, mask_BTP: Tensor) -> Tensor:
+    """The positions of the slots, which are the slots' numbers if they are not given."""
+    if slot_position_BP is None:
+        return torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
+    return slot_position_BP
 
 
 def cache_argument(model: Any) -> str:
@@ -346,8 +378,8 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
     """An empty cache for a decoder model. Raises UserError if it cannot serve its layers."""
     if strange := (layer_kinds(config) & set(KINDS)) - ATTENTION - STATES:
         raise UserError(
-            f"target: {config.model_type} has {sorted(strange)[0]} layers, and a rejected token "
-            "cannot be dropped from their state: give a target with other layers"
+            f"target: {config.model_type} has {sorted(strange)[0]} layers, which keep more "
+            "than keys, values and states: give a target with other layers"
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise UserError(

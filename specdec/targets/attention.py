@@ -11,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.compat import attention_of
 from specdec.errors import UserError
+from specdec.runtime.cache import layer_kinds
 
 FEW = 256  # up to this many query rows of a KV head, one product over groups beats copied keys
 # for each mask that is still in use, what `stacked` made of it, by groups and dtype
@@ -70,6 +71,8 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 def group(model: Any) -> None:
-    """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone."""
-    if attention_of(model.config) == "sdpa":
+    """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone. So is sparse
+    attention: it hides the keys that its indexer did not choose only under the name of sdpa."""
+    sparse = "indexed_attention" in layer_kinds(model.config.get_text_config(decoder=True))
+    if attention_of(model.config) == "sdpa" and not sparse:
         model.set_attn_implementation("grouped")

@@ -61,7 +61,7 @@ class CausalTarget(Target):
                 hook = layer.register_forward_hook(lambda module, *_: run.add(module))
                 stack.enter_context(hook)
             ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-            self.model.base_model(input_ids=ids, use_cache=False)
+            self.body(input_ids=ids, use_cache=False)
         layers = next((some for some in lists if run.issuperset(some)), None)
         if layers is None:
             raise UserError(f"{self.title} has no list of {count} decoder layers: give another")
@@ -129,7 +129,7 @@ class CausalTarget(Target):
     def _pass(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache | None = None, **inputs: Any
     ) -> States:
-        model = self.model.base_model
+        model = self.body
         if cache is not None:
             inputs[cache_argument(model)] = cache
         with self._watched(needs) as seen:
@@ -156,10 +156,10 @@ class CausalTarget(Target):
         for k in needs.layers:
             self._hook(k, seen)  # never removed: a graph cannot add hooks
         self._graph_hooks += len(needs.layers)
-        taken = cache_argument(self.model.base_model)
+        taken = cache_argument(self.body)
 
         def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-            out = self.model.base_model(use_cache=True, **inputs, **{taken: cache})
+            out = self.body(use_cache=True, **inputs, **{taken: cache})
             final = out.last_hidden_state
             return final, concatenated(seen, needs), self.logits(final)
 

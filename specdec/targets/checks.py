@@ -78,7 +78,7 @@ def check_head(target: Parts) -> None:
     what the model itself returns. A head may scale its logits by factors of its own."""
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
     some_S = torch.arange(0, target.vocab_size, -(-target.vocab_size // 64), device=target.device)
-    final = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    final = target.body(input_ids=ids, use_cache=False).last_hidden_state
     theirs = target.model(input_ids=ids, use_cache=False).logits
     require(
         _distance(target.logits(final), theirs) <= SAME
@@ -263,7 +263,7 @@ def few_layers(target: Target) -> Target | None:
         few.layers = memo[id(layers)]
         few.embedding = few.model.get_input_embeddings()
         few.head = few.model.get_output_embeddings()
-        few.model.base_model(input_ids=torch.arange(4)[None], use_cache=False)
+        few.body(input_ids=torch.arange(4)[None], use_cache=False)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception:  # a library's own layers and tensors may refuse to be copied in any way

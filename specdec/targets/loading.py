@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from specdec.errors import UserError, first_line, memory_for, require, require_known
@@ -120,6 +130,17 @@ def named(cfg: TargetConfig) -> str:
     return str(Path(cfg.path).resolve()) if Path(cfg.path).exists() else cfg.path
 
 
+def auto_class(config: Any) -> Any:
+    """The auto class of transformers that loads a target: of a model that sees as well, the one
+    that has a head for text."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if sees and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 TOO_LARGE = "give target.dtype=bfloat16, a smaller target, or a device with more memory"
 
 
@@ -202,9 +223,7 @@ def _note_fingerprint(cfg: TargetConfig) -> None:
     fingerprint = None
     if method(config) is None and not get_checkpoint_conversion_mapping(config.model_type):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=cfg.trust_remote_code
-            )
+            model = auto_class(config).from_config(config, trust_remote_code=cfg.trust_remote_code)
         fingerprint = weights.checksum_as(model)
     weights.write(fingerprint or weights.checksum())
 
@@ -280,7 +299,7 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
     """The model of a resolved configuration, on its device and packed if `cfg` says so, of the auto
     class `kind` (None: the config's own). Raises UserError if it cannot be loaded, or if the
     checkpoint does not hold all of its weights."""
-    kind = kind or (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
+    kind = kind or auto_class(config)
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
     with _told(cfg):
         model, loading = kind.from_pretrained(

@@ -63,6 +63,11 @@ class Parts:
         return f"target {self.name!r} ({type(self.model).__name__})"
 
     @property
+    def body(self) -> Any:
+        """The model without its head."""
+        return body_of(self.model)
+
+    @property
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
@@ -275,6 +280,15 @@ class Parts:
         # making the state dict of a bitsandbytes layer of 4 bits on a CPU lays its weight out anew,
         # and the layer then multiplies by something else (version 0.50)
         return checksum({**dict(self.model.named_parameters()), **dict(self.model.named_buffers())})
+
+
+def body_of(model: Any) -> Any:
+    """A model without its head. Some (Llama 4) do not say by which name they have it."""
+    base = model.base_model
+    if base is not model:
+        return base
+    text = model.get_decoder()
+    return getattr(text, "model", text)
 
 
 def checksum(state: dict[str, Tensor]) -> str:

@@ -3,14 +3,20 @@
 Run alone: python -m pytest tests/targets/test_architectures.py
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, CLIPVisionConfig, LlamaConfig, LlavaConfig
+from transformers.models.auto.modeling_auto import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+)
 
+from specdec.compat import attention_of
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
@@ -23,11 +29,13 @@ from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
 from specdec.targets import checks
+from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
+from specdec.targets.loading import TargetConfig, load_parts, load_target
 from specdec.targets.seq2seq import Seq2SeqTarget
 from tests.targets.test_seq2seq import make_target as make_seq2seq
-from tests.tiny import learn
+from tests.tiny import learn, make_tokenizer
 
 V = 61
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -125,6 +133,84 @@ def test_layers_may_read_the_keys_of_others(family: str, shape: Any) -> None:
     made = generate(target, prompt, Way(drafter, shape), max_new_tokens=40, eos=())
     assert made.ids == plain
     assert any(r.accepted for r in made.rounds)
+
+
+# --- Other kinds of attention -------------------------------------------------------------------
+
+TREE = Static([[0], [1], [2], [0, 0], [1, 0]])
+CHUNKED = {
+    **SMALL,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
+    "no_rope_layers": [1, 0, 1, 0],
+}
+SPARSE = {
+    **SMALL,
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "index_topk": 20, "index_n_heads": 32, "index_head_dim": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("llama4_text", CHUNKED), ("deepseek_v32", SPARSE)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_chunks_and_sparse_attention_in_batches_and_trees(kind: str, config: Any) -> None:
+    """Answers that cross the border of a chunk, or that are longer than what an indexer chooses."""
+    target = target_of(kind, **config, max_position_embeddings=256)
+    prompts = [words(13), words(6, 4)]
+    expected = [transformers_ids(target, prompt, 24) for prompt in prompts]
+    drafter = DRAFTERS["bigram"].build(BigramConfig(depth=2), target)
+    learn(drafter, [prompts[0] + expected[0], prompts[1] + expected[1][::2]])
+    for shape in (Chain(2), TREE):
+        made = decode(target, prompts, Way(drafter, shape), max_new_tokens=24, eos=())
+        assert [g.ids for g in made] == expected
+        assert any(r.accepted for g in made for r in g.rounds)
+
+
+def test_sparse_attention_keeps_its_name() -> None:
+    """Under another name than sdpa, transformers would not hide what the indexer leaves out."""
+    target = target_of("deepseek_v32", **SPARSE, max_position_embeddings=256)
+    ids = torch.tensor([words(40)])
+    before = target.model(ids).logits
+    group(target.model)
+    assert attention_of(target.model.config) == "sdpa"
+    torch.testing.assert_close(target.model(ids).logits, before)
+
+
+# --- Models that see ----------------------------------------------------------------------------
+
+
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    text = LlamaConfig(**SMALL, vocab_size=len(tokenizer), initializer_range=0.3)
+    seeing = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    config = LlavaConfig(text_config=text, vision_config=seeing, image_token_index=0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    target = load_target(TargetConfig(str(tmp_path), "float32", "cpu", cache=str(tmp_path / "c")))
+    assert len(target.layers) == 4 and target.width == 32
+    prompt = list(range(8, 20))
+    drafter = DRAFTERS["ngram"].build(NgramConfig(depth=3, min_ngram=1), target)
+    made = generate(target, prompt, Way(drafter, TREE), max_new_tokens=16, eos=())
+    target.model.generation_config.eos_token_id = None
+    assert made.ids == transformers_ids(target, prompt, 16)
+    parts = load_parts(TargetConfig(str(tmp_path), "float32", "cpu", cache=str(tmp_path / "c")))
+    assert parts is None or parts.width == 32
 
 
 # --- A draft cut from the target ----------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig
 
 from specdec.drafters import family
 from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.trainable import Trainable, trains
 from specdec.errors import UserError, first_line
-from specdec.targets.loading import DTYPES, TargetConfig, located
+from specdec.targets.loading import DTYPES, TargetConfig, auto_class, located
 from specdec.targets.parts import Parts
 
 FULL = 4  # bytes of a weight in training
@@ -101,9 +101,9 @@ def outline(cfg: TargetConfig, dtype: str) -> tuple[Outline, Parts]:
 
 def unfilled(config: Any, dtype: torch.dtype) -> Any:
     """The model of a config on the meta device."""
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind = auto_class(config)
     with torch.device("meta"):
-        return kind.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        return kind.from_config(config, dtype=dtype)
 
 
 def outline_of(parts: Parts, dtype: torch.dtype) -> Outline:

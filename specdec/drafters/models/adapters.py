@@ -14,7 +14,7 @@ from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.views import shallow
 from specdec.errors import require
 from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import Parts, body_of
 
 Adapted = tuple[str, int, int]  # a linear layer: name in the base model, widths of input and output
 
@@ -56,7 +56,7 @@ class Adapters(nn.Module):
         """A copy of the target whose weights are W + (alpha / rank) B A, rounded once."""
         model, body = deepcopy(target.model), self.view(target, len(target.layers))
         for name, _, _ in self.adapted:
-            weight = model.base_model.get_submodule(name).weight
+            weight = body_of(model).get_submodule(name).weight
             weight.copy_(weight + body.get_submodule(name).get_delta_weight("default"))
         name = f"{target.name}, adapted with its draft"
         return type(target)(model, target.tokenizer, name, target.revision)

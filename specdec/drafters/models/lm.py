@@ -29,7 +29,7 @@ from specdec.runtime.cache import (
 from specdec.runtime.compiled import LIMITS, SHORT, Compiled
 from specdec.runtime.quantised import without_method
 from specdec.targets.lean import LeanPass
-from specdec.targets.parts import Parts, config_of_layers
+from specdec.targets.parts import Parts, body_of, config_of_layers
 
 
 @dataclass
@@ -52,7 +52,7 @@ class LM(Pretrained, InTransformers):
     def __init__(self, config: LMConfig, sizes: LMSizes) -> None:
         super().__init__(config, sizes)
         self.limits.positions = getattr(self.model.config, "max_position_embeddings", None)
-        self.takes = cache_argument(self.model.base_model)
+        self.takes = cache_argument(body_of(self.model))
         self.compiled = Compiled(self.run, SHORT)
         self._lean: tuple[nn.Module, LeanPass | None] | None = None
 
@@ -131,7 +131,7 @@ class LM(Pretrained, InTransformers):
         """The pass without the model's modules; None if the layers are of another shape, or if the
         pass differs from the modules."""
         if self._lean is None or self._lean[0] is not self.model:
-            body = self.model.base_model
+            body = body_of(self.model)
             layers = getattr(body, "layers", None)
             lean = None
             if isinstance(layers, nn.ModuleList):

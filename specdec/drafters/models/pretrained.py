@@ -30,7 +30,7 @@ from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
 from specdec.targets.attention import group
 from specdec.targets.loading import load_source
-from specdec.targets.parts import Parts, head_scaling
+from specdec.targets.parts import Parts, body_of, head_scaling
 
 LINEAR = (nn.Linear, Conv1D)
 
@@ -161,7 +161,7 @@ class Pretrained(Trainable, Extends):
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
         what they see: the tokens of their text, or the slots of a cache."""
-        states: Tensor = self.model.base_model(input_ids=ids, **attend).last_hidden_state
+        states: Tensor = body_of(self.model)(input_ids=ids, **attend).last_hidden_state
         return states
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:

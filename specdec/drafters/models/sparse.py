@@ -98,7 +98,7 @@ class Sparse(View, ForLongPrompts):
         self.voters = (with_weights(self.target),) if self.config.method == "snapkv" else ()
 
     def view(self, target: Target) -> Any:
-        return target.model.base_model
+        return target.body
 
     def new_cache(self, capacity: int | None = None) -> SparseCache:
         return SparseCache(self.sizes.layers)

@@ -103,7 +103,7 @@ def viewed_layers(target: Parts, name: str) -> int:
 
 def shallow(target: Target, layers: int) -> Any:
     """The target's base model with its first layers only."""
-    base = target.model.base_model
+    base = target.body
     model = twin(base)
     path = next(name for name, m in base.named_modules() if m is target.layers)
     model.set_submodule(path, model.get_submodule(path)[:layers])
@@ -113,7 +113,7 @@ def shallow(target: Target, layers: int) -> Any:
 def with_weights(target: Target) -> Any:
     """The target's base model with eager attention, the only one of transformers' that returns
     attention weights. It copies the configs that tell its modules which attention to compute."""
-    model, copied = twin(target.model.base_model), dict[int, Any]()
+    model, copied = twin(target.body), dict[int, Any]()
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(config, copied)
