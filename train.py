@@ -37,7 +37,10 @@ def run(cfg: DictConfig) -> float:
     hydra_of = HydraConfig.get()
     folder, objective = Path(hydra_of.runtime.output_dir), None
     try:
-        objective = train.run(resolve(cfg), folder)
+        config = resolve(cfg)
+        shared = config.share is not None and hydra_of.mode is RunMode.MULTIRUN
+        # shares that a sweep does belong to one run, whose folder is not the sweep's
+        objective = train.run(config, None if shared else folder)
     except Diverged as error:
         if hydra_of.mode is not RunMode.MULTIRUN:
             raise

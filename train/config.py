@@ -42,6 +42,7 @@ from train.stages import StageConfig
 from train.tracking import TrackConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
 # what Hydra and OmegaConf raise for a user's mistake; the last three are not meant for users
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)
@@ -132,6 +133,14 @@ class Config:
         do both."""
         return self.stores_features and self.answering.engines == self.features.engines
 
+    @property
+    def share(self) -> str | None:
+        """The share of the answers or features that this run makes, in a form that no other share
+        has; None if it is a whole run."""
+        shares = {"answers": self.answers.shard, "features": self.features.shard}
+        parts = (f"{name}-{shard}" for name, shard in shares.items() if shard is not None)
+        return next(parts, None)
+
     def check(self) -> None:
         """Raise UserError for settings that do not go together. Nothing is loaded or changed."""
         drafter, rounds = self.drafter, self.rounds
@@ -169,6 +178,26 @@ class Config:
             not self.answers.engines or self.data.answers == "target",
             f"answers.from lets engines answer, but data.answers={self.data.answers}: give "
             "data.answers=target, or leave out answers.from",
+        )
+        require(
+            self.answers.shard is None or self.data.answers == "target",
+            f"answers.shard={self.answers.shard} answers a share of the prompts: give "
+            "data.answers=target, or leave it out",
+        )
+        require(
+            self.answers.shard is None or self.features.shard is None,
+            "answers.shard and features.shard: do the shares of the answers first, and then "
+            "those of the features",
+        )
+        require(
+            self.features.shard is None or (self.stores_features and not self.trains_at_visits),
+            f"features.shard={self.features.shard} stores a share of the features, but this run "
+            "stores none before it trains: leave it out",
+        )
+        require(
+            self.share is None or self.budget.minutes is None,
+            "budget.minutes plans by the speed of one machine, so shares would not fit together: "
+            "give data.limit instead",
         )
         if self.also is not None:
             Hybrid.copying_family(self.also)
@@ -315,7 +344,7 @@ def _require_group_names(overrides: Sequence[str]) -> None:
     data=1, which Hydra's own error does not show."""
     for override in overrides:
         group, equals, value = override.partition("=")
-        if not equals or not (CONF / group).is_dir():
+        if not equals or not (CONF / group).is_dir() or group in NO_GROUPS:
             continue
         known = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
         known += [*DRAFTERS] * (group == "drafter") + [*TERMS] * (group == "objective")
@@ -408,7 +437,7 @@ def _unknown_file(path: str, known: Sequence[str] | None) -> UserError:
 
 
 def _groups() -> list[str]:
-    return [folder.name for folder in CONF.iterdir() if folder.is_dir()]
+    return [path.name for path in CONF.iterdir() if path.is_dir() and path.name not in NO_GROUPS]
 
 
 def _require_moderate(value: Any, key: str) -> None:

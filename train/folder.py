@@ -38,7 +38,7 @@ GROUPS += ["optim", "loop"]
 # and how much at once, which changes rounding at most; `Portion` checks rows and accumulate
 FREE = {
     "target": ("cache", "device"),
-    "answers": ("root", "batch", "engines"),
+    "answers": ("root", "batch", "shard", "engines"),
     "objective": ("chunk",),
     "loop": ("rows", "accumulate"),
 }

@@ -25,6 +25,7 @@ from train.checks import check, check_target, check_texts
 from train.config import Config
 from train.features.fill import Features
 from train.folder import (
+    BEGAN,
     config_of,
     describe,
     locked,
@@ -38,9 +39,10 @@ from train.measurement import finished
 from train.planning.outlook import say
 from train.processes import accelerator_of, ranks_of
 from train.rounds import draft_of_round, written
+from train.shares import AFTERWARDS, Share, note_beginning
 from train.stages import starting
 from train.start import regress
-from train.texts import Texts, split_of, texts_of
+from train.texts import Texts, answer_share, split_of, texts_of
 from train.tracking import Tracker
 
 LESS_AT_ONCE = (
@@ -62,6 +64,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         say(cfg)
         return 0.0
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
+    sharing = cfg.share
+    if sharing is not None and cfg.data.date is None:
+        note_beginning(folder / BEGAN)
     cfg, reason = with_dtype(cfg, folder)
     accelerator = accelerator_of(cfg.target, cfg.loop.precision)
     ranks, main = ranks_of(accelerator), accelerator.is_main_process
@@ -76,7 +81,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     cfg = replace(cfg, loop=shared)
 
     with ExitStack() as held:
-        ranks.first(lambda: held.enter_context(locked(folder)))
+        # several processes may do shares of the same run at once
+        lock = folder if sharing is None else folder / "shares" / sharing.replace("/", "-of-")
+        ranks.first(lambda: held.enter_context(locked(lock)))
         make_folder(folder)  # on another machine it may not be the one that is locked
         if cfg.data.answers == "target":
             held.enter_context(folder_for(Path(cfg.answers.root)))
@@ -109,7 +116,15 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         features = Features.of(cfg, target, accelerator, progress)
         if cfg.data.answers == "target":
             ranks.first(lambda: note_date(cfg, folder))
+        if cfg.answers.shard is not None:
+            answer_share(cfg, split, target, features.store, accelerator, progress)
+            return 0.0
         texts = texts_of(cfg, split, measured, target, features.store, accelerator, progress)
+
+        if (share := Share.of("features.shard", cfg.features.shard)) is not None:
+            features.fill_share(share, [texts.train, texts.held_out])
+            console.print(f"features: {share} is done; {AFTERWARDS} features.shard")
+            return 0.0
 
         # Start: fresh weights, or those of an earlier draft. Now the folder is this run's.
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)

@@ -22,6 +22,7 @@ from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.plan import FEWEST
 from train.processes import ranks_of
+from train.shares import AFTERWARDS, Share
 
 
 @dataclass
@@ -88,6 +89,25 @@ def texts_of(
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
     return Texts(train, held_out, split.prompts, measured, split.tally.read, split.share, asked)
+
+
+def answer_share(
+    cfg: Config,
+    split: Split[Any],
+    target: TargetOnDemand,
+    store: Store | None,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> None:
+    """Write the answers of the share `answers.shard`, and keep their features in `store`."""
+    if store is not None:
+        store.prepare(0)
+    keep = store if cfg.answers_bring_features else None
+    for some in (split.train if cfg.reads_plain_answers else [], split.held_out):
+        if some:
+            answered(target, some, cfg.answering, accelerator, progress, keep)
+    share = Share.of("answers.shard", cfg.answers.shard)
+    console.print(f"answers: {share} is done; {AFTERWARDS} answers.shard")
 
 
 def _split(data: DataConfig, answers: AnswersConfig, parts: Parts) -> Split[Any]:

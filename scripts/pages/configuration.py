@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from specdec.drafters import FAMILIES
 from specdec.objectives.losses import TERMS
-from train.config import CONF, Config, register
+from train.config import CONF, NO_GROUPS, Config, register
 
 PATH = CONF.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -81,6 +81,8 @@ def groups() -> str:
     """A table of the groups of settings: each file with the first words of its comment."""
     lines = ["| choice | what it is |", "| --- | --- |"]
     for path in sorted(CONF.glob("*/*.yaml")):
+        if path.parent.name in NO_GROUPS:
+            continue
         if path.parent.name != "experiment":
             comments = [x for x in path.read_text().splitlines() if x.startswith("# ")]
             words = " ".join(x.removeprefix("# ") for x in comments if "@package" not in x)

@@ -39,6 +39,7 @@ from train.data import engines
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of
+from train.shares import Share
 
 # features of answers are written after so many seconds or bytes
 SECONDS, AT_ONCE = 2.0, 32 * 2**20
@@ -50,7 +51,8 @@ class AnswersConfig:
     """How the target answers with `data.answers=target`; temperature 0 is greedy. `engines` are
     servers of the target that write the answers, `batch` of them at once; on the command line,
     answers.from=http://host:8000/v1 sets them, several with commas between them. Empty: the target
-    answers in this process."""
+    answers in this process. With `shard`, such as 2/8, the run answers that share of the prompts
+    and ends; when all shares are done, the same command without it trains."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -60,11 +62,13 @@ class AnswersConfig:
     seed: int = 0
     root: str = "cache/answers"
     engines: list[str] = field(default_factory=list)
+    shard: str | None = None
 
     def __post_init__(self) -> None:
         seeds = (0, 2**32 - 1)
         for url in self.engines:
             Server.of("answers.from", url)
+        Share.of("answers.shard", self.shard)
         require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
         require_temperature("answers.temperature", self.temperature)
         require_cutoffs("answers", self)
@@ -125,7 +129,11 @@ def answered(
     size = cfg.batch
     if not by_draft and not known >= asked.keys():
         size = _fitting(target.whole(), asked, cfg, ranks)
-    batches = _batches(asked, known, size)[ranks.rank :: ranks.world]
+    share = None if author else Share.of("answers.shard", cfg.shard)
+    batches = _batches(asked, known, size)
+    if share is not None:
+        batches = _batches_of(share, asked, known, cfg.batch, size)
+    batches = batches[ranks.rank :: ranks.world]
     total = sum(map(len, batches)) * cfg.max_new_tokens
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
@@ -193,6 +201,8 @@ def answered(
         write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
     progress.remove_task(task)
     accelerator.wait_for_everyone()
+    if share is not None:  # the other shares may not be written yet
+        return []
     depth = author.rounds if author else None
     return ranks.handed(lambda: _documents(prompts, read(), depth, folder))
 
@@ -210,7 +220,9 @@ def _served(
     an answer is not what the target would say."""
     key, ranks = _key(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
-    asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
+    share = Share.of("answers.shard", cfg.shard)
+    mine = prompts if share is None else share.part(prompts)
+    asked = {_name(prompt): prompt.ids.tolist() for prompt in mine}
 
     def documents() -> list[Document]:
         answers, _ = _read(folder, key, target.parts.vocab_size, asked)
@@ -227,7 +239,7 @@ def _served(
     if not (before := ranks.first(known)) >= asked.keys():
         _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
         accelerator.wait_for_everyone()
-    return ranks.handed(documents)
+    return ranks.handed(documents) if share is None else []
 
 
 def _ask(
@@ -407,12 +419,26 @@ def _batches(
     return batches
 
 
+def _batches_of(
+    share: Share,
+    asked: Mapping[str, Sequence[int]],
+    known: Collection[str],
+    batch: int,
+    size: int,
+) -> list[list[str]]:
+    """The batches of a share that have no answer yet. Which batches it has does not depend on what
+    the others have answered by now, nor on how many prompts, `size`, fit here at once."""
+    whole = share.part(_batches(asked, (), batch))
+    left = ([name for name in names if name not in known] for names in whole)
+    return [names[i : i + size] for names in left for i in range(0, len(names), size)]
+
+
 def _key(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
     """The name of the folder for this target and way of answering, by engines if `served`."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
     if set(target.eos) != set(target.generation_eos):  # older answers ran on past the others
         how["eos"] = sorted(target.eos)
-    for name in ("batch", "root", "engines"):  # these do not change the answers
+    for name in ("batch", "root", "engines", "shard"):  # these do not change the answers
         del how[name]
     if served:  # an engine may round otherwise, or compute in another precision
         how["engine"] = True

@@ -28,6 +28,8 @@ from train.data.template import Document
 from train.features import engines, shared
 from train.features.source import Online, Source
 from train.features.store import Disk, Store, megabytes
+from train.processes import ranks_of
+from train.shares import Share
 
 
 def needs_of(config: Any, parts: Parts) -> FeatureSpec:
@@ -99,6 +101,21 @@ class Features:
         device = self.target.parts.device
         again = partial(self._again, needs)
         return [Disk(store, needs, rows, device, again, self.ahead) for rows in sides]
+
+    def fill_share(self, share: Share, texts: Sequence[Sequence[Document]]) -> None:
+        """Store the features of a share of the rows. Each process of a launch does a part of it."""
+        store, needs = self.store, self.needs
+        assert store is not None and needs is not None
+        rows = [row for side in texts for row in pack(side, self.length)]
+        ranks = ranks_of(self.accelerator)
+        store.refresh()
+        missing = store.missing(share.part(rows)[ranks.rank :: ranks.world])
+        size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
+        console.print(f"feature cache {store.folder}: {size} to be added")
+        if missing:
+            with memory_for("computing the target's features", "lower data.max_length"):
+                self._fill(needs, missing, self.progress)
+        self.accelerator.wait_for_everyone()
 
     def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> Online:
         return Online(self.target.whole(), needs, self.sampler, rows)

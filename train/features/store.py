@@ -48,6 +48,7 @@ from train.features.source import (
     name_of_rounds,
     parts_of,
 )
+from train.shares import Share
 
 T = TypeVar("T")
 SHARD = 64  # rows whose documents go into one file
@@ -62,14 +63,16 @@ class FeaturesConfig:
     `root` that is named after what the features are made from. `engines` are servers of the target
     that compute the features, and write the answers too unless `answers.engines` are others; on the
     command line, features.from=http://host:8000/v1 sets them, several with commas between them. The
-    target's layers are then never loaded for training. A thread
-    reads `ahead` batches while training computes (0: none)."""
+    target's layers are then never loaded for training. A thread reads `ahead` batches while
+    training computes (0: none). With `shard`, such as 2/8, the run stores that share of the
+    features and ends; when all are done, the same command without it trains."""
 
     cache: str = "disk"
     path: str | None = None
     root: str = "cache/features"
     engines: list[str] = field(default_factory=list)
     ahead: int = 2
+    shard: str | None = None
 
     def __post_init__(self) -> None:
         require_known("features", self, cache=("disk", "online"))
@@ -81,6 +84,7 @@ class FeaturesConfig:
             "out",
         )
         require_within("features", self, ahead=0)
+        Share.of("features.shard", self.shard)
         require(bool(self.root.strip()), "features.root is empty: give a folder")
         require(
             self.path is None or bool(self.path.strip()),

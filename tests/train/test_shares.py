@@ -1,0 +1,131 @@
+"""Shares of answers and features, made by independent processes in one folder.
+
+Run alone: python -m pytest tests/train/test_shares.py (about 30 s)
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from safetensors import safe_open
+
+from specdec.errors import UserError
+from tests.runs import require_same_run
+from tests.tiny import REPOSITORY, Tiny, compose
+from train.config import CONF
+from train.shares import Share, note_beginning
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/4/2", "-1/4", "1/0", ""])
+def test_shares_that_cannot_be(text: str) -> None:
+    with pytest.raises(UserError, match=r"answers\.shard="):
+        Share.of("answers.shard", text)
+
+
+def test_shares_are_disjoint_and_leave_nothing_out() -> None:
+    parts = [Share(i, 4).part(range(10)) for i in range(1, 5)]
+    assert sorted(x for part in parts for x in part) == list(range(10))
+    assert Share.of("x", None) is None and Share.of("x", " 2/8 ") == Share(2, 8)
+
+
+def test_all_shares_began_when_the_first_did(tmp_path: Path) -> None:
+    note_beginning(tmp_path / "run" / "began")
+    (tmp_path / "run" / "began").write_text("2020-01-01T00:00:00\n")
+    note_beginning(tmp_path / "run" / "began")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["began"]
+    assert (tmp_path / "run" / "began").read_text().startswith("2020")
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All features in a folder of stores, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+@pytest.mark.parametrize("answers", ["target", "data"])
+def test_a_run_after_shares_is_the_run_of_one_process(
+    tiny: Tiny, tmp_path: Path, answers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three shares of the answers, made in another order, one is interrupted. Their batches are
+    those of one process, so even rounding is the same."""
+
+    def job(place: Path, *more: str) -> None:
+        roots = [f"answers.root={place / 'answers'}", f"features.root={place / 'features'}"]
+        fixed = [f"data.answers={answers}", "answers.batch=3"]
+        tiny.job(place / "run", "eagle3", *fixed, *roots, *more)
+
+    job(tmp_path / "whole")
+    kind = "answers" if answers == "target" else "features"
+    for number in (3, 1, 2, 1):
+        job(tmp_path / "shares", f"{kind}.shard={number}/3")
+        assert f"{kind}: share {number} of 3 is done" in capsys.readouterr().out
+    assert not (tmp_path / "shares" / "run" / "config.json").exists(), "nothing was trained"
+    ours, theirs = (stored(tmp_path / name / "features") for name in ("shares", "whole"))
+    assert ours.keys() == theirs.keys() and len(ours) > 100
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    count = len([*(tmp_path / "shares" / "features").rglob("*.safetensors")])
+    job(tmp_path / "shares")
+    assert len([*(tmp_path / "shares" / "features").rglob("*.safetensors")]) == count
+    require_same_run(tmp_path / "shares" / "run", tmp_path / "whole" / "run")
+
+
+def test_two_processes_fill_one_folder_at_once(tiny: Tiny, tmp_path: Path) -> None:
+    roots = [f"answers.root={tmp_path / 'answers'}", f"features.root={tmp_path / 'features'}"]
+    more = ["data.answers=target", "answers.batch=3", *roots]
+    command = tiny.command(tmp_path / "run", "eagle3", *more)
+    both = [
+        subprocess.Popen(
+            [sys.executable, *command, f"answers.shard={i}/2"],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in (1, 2)
+    ]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    files = [*(tmp_path / "answers").rglob("*.jsonl")]
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    assert len(lines) == 29, "each prompt is answered once"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["answers.shard=1/2", "data.answers=data"], "data.answers=target"),
+        (["answers.shard=1/2", "features.shard=1/2", "data.answers=target"], "first"),
+        (["features.shard=1/2", "features.cache=online"], "stores none"),
+        (["features.shard=1/2", "budget.minutes=5"], "budget.minutes"),
+    ],
+)
+def test_shares_of_what_a_run_does_not_do(tiny: Tiny, settings: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        tiny.config("eagle3", *settings)
+
+
+@pytest.mark.parametrize("name", ["one_node", "several_nodes", "fsdp2"])
+def test_accelerate_reads_its_configurations(name: str) -> None:
+    """accelerate refuses keys that it does not know."""
+    config = load_config_from_file(str(CONF / "accelerate" / f"{name}.yaml"))
+    assert config.num_processes == 8 * config.num_machines
+    assert config.mixed_precision == "no"
+    sharded = {"fsdp_version": 2} if name == "fsdp2" else {}
+    assert config.fsdp_config == sharded
+    assert config.distributed_type is DistributedType("FSDP" if sharded else "MULTI_GPU")
+
+
+def test_folders_for_launchers_are_no_settings() -> None:
+    with pytest.raises(UserError, match="accelerate"):
+        compose(["accelerate=one_node"])
+
+
+def test_the_job_for_slurm_is_a_script_that_bash_reads() -> None:
+    subprocess.run(["bash", "-n", str(REPOSITORY / "examples" / "slurm.sh")], check=True)

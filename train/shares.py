@@ -1,0 +1,57 @@
+"""Shares of the work that comes before training, for independent processes or machines that fill
+one folder of answers or features: `answers.shard=2/8` does the second of eight shares."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Self, TypeVar
+from uuid import uuid4
+
+from specdec.errors import UserError
+from specdec.files import make_folder
+
+T = TypeVar("T")
+AFTERWARDS = "when all shares are done, run the same command without"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share with this number, from 1, of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def of(cls, name: str, text: str | None) -> Self | None:
+        """The share that a setting of this name gives as "2/8"; None without one. Raises UserError
+        for anything else."""
+        if text is None:
+            return None
+        match = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", str(text))
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(f"{name}={text}: give a share such as 1/4, from 1/4 to 4/4")
+        return cls(int(match[1]), int(match[2]))
+
+    def part(self, items: Sequence[T]) -> Sequence[T]:
+        """Every `count`-th of the items, from this share's own first one on."""
+        return items[self.number - 1 :: self.count]
+
+    def __str__(self) -> str:
+        return f"share {self.number} of {self.count}"
+
+
+def note_beginning(path: Path) -> None:
+    """Write to this file when the first of several shares began, unless one of them has: all render
+    prompts at that time, as chat templates may write it."""
+    make_folder(path.parent)
+    partial = path.with_name(f"{path.name}.{uuid4().hex}")
+    partial.write_text(datetime.now().isoformat(timespec="seconds") + "\n")
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
