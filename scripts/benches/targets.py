@@ -28,6 +28,7 @@ from benches.tiny import Tiny
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from matplotlib.figure import Figure
+from transformers.models.auto import tokenization_auto
 
 import train
 from specdec.decoding.decode import decode
@@ -188,6 +189,8 @@ def tried_apart(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
     """Write the outcomes of one architecture to a file in `folder`, and all that is printed to
     another. This process does nothing else, so it may change what is global."""
     torch.set_num_threads(1)
+    # for these kinds transformers loads another tokenizer than the one that was saved
+    tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.clear()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)

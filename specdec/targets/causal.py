@@ -134,7 +134,7 @@ class CausalTarget(Target):
             inputs[cache_argument(model)] = cache
         with self._watched(needs) as seen:
             out = model(input_ids=ids_BT, use_cache=cache is not None, **inputs)
-        return concatenated(seen, needs), out.last_hidden_state
+        return concatenated(seen, needs), out.last_hidden_state.to(self.dtype)
 
     def step(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None = None

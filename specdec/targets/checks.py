@@ -78,7 +78,7 @@ def check_head(target: Parts) -> None:
     what the model itself returns. A head may scale its logits by factors of its own."""
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
     some_S = torch.arange(0, target.vocab_size, -(-target.vocab_size // 64), device=target.device)
-    final = target.body(input_ids=ids, use_cache=False).last_hidden_state
+    final = target.body(input_ids=ids, use_cache=False).last_hidden_state.to(target.dtype)
     theirs = target.model(input_ids=ids, use_cache=False).logits
     require(
         _distance(target.logits(final), theirs) <= SAME

@@ -169,6 +169,24 @@ def test_rows_leave_a_batch_and_prompts_repeat(target: Target) -> None:
     assert len({len(ids) for ids in alone}) > 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_16_bits_states_are_kept_and_moved_as_well(kind: str) -> None:
+    """Also where a model passes float32 between its layers. In 16 bits, chains and plain decoding
+    may round to other tokens, so what is compared is logits."""
+    target = CausalTarget(model_of(kind).bfloat16(), None, kind)
+    prompt = texts(1, 7)[0]
+    cache = target.new_cache()
+    needs = FeatureSpec((2,), final_hidden=True)
+    target.features(torch.tensor([prompt]), needs, cache=cache)
+    cache.keep([7])
+    ctx, _ = target.features(torch.tensor([[5, 9, 11]]), needs, cache=cache)
+    assert ctx.layers_BTF.dtype == ctx.final_BTD.dtype == torch.bfloat16
+    cache.keep([2])
+    ours = target.step(torch.tensor([[8]]), needs, cache)[1][0, -1].float()
+    theirs = by_transformers(target, prompt, torch.tensor([[5, 9, 8]]))[0, -1].float()
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()  # 8 bits, through four layers
+
+
 def test_padding_on_either_side_changes_nothing(target: Target) -> None:
     short, long = texts(1, 5)[0], texts(1, 8)[0]
     ids = torch.tensor([[0, 0, 0, *short], long])
