@@ -125,6 +125,12 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
 
 
+def add_thinking(parser: argparse.ArgumentParser) -> None:
+    """Add --thinking, which chat templates read."""
+    words = "ask for reasoning, or for none; default: as the chat template has it"
+    parser.add_argument("--thinking", choices=("on", "off"), help=words)
+
+
 def add_beams(parser: argparse.ArgumentParser) -> None:
     """Add --beams, which `require_beams_alone` checks."""
     parser.add_argument("--beams", type=int, default=1, help="width of a beam search; 1: none")

@@ -3,12 +3,27 @@
 Run alone: python -m pytest tests/train/test_thinking.py (about 15 s)
 """
 
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdec.errors import UserError
 from specdec.measure.results import Results
-from tests.tiny import TEMPLATE, Tiny, conversations, save_target, write_jsonl
+from tests.tiny import (
+    REPOSITORY,
+    TEMPLATE,
+    Tiny,
+    conversations,
+    make_tokenizer,
+    save_target,
+    write_jsonl,
+)
+from tests.train.data.chats import talk
+from train.data.rendering import Template
+from train.data.template import whole_prompts
 
 PROMPT = "{% if enable_thinking is true %}all {% elif enable_thinking is false %}any {% endif %}"
 ASKS = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n" + PROMPT + "{% endif %}")
@@ -22,7 +37,9 @@ def asking(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(root, target, write_jsonl(root / "chats.jsonl", conversations(60)))
 
 
-def test_the_report_has_figures_for_both(asking: Tiny, tmp_path: Path) -> None:
+def test_the_report_has_figures_for_both(
+    asking: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = ["data.thinking=mixed", "data.answers=target", "decode.prompts=8"]
     asking.job(tmp_path / "run", "eagle3", *settings)
     results = Results.read(tmp_path / "run" / "report")
@@ -33,6 +50,22 @@ def test_the_report_has_figures_for_both(asking: Tiny, tmp_path: Path) -> None:
         assert sum(part.tau.n for part in parts) == one.rounds
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "### Kinds of prompts" in page and "| without reasoning | " in page
+    read, write = list[str](), Template.render
+
+    def rendered(*args: Any, **kwargs: Any) -> Any:
+        text, blocks = write(*args, **kwargs)
+        read.append(text)
+        return text, blocks
+
+    monkeypatch.setattr(Template, "render", rendered)
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    few = [str(tmp_path / "run" / "best"), "--thinking", "on", "--max-new-tokens", "4"]
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    for script in (["generate", "a cat"], ["evaluate", "--prompts", str(tmp_path / "prompts.txt")]):
+        monkeypatch.setattr(sys, "argv", [*script[:1], *few, *script[1:]])
+        read.clear()
+        runpy.run_path(str(REPOSITORY / "scripts" / script[0]), run_name="__main__")
+        assert any(text.endswith("a cat<|im_end|>\n<|im_start|>assistant\nall ") for text in read)
 
 
 def test_one_kind_of_prompts_has_no_table(asking: Tiny, tmp_path: Path) -> None:
@@ -40,3 +73,11 @@ def test_one_kind_of_prompts_has_no_table(asking: Tiny, tmp_path: Path) -> None:
     assert all(not one.slices for one in Results.read(tmp_path / "run" / "report").asked)
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "Kinds of prompts" not in page
+
+
+def test_prompts_of_a_file_ask_for_reasoning() -> None:
+    for thinking, end in (("on", "all "), ("off", "any "), ("template", "assistant\n")):
+        (prompt,) = whole_prompts([talk("a cat")], make_tokenizer(ASKS), None, thinking)
+        assert make_tokenizer(ASKS).decode(prompt.ids).endswith(end)
+    with pytest.raises(UserError, match="--thinking on: the target has no chat template"):
+        whole_prompts([talk("a cat")], make_tokenizer(None), None, "on")

@@ -114,10 +114,11 @@ class Answers:
         if self.text.startswith(said, start):
             return start, self._ended(i, start + len(said), self._closed(i, said))
         # some templates write something after the last answer alone, such as the end of the text
-        lead, content, _ = said.rpartition(message.content)
-        own = message.beside.get("tool_calls")
-        if content and not own and self.text.startswith(lead + content, start):
-            return start, self._ended(i, start + len(lead + content), False)
+        if not message.content or "tool_calls" in message.beside:
+            return None
+        up_to = said[: said.rindex(message.content) + len(message.content)]
+        if self.text.startswith(up_to, start):
+            return start, self._ended(i, start + len(up_to), False)
         return None
 
     def _as_the_target_writes(self, i: int, before: str) -> Span | None:

@@ -336,12 +336,22 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
 
 
 def whole_prompts(
-    conversations: Sequence[Conversation], tokenizer: Any, room: int | None
+    conversations: Sequence[Conversation],
+    tokenizer: Any,
+    room: int | None,
+    thinking: str = "template",
 ) -> list[Prompt]:
     """The prompts of a file, each complete up to its last user turn. Without a chat template, they
-    are read as plain text. Raises UserError naming the first that is unusable or has more than
-    `room` tokens (None: any number)."""
-    chat: Chat | Plain = (Chat if tokenizer.chat_template else Plain)(tokenizer)
+    are read as plain text. `thinking` is that of `Chat`. Raises UserError naming the first that is
+    unusable or has more than `room` tokens (None: any number)."""
+    chat: Chat | Plain = Plain(tokenizer)
+    if tokenizer.chat_template:
+        chat = Chat(tokenizer, thinking=thinking)
+    elif thinking != "template":
+        raise UserError(
+            f"--thinking {thinking}: the target has no chat template to ask for reasoning: leave "
+            "it out"
+        )
     prompts = []
     for conversation in conversations:
         try:

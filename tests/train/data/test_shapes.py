@@ -7,6 +7,7 @@ Run alone: python -m pytest tests/train/data/test_shapes.py (about 15 s)
 import csv
 import gzip
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -426,3 +427,45 @@ def test_sources_are_composed_as_the_page_writes_them() -> None:
     )
     assert [s.weight for s in cfg.data.sources] == [3, 1]
     assert cfg.data.name == "chats.jsonl and tools.parquet"
+
+
+# Two hundred records of these shapes, changed at random
+
+
+VALUES: list[Any] = [None, "", 0, -1, 1.5, True, [], {}, "q", "<think>t</think>a", "\ud800"]
+VALUES += ["<tool_call>{}</tool_call>", "<functioncall> {", "{'a': 1}", [None], ["a", "b"], [1, 2]]
+VALUES += [{"role": "user"}, {"messages": []}, [["a", "b"]], float("nan"), 10**30]
+KEYS = ("messages", "role", "content", "tools", "answers", "chosen", "history", "labels", "prompt")
+KEYS += ("tool_calls", "arguments", "thinking", "enable_thinking", "body", "response", "sample")
+
+
+def changed(value: Any, draw: random.Random) -> Any:
+    """A JSON value with some of its parts replaced, added or left out."""
+    if draw.random() < 0.08:
+        return draw.choice(VALUES)
+    if isinstance(value, dict):
+        value = {k: changed(x, draw) for k, x in value.items() if draw.random() > 0.05}
+        return value | ({draw.choice(KEYS): draw.choice(VALUES)} if draw.random() < 0.2 else {})
+    if isinstance(value, list):
+        return [changed(x, draw) for x in value if draw.random() > 0.05]
+    return value
+
+
+@pytest.mark.parametrize("template", [CHATML, FULL], ids=["plain", "full"])
+def test_records_of_these_shapes_that_are_damaged(tmp_path: Path, template: str) -> None:
+    """Each is kept or dropped, or the whole is told in one line."""
+    draw, tokenizer = random.Random(0), tokenizer_of(template)
+    shapes = [json.loads(row[1].strip("`")) for row in SHAPES]
+    for n in range(100):
+        path = tmp_path / f"{n}.jsonl"
+        records = [changed(draw.choice(shapes), draw) for _ in range(4)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        for answers, split_into in (("data", split_documents), ("target", split_prompts)):
+            thinking = draw.choice(["template", "on", "data", "mixed"])
+            options = {"min_answer": 1, "answers": answers, "thinking": thinking}
+            try:
+                cfg = DataConfig(str(path), held_out=0, **options)  # type: ignore[arg-type]
+                tally = split_into(cfg, tokenizer).tally
+                assert tally.kept + tally.dropped.total() == tally.read > 0
+            except UserError as error:
+                assert "\n" not in str(error)
