@@ -38,6 +38,7 @@ LONG = {
     "train/test_continued.py",
     "train/test_damage.py",
     "train/test_engine_features.py",
+    "train/test_engine_kills.py",
     "train/test_launcher.py",
     "train/test_loop.py",
     "train/test_mistakes.py",
