@@ -7,9 +7,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from socket import SHUT_RDWR
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -67,9 +68,16 @@ class Server:
         """The JSON, or the text, at an address below the server's. Raises as `ask` does."""
         return self.ask("GET", path)
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What the server answers to a request. Raises Refused for an error of the client's (4xx),
-        and Unavailable if there is no answer, an error of the server's, or no JSON."""
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        waiting: set[HTTPConnection] | None = None,
+    ) -> Any:
+        """What the server answers to a request. The connection is among those that are `waiting`
+        meanwhile. Raises Refused for an error of the client's (4xx), and Unavailable if there is no
+        answer, an error of the server's, or no JSON."""
         parts = urlsplit(path if "://" in path else f"{self.url}{path}")
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         headers = {"Content-Type": "application/json"}
@@ -79,9 +87,11 @@ class Server:
             with closing(kind(parts.hostname or "", parts.port, timeout=CONNECTING)) as connection:
                 connection.connect()
                 connection.sock.settimeout(ANSWERING)
-                connection.request(method, parts.path, json.dumps(body) if body else None, headers)
-                response = connection.getresponse()
-                content, status = response.read().decode(errors="replace"), response.status
+                with waiting_in(waiting, connection):
+                    content = json.dumps(body) if body else None
+                    connection.request(method, parts.path, content, headers)
+                    response = connection.getresponse()
+                    content, status = response.read().decode(errors="replace"), response.status
         except (OSError, HTTPException) as error:
             raise Unavailable(f"{self.url}: {first_line(error)}") from error
         if status >= 400:
@@ -94,6 +104,18 @@ class Server:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise Unavailable(f"{self.url}: its answer is not JSON") from error
+
+
+@contextmanager
+def waiting_in(waiting: set[HTTPConnection] | None, connection: HTTPConnection) -> Iterator[None]:
+    """Keep a connection among those that are `waiting` during a block."""
+    if waiting is not None:
+        waiting.add(connection)
+    try:
+        yield
+    finally:
+        if waiting is not None:
+            waiting.discard(connection)
 
 
 def _message(content: str) -> str:
@@ -192,7 +214,7 @@ class Engines:
         `IN_A_ROW` failures without a result between them, and whatever else `read` raises."""
         todo: queue.SimpleQueue[Request[K]] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[K, T | Failed | Exception]] = queue.SimpleQueue()
-        stop, in_a_row = threading.Event(), 0
+        stop, in_a_row, waiting = threading.Event(), 0, set[HTTPConnection]()
         for request in requests:
             todo.put(request)
 
@@ -203,12 +225,13 @@ class Engines:
                 except queue.Empty:
                     return
                 try:
-                    done.put((request.name, self._result(request, read, stop)))
+                    done.put((request.name, self._result(request, read, stop, waiting)))
                 except Exception as error:  # raised again below, in the caller's thread
                     done.put((request.name, error))
 
-        for _ in range(min(at_once, len(requests))):
-            threading.Thread(target=work, daemon=True).start()
+        workers = [threading.Thread(target=work, daemon=True) for _ in requests[:at_once]]
+        for worker in workers:
+            worker.start()
         try:
             for _ in requests:
                 name, result = _next(done)
@@ -224,16 +247,25 @@ class Engines:
                     )
         finally:
             stop.set()
+            for connection in [*waiting]:
+                with suppress(OSError, AttributeError):  # it has just been closed
+                    connection.sock.shutdown(SHUT_RDWR)
+            for worker in workers:  # Python may abort if it ends while they run
+                worker.join(CONNECTING)
 
     def _result(
-        self, request: Request[K], read: Callable[[K, Any], T], stop: threading.Event
+        self,
+        request: Request[K],
+        read: Callable[[K, Any], T],
+        stop: threading.Event,
+        waiting: set[HTTPConnection],
     ) -> T | Failed:
         reason = "nothing"
         for wait in (*WAITS, None):
             server = self._taken()
             try:
                 body = {"model": self.models[server].name, **request.body}
-                return read(request.name, server.ask("POST", request.path, body))
+                return read(request.name, server.ask("POST", request.path, body, waiting))
             except Refused as error:
                 return Failed(str(error))
             except Unavailable as error:
