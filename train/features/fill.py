@@ -124,7 +124,9 @@ class Features:
         """Store the features of chats whose several texts share their beginnings, which are read
         once; engines do this by themselves."""
         groups = [] if self.engines else shared.chats(documents, store)
-        if not groups or self.target.whole().new_cache().chains_only:
+        # another run may fill the store at this moment: all processes go by what the first has seen
+        agreed = ranks_of(self.accelerator).first(lambda: bool(groups))
+        if not agreed or self.target.whole().new_cache().chains_only:
             return
         total = sum(len(d.ids) for group in groups for d in group)
         once = total - sum(shared.saved(g) * sum(len(d.ids) for d in g) for g in groups)
