@@ -6,6 +6,7 @@ float32. Each number of rows is probed once, and the public operator is used unl
 faster. `torch.compile` packs frozen weights itself; this file is for uncompiled passes.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.compat import packed_product as product
-from specdec.compat import packed_weight, version
+from specdec.compat import packed_sum, packed_weight, version
 from specdec.errors import first_line
 from specdec.runtime.probes import Answer, compare, one_thread
 from specdec.runtime.quantised import is_plain
@@ -46,15 +47,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, rows = self.weight, x.numel() // self.in_features
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not x.is_cpu
-            or not rows
-            or x.dtype is not weight.dtype
-            or torch.is_autocast_enabled("cpu")
-            or not self.faster(x.dtype, rows)
-        ):
+        if not multiplies(x, weight) or not self.faster(x.dtype, rows):
             return F.linear(x, weight, self.bias)
         at = weight.data_ptr(), version(weight)
         if self._copied != at:
@@ -80,6 +73,86 @@ class PackedLinear(nn.Linear):
         """The state without the copy, which can be neither pickled nor copied, and without the
         answers of `faster`, which hold for this machine only."""
         return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
+
+
+class JointLinear:
+    """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
+    multiplies by one packed copy of all their weights where a probe found this faster. It is no
+    module, so that it adds nothing to a model's state."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = list(layers)
+        self.width = self.layers[0].in_features
+        self.out = sum(x.out_features for x in self.layers)
+        self.packs = all(isinstance(x, PackedLinear) for x in self.layers)
+        self._faster: dict[tuple[torch.dtype, int], bool] = {}  # by dtype and number of rows
+        self.renew()
+
+    @classmethod
+    def of(cls, *layers: nn.Module) -> "JointLinear | None":
+        """These layers as one; None if one of them is not linear, or if only some have a bias."""
+        linear = [x for x in layers if isinstance(x, nn.Linear)]
+        plain = all(isinstance(x, PackedLinear) or is_plain(x) for x in linear)
+        alike = len({x.bias is None for x in linear}) == 1
+        return cls(linear) if len(linear) == len(layers) and plain and alike else None
+
+    def renew(self) -> None:
+        """Forget the copy of the weights, which have changed."""
+        self._copy: Tensor | None = None
+        self._copied: list[tuple[int, int]] | None = None
+        biases = [x.bias for x in self.layers if x.bias is not None]
+        self.bias = torch.cat([x.detach() for x in biases]) if biases else None
+
+    def renew_if_changed(self) -> None:
+        """`renew` if a weight or a bias is no longer as it was at the last such call."""
+        tensors = [x for y in self.layers for x in (y.weight, y.bias) if x is not None]
+        at = [(x.data_ptr(), version(x)) for x in tensors]
+        if at != self._copied:
+            self.renew()
+            self._copied = at
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the copy, which can be neither pickled nor copied, and without what
+        was probed, which holds for this machine only."""
+        return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
+
+    def faster(self, x: Tensor) -> bool:
+        """Whether the copy is faster for so many rows of this dtype."""
+        key = x.dtype, x.numel() // self.width
+        if (faster := self._faster.get(key)) is None:
+            size = self.out, self.width, x.dtype, bucket(key[1])
+            faster = self._faster[key] = self.packs and x.dtype in DTYPES and probe(*size).used
+        return faster
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The product, plus `residual` [..., out] if given."""
+        if not self.faster(x):
+            parts = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            return out if residual is None else residual + out
+        if self._copy is None:
+            self._copy = packed(torch.cat([layer.weight.detach() for layer in self.layers]))
+        if residual is None:
+            return product(x, self._copy, self.bias)
+        return packed_sum(x, self._copy, self.bias, residual)
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether x may be multiplied by a packed copy of the weight: on a CPU, in the same dtype, and
+    outside autograd, autocast and compiled graphs."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or not x.is_cpu
+        or not x.numel()
+        or x.dtype is not weight.dtype
+        or torch.is_autocast_enabled("cpu")
+    )
+
+
+def joint(*layers: nn.Module) -> JointLinear | None:
+    """Packed layers that read the same input, as one; None unless all of them are packed."""
+    return JointLinear.of(*layers) if all(isinstance(x, PackedLinear) for x in layers) else None
 
 
 def packed(weight: Tensor) -> Tensor:

@@ -18,14 +18,11 @@ from torch.nn import functional as F
 from specdec.compat import (
     attention_of,
     hooks_of,
-    packed_product,
-    packed_sum,
     parts_of,
     version,
 )
 from specdec.runtime.cache import Place, SlotCache, model_inputs
-from specdec.runtime.packed import DTYPES, PackedLinear, bucket, packed, probe
-from specdec.runtime.quantised import is_plain
+from specdec.runtime.packed import JointLinear
 from specdec.targets.attention import stacked
 
 # Tokens of a pass. Passes over more gain nothing, and their masks grow with the square; but the
@@ -46,54 +43,6 @@ class OtherShape(Exception):
     """The model's layers have parts that this pass does not know."""
 
 
-class Product:
-    """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
-    multiplies by a packed copy of their weights where a probe found this faster."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        self.layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        plain = all(isinstance(x, PackedLinear) or is_plain(x) for x in self.layers)
-        biases = [x.bias for x in self.layers]
-        alike = len({bias is None for bias in biases}) == 1
-        if len(self.layers) < len(layers) or not plain or not alike:
-            raise OtherShape
-        self.width = self.layers[0].in_features
-        self.out = sum(x.out_features for x in self.layers)
-        self.packs = all(isinstance(x, PackedLinear) for x in self.layers)
-        self._faster: dict[int, bool] = {}  # by number of rows
-        self.renew()
-
-    def renew(self) -> None:
-        """Forget the copy of the weights, which have changed."""
-        self._copy: Tensor | None = None
-        biases = [x.bias for x in self.layers if x.bias is not None]
-        self.bias = torch.cat([x.detach() for x in biases]) if biases else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the copy, which can be neither pickled nor copied, and without what
-        was probed, which holds for this machine only."""
-        return self.__dict__ | {"_copy": None, "_faster": {}}
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product, plus `residual` [..., out] if given."""
-        rows = x.numel() // self.width
-        if (faster := self._faster.get(rows)) is None:
-            key = self.out, self.width, x.dtype, bucket(rows)
-            faster = self._faster[rows] = self.packs and x.dtype in DTYPES and probe(*key).used
-        if not faster:
-            return self._plain(x, residual)
-        if self._copy is None:
-            self._copy = packed(torch.cat([layer.weight.detach() for layer in self.layers]))
-        if residual is None:
-            return packed_product(x, self._copy, self.bias)
-        return packed_sum(x, self._copy, self.bias, residual)
-
-    def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        parts = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return out if residual is None else residual + out
-
-
 class Norm:
     """An RMSNorm."""
 
@@ -112,8 +61,8 @@ class LeanLayer:
 
     def __init__(self, layer: Any) -> None:
         q, k, v, o, gate, up, down = (_part(layer, path) for path in LINEAR)
-        self.qkv, self.o = Product(q, k, v), Product(o)
-        self.gate_up, self.down = Product(gate, up), Product(down)
+        self.qkv, self.o = _joint(q, k, v), _joint(o)
+        self.gate_up, self.down = _joint(gate, up), _joint(down)
         self.act, attention = _part(layer, "mlp.act_fn.forward"), layer.self_attn
         self.head_dim, self.scale = _part(attention, "head_dim"), _part(attention, "scaling")
         self.heads, self.kv_heads = (x.out_features // self.head_dim for x in (q, k))
@@ -123,7 +72,7 @@ class LeanLayer:
         self.head_norms = [] if None in of_heads else [Norm(norm) for norm in of_heads]
 
     @property
-    def products(self) -> list[Product]:
+    def products(self) -> list[JointLinear]:
         return [self.qkv, self.o, self.gate_up, self.down]
 
     @property
@@ -254,6 +203,13 @@ def _part(module: Any, path: str) -> Any:
     if module is None:
         raise OtherShape
     return module
+
+
+def _joint(*layers: nn.Module) -> JointLinear:
+    """The layers as one. Raises OtherShape if this is not possible."""
+    if (joint := JointLinear.of(*layers)) is None:
+        raise OtherShape
+    return joint
 
 
 def _own(layer: nn.Linear) -> list[Tensor]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from specdec.decoding.decode import generate
+from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
+from specdec.drafters import DRAFTERS
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
@@ -252,3 +253,90 @@ def test_an_export_of_a_packed_draft_reads_back(
         assert not torch.equal(drafter.unembed(torch.ones(1, 384), 0), plain_logits)
     export.write(tmp_path / "out", drafter, target)
     assert packed.is_packed(export.read(tmp_path / "out", drafter, target))
+
+
+def together(dtype: torch.dtype, bias: bool) -> tuple[packed.JointLinear, list[nn.Linear]]:
+    torch.manual_seed(0)
+    layers = [packed.PackedLinear(nn.Linear(300, n, bias=bias).to(dtype)) for n in (500, 200)]
+    one = packed.joint(*layers)
+    assert one is not None
+    return one, list(layers)
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_that_read_the_same_are_one_product(dtype: torch.dtype, bias: bool) -> None:
+    one, layers = together(dtype, bias)
+    for shape in ((300,), (1, 300), (2, 3, 300), (100, 300)):
+        x, residual = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 700).to(dtype)
+        wanted = torch.cat([plain(layer, x) for layer in layers], -1)
+        with torch.inference_mode():
+            found, added = one(x), one(x, residual)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(added, wanted + residual, rtol=0, atol=2 * TOLERANCE[dtype])
+    assert one._copy is not None and one._copy.layout is torch._mkldnn
+    again = pickle.loads(pickle.dumps(one))
+    assert again._copy is None
+    with torch.inference_mode():
+        torch.testing.assert_close(again(x), found)
+
+
+def test_one_product_reads_each_of_its_weights_anew() -> None:
+    one, layers = together(torch.float32, True)
+    x = torch.randn(2, 300)
+    for layer in layers:
+        for parameter in (layer.weight, layer.bias):
+            with torch.no_grad():
+                one.renew_if_changed()
+                kept = one(x)
+                copied = one._copy
+                one.renew_if_changed()
+                assert one._copy is copied  # nothing has changed
+                parameter.add_(1.0)
+                one.renew_if_changed()
+                wanted = torch.cat([plain(layer, x) for layer in layers], -1)
+                assert not torch.allclose(kept, wanted, atol=0.1)
+                torch.testing.assert_close(one(x), wanted, rtol=0, atol=1e-4)
+
+
+def test_only_packed_layers_that_are_alike_become_one() -> None:
+    one, other = layer(torch.float32), layer(torch.float32, bias=False)
+    assert packed.joint(one, nn.Linear(300, 500)) is None
+    assert packed.joint(one, other) is None
+    assert packed.joint(one, nn.Identity()) is None
+    assert packed.joint(one, layer(torch.float32)) is not None
+
+
+@pytest.mark.parametrize("family", ["eagle3", "mtp", "dflash", "eagle"])
+def test_a_packed_draft_is_the_draft(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers then have one product for q, k and v, and one for the first two of an MLP."""
+    made = list[int]()
+    multiply = packed.JointLinear.__call__
+
+    def counted(self: packed.JointLinear, *given: Any) -> Tensor:
+        made.append(len(self.layers))
+        return multiply(self, *given)
+
+    target = random_target(LlamaConfig(**WIDE | {"num_hidden_layers": 6}))
+    target.lean_allowed = False  # its own pass multiplies so too
+    config = DRAFTERS[family].Config()
+    drafter = random_drafter(config, target, 0.1)
+    monkeypatch.setattr(packed.JointLinear, "__call__", counted)
+    prompt, answers = [5, 6, 7, 8, 9, 10], []
+    for step in range(3):
+        if step == 1:
+            packed.pack(drafter)
+        if step == 2:  # changed weights are read anew
+            with torch.no_grad():
+                for parameter in drafter.parameters():
+                    parameter.mul_(1.5)
+        proposals = []
+        for batch in ([prompt], [prompt, prompt[:4]]):
+            proposals += decode(target, batch, Way(drafter), max_new_tokens=12, eos=())
+        answers.append([(g.ids, g.rounds) for g in proposals])
+        assert bool(made) == (step > 0)
+    assert answers[0] == answers[1] and {2, 3} <= set(made)
+    unpacked = random_drafter(config, target, 0.1)
+    unpacked.load_state_dict(drafter.state_dict())
+    again = generate(target, prompt, Way(unpacked), max_new_tokens=12, eos=())
+    assert (again.ids, again.rounds) == answers[2][0]

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.nn.rope import rotated
+from specdec.runtime.packed import JointLinear, joint, multiplies
 
 SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
 
@@ -35,8 +36,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, shared, bias=False)
         self.v_proj = nn.Linear(width, shared, bias=False)
         self.o_proj = nn.Linear(inner, llama.hidden_size, bias=False)
+        self._joint: JointLinear | None = None  # of q, k and v
         for name in ("q_norm", "k_norm"):
-            norm = LlamaRMSNorm(self.head_dim, llama.rms_norm_eps) if head_norms else nn.Identity()
+            norm = RMSNorm(self.head_dim, llama.rms_norm_eps) if head_norms else nn.Identity()
             self.add_module(name, norm)
 
     def keys_values(self, x_BPD: Tensor, rope: tuple[Tensor, Tensor]) -> KeyValue:
@@ -48,6 +50,27 @@ class Attention(nn.Module):
         query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
         grouped: Tensor = query.unflatten(1, (self.kv_heads, -1))
         return grouped
+
+    def at_once(
+        self, x_BWD: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`query` and `keys_values` of the same places by one product with a packed weight; None
+        where this is not possible, or not faster."""
+        if not multiplies(x_BWD, self.q_proj.weight):
+            return None
+        if self._joint is None or self._joint.layers[0] is not self.q_proj:
+            self._joint = joint(self.q_proj, self.k_proj, self.v_proj)
+        if self._joint is None or not self._joint.faster(x_BWD):
+            return None
+        self._joint.renew_if_changed()
+        heads, turning = self._heads(self._joint(x_BWD)), self.heads + self.kv_heads
+        turned, values = heads[:, :turning], heads[:, turning:]
+        if not isinstance(self.q_norm, nn.Identity):
+            query, keys = turned.split([self.heads, self.kv_heads], 1)
+            turned = torch.cat([self.q_norm(query), self.k_norm(keys)], 1)
+        turned = rotated(turned, rope)
+        query, keys = turned[:, : self.heads], turned[:, self.heads :]
+        return query.unflatten(1, (self.kv_heads, -1)), keys, values
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, A, H·Dh] -> [B, H, A, Dh]"""

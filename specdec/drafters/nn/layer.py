@@ -6,24 +6,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specdec.drafters.nn.attention import Attend, Attention
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.nn.rope import FULL, alike, of_full_attention, rotary_width
+from specdec.runtime.packed import JointLinear, joint, multiplies
 from specdec.targets.parts import UNBOUNDED, Parts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
 LONGEST = 1 << 17  # positions of a draft whose target sets no limit
 READS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
-ATTENTION, MLP = (*READS, "self_attn.o_proj."), ("mlp.",)
+ATTENTION, FEED_FORWARD = (*READS, "self_attn.o_proj."), ("mlp.",)
+
+
+class MLP(LlamaMLP):
+    """Llama's MLP, whose first two products are one for packed weights."""
+
+    def __init__(self, llama: LlamaConfig) -> None:
+        super().__init__(llama)  # type: ignore[no-untyped-call]
+        self._first: JointLinear | None = None
+        self._last: JointLinear | None = None
+
+    def added(self, stream: Tensor, x: Tensor) -> Tensor:
+        """The stream [..., D] plus the output for x [..., D]."""
+        if not multiplies(x, self.gate_proj.weight):
+            return self._plainly(stream, x)
+        if self._first is None or self._first.layers[0] is not self.gate_proj:
+            self._first = joint(self.gate_proj, self.up_proj)
+            self._last = joint(self.down_proj)
+        if self._first is None or self._last is None or not self._first.faster(x):
+            return self._plainly(stream, x)
+        self._first.renew_if_changed()
+        self._last.renew_if_changed()
+        gate, up = self._first(x).chunk(2, -1)
+        return self._last(self.act_fn(gate) * up, stream)
+
+    def _plainly(self, stream: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self(x)
+        return stream + out
 
 
 class Layer(nn.Module):
     """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`; with
     `head_norms`, a Qwen3 layer."""
 
-    input_layernorm: LlamaRMSNorm
-    hidden_norm: LlamaRMSNorm
+    input_layernorm: RMSNorm
+    hidden_norm: RMSNorm
 
     def __init__(
         self,
@@ -34,10 +63,10 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         for name in norms:
-            self.add_module(name, LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps))
+            self.add_module(name, RMSNorm(llama.hidden_size, llama.rms_norm_eps))
         self.self_attn = Attention(llama, width, head_norms)
-        self.post_attention_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
-        self.mlp = LlamaMLP(llama)
+        self.post_attention_layernorm = RMSNorm(llama.hidden_size, llama.rms_norm_eps)
+        self.mlp = MLP(llama)
 
     def entered(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads of the stream [..., D] from below, and the residual."""
@@ -45,7 +74,7 @@ class Layer(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         stream = residual + attended
-        return self.leave(stream + self.mlp(self.post_attention_layernorm(stream)))
+        return self.leave(self.mlp.added(stream, self.post_attention_layernorm(stream)))
 
     def leave(self, stream: Tensor) -> Tensor:
         """The layer's output, from the stream after its MLP."""
@@ -101,7 +130,7 @@ def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: 
         return x if source.shape == x.shape else x[:, -width:] if wide else None
 
     places = {name: place(name) for name in ours}
-    together = [[n for n in ours if n.startswith(group)] for group in (ATTENTION, MLP)]
+    together = [[n for n in ours if n.startswith(group)] for group in (ATTENTION, FEED_FORWARD)]
     apart = {n for names in together if any(places[n] is None for n in names) for n in names}
     for name, x in places.items():
         if x is not None and name not in apart:

@@ -1,5 +1,8 @@
 """Attention for decoding, over the slots of a cache, into which a pass writes its keys."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -34,9 +37,8 @@ class OverSlots:
         return None if self.mask is None else self.asked(i, self.mask)
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        keys, values = self.cache.update(*attention.keys_values(read, self.rope), i)
-        cos, sin = (self.asked(i, x) for x in self.rope)
-        query = attention.query(self.asked(i, read), (cos, sin))
+        query, keys, values = projected(attention, read, self.rope, partial(self.asked, i))
+        keys, values = self.cache.update(keys, values, i)
         return attention.joined(fused(query, keys, values, self.seen(i)))
 
 
@@ -52,6 +54,24 @@ class AfterText(OverSlots):
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
         both = torch.cat([self.text, read], 1)
-        keys, values = self.cache.update(*attention.keys_values(both, self.rope), i)
-        cos, sin = (x[:, self.text.shape[1] :] for x in self.rope)
-        return attention.joined(fused(attention.query(read, (cos, sin)), keys, values, self.mask))
+        query, keys, values = projected(
+            attention, both, self.rope, lambda x: x[:, self.text.shape[1] :]
+        )
+        keys, values = self.cache.update(keys, values, i)
+        return attention.joined(fused(query, keys, values, self.mask))
+
+
+def projected(
+    attention: Attention,
+    read: Tensor,
+    rope: tuple[Tensor, Tensor],
+    asked: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, Hkv, Hg, Wo, Dh] of the places that `asked` takes from a tensor [B, W, …], and
+    keys and values [B, Hkv, W, Dh] of all places [B, W, …] that attention reads."""
+    if (all_three := attention.at_once(read, rope)) is None:
+        keys, values = attention.keys_values(read, rope)
+        cos, sin = map(asked, rope)
+        return attention.query(asked(read), (cos, sin)), keys, values
+    query, keys, values = all_three
+    return asked(query.movedim(3, 1)).movedim(1, 3), keys, values

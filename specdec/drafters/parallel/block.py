@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import last_of, pieces, unread
 from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.nn.over_slots import AfterText
 from specdec.drafters.nn.over_text import Keys, OverDrafts, Sight
 from specdec.drafters.nn.rope import Rope
@@ -91,7 +91,7 @@ class Block(Trainable):
         self.limits = Limits(depth=config.depth, slots=self.slots, parallel=self.parallel)
         D, eps = self.llama.hidden_size, self.llama.rms_norm_eps
         self.fc = nn.Linear(len(sizes.layers) * D, D, bias=False)
-        self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
+        self.hidden_norm, self.norm = RMSNorm(D, eps), RMSNorm(D, eps)
         numbers = range(config.num_layers)
         layers = [Layer(self.llama, D, ("input_layernorm",), head_norms=True) for _ in numbers]
         for layer in layers:

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import FeatureSpec, Known
 from specdec.drafters.nn.layer import Layer, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.proposer import chosen_layers, require_rising
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.recurrent.solved import STARTS, Solved
@@ -75,8 +75,8 @@ class Eagle3(Solved):
         super().__init__(config, sizes)
         self.needs = FeatureSpec(layers=tuple(sizes.layers))
         D, eps, count = self.llama.hidden_size, self.llama.rms_norm_eps, len(self.needs.layers)
-        self.input_norm = LlamaRMSNorm(count * D, eps) if config.norm_before_fc else None
-        norms = (LlamaRMSNorm(D, eps) for _ in range(count))
+        self.input_norm = RMSNorm(count * D, eps) if config.norm_before_fc else None
+        norms = (RMSNorm(D, eps) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(count * D, D, bias=False)
         # the norms of the embedding and of the feature
@@ -84,7 +84,7 @@ class Eagle3(Solved):
         numbers = range(1, config.num_layers)
         above = {str(i): Layer(self.llama, D, ("input_layernorm",)) for i in numbers}
         self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
-        self.norm = LlamaRMSNorm(D, eps)
+        self.norm = RMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
         if config.start == "regression" and not (config.norm_before_fc or config.fc_norm):
             self.learning_rates = {"fc.*": 0.03}  # its weights are small, as the features are large
@@ -175,7 +175,7 @@ class Eagle3(Solved):
         self.solve_mlp(known)
 
     @property
-    def last_norm(self) -> LlamaRMSNorm:
+    def last_norm(self) -> RMSNorm:
         return self.norm
 
     def normed(self, features: Tensor) -> Tensor:

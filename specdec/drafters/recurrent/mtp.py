@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, FeatureSpec, Known
 from specdec.drafters.growth import with_depth
 from specdec.drafters.nn.attention import Attend
 from specdec.drafters.nn.gather import entries, pieces, truncated_contexts, unread
 from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last, fits
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.nn.over_slots import OverSlots
 from specdec.drafters.nn.over_text import Keys, OverPairs, Sight
 from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
@@ -74,9 +74,9 @@ class MTPConfig(RecurrentConfig):
 class Module(Layer):
     """One prediction module, with the tensor names of DeepSeek's and MiMo-V2's checkpoints."""
 
-    enorm: LlamaRMSNorm
-    hnorm: LlamaRMSNorm
-    final_layernorm: LlamaRMSNorm
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    final_layernorm: RMSNorm
 
     def __init__(self, llama: LlamaConfig) -> None:
         D = llama.hidden_size
@@ -166,7 +166,7 @@ class MTP(Solved):
             module.load_state_dict(first.state_dict())
 
     @property
-    def last_norm(self) -> LlamaRMSNorm:
+    def last_norm(self) -> RMSNorm:
         return self.layer.final_layernorm
 
     def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.drafters.nn.layer import Layer
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentConfig, RecurrentSizes
 
 
@@ -18,7 +18,7 @@ class Prefix(Recurrent):
         super().__init__(config, RecurrentSizes(target_vocab=vocab, llama=llama))
         D = self.llama.hidden_size
         self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
-        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
+        self.norm = RMSNorm(D, self.llama.rms_norm_eps)
 
     def embed(self, ids: Tensor) -> Tensor:
         return ids  # which `enter` does not read

@@ -251,7 +251,7 @@ class Recurrent(Trainable):
         `counts[b]` pairs and of `more` pairs after it."""
         place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
-        if counts is not None:
+        if counts is not None and tokens.shape[1] > 1:
             last = torch.tensor(counts, device=tokens.device)[:, None] - 1
             last = last + torch.arange(1 + more, device=tokens.device)
             sees_all = not (more or self.upper or len(set(counts)) > 1)  # each sees its row's slots

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Known
 from specdec.drafters.capabilities import Solves
 from specdec.drafters.nn.layer import away_from_zero
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.drafters.regression import Squares, ridge
 
@@ -27,7 +27,7 @@ class Solved(Recurrent, Solves):
         return torch.cat([embedding, feature], -1)
 
     @property
-    def last_norm(self) -> LlamaRMSNorm | None:
+    def last_norm(self) -> RMSNorm | None:
         """The norm between the stream and the LM head, if the drafter has one."""
         return None
 

@@ -26,13 +26,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.nn.attention import Attend, Attention, KeyValue, fused
 from specdec.drafters.nn.gather import entries, tokens_from
 from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.nn.norm import RMSNorm
 from specdec.drafters.nn.over_text import Keys, OverDrafts, Rotation, Sight
 from specdec.drafters.nn.rope import Rope
 from specdec.drafters.proposer import Sizes
@@ -121,7 +121,7 @@ class Spire(Trainable):
             Layer(self.llama, D, ("input_layernorm",), sizes.head_norms) for _ in range(n)
         )
         self.memory = nn.Parameter(torch.zeros(n, n + 1)) if config.feedback else None
-        self.norm = LlamaRMSNorm(D, self.llama.rms_norm_eps)
+        self.norm = RMSNorm(D, self.llama.rms_norm_eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
         self.rope = Rope(self.llama)
 
