@@ -22,6 +22,7 @@ from specdec.compat import (
     version,
 )
 from specdec.runtime.cache import Place, SlotCache, model_inputs
+from specdec.runtime.norms import FewRowsNorm
 from specdec.runtime.packed import JointLinear
 from specdec.targets.attention import stacked
 
@@ -43,19 +44,6 @@ class OtherShape(Exception):
     """The model's layers have parts that this pass does not know."""
 
 
-class Norm:
-    """An RMSNorm."""
-
-    def __init__(self, norm: Any) -> None:
-        if not hasattr(norm, "variance_epsilon") or not hasattr(norm, "weight"):
-            raise OtherShape
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-        self.shape = tuple(self.weight.shape)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
-
-
 class LeanLayer:
     """A decoder layer. Raises OtherShape for one that has other parts."""
 
@@ -67,16 +55,16 @@ class LeanLayer:
         self.head_dim, self.scale = _part(attention, "head_dim"), _part(attention, "scaling")
         self.heads, self.kv_heads = (x.out_features // self.head_dim for x in (q, k))
         of_layer = ("input_layernorm", "post_attention_layernorm")
-        self.before_attention, self.before_mlp = (Norm(_part(layer, name)) for name in of_layer)
+        self.before_attention, self.before_mlp = (_norm(_part(layer, name)) for name in of_layer)
         of_heads = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.head_norms = [] if None in of_heads else [Norm(norm) for norm in of_heads]
+        self.head_norms = [] if None in of_heads else [_norm(norm) for norm in of_heads]
 
     @property
     def products(self) -> list[JointLinear]:
         return [self.qkv, self.o, self.gate_up, self.down]
 
     @property
-    def norms(self) -> list[Norm]:
+    def norms(self) -> list[FewRowsNorm]:
         return [self.before_attention, self.before_mlp, *self.head_norms]
 
     def __call__(
@@ -115,15 +103,15 @@ class LeanPass:
             raise OtherShape
         self.embed, self.rotary = _part(body, "embed_tokens"), _part(body, "rotary_emb")
         self.layers = [LeanLayer(layer) for layer in layers]
-        self.norm, self.dtype = Norm(_part(body, "norm")), self.embed.weight.dtype
+        self.norm, self.dtype = _norm(_part(body, "norm")), self.embed.weight.dtype
         kinds = getattr(config, "layer_types", None) or [None] * len(layers)
         self.kinds = list(kinds)[: len(layers)]
         self.windowed = getattr(config, "sliding_window", None) is not None
         self.groups = {layer.heads // layer.kv_heads for layer in self.layers}
         self.products = [product for layer in self.layers for product in layer.products]
-        norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms)]
+        self.norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms)]
         linear = [x for product in self.products for layer in product.layers for x in _own(layer)]
-        self.weights = [*linear, *(norm.weight for norm in norms)]
+        self.weights = [*linear, *(norm.weight for norm in self.norms)]
         theirs = {id(x) for part in (*layers, body.norm) for x in part.parameters()}
         if theirs != {id(x) for x in self.weights} or len(self.groups) > 1:
             raise OtherShape
@@ -168,6 +156,8 @@ class LeanPass:
             self._versions = versions
             for product in self.products:
                 product.renew()
+            for norm in self.norms:
+                norm.renew()
         return self.through(cache, **inputs)
 
     def through(
@@ -210,6 +200,13 @@ def _joint(*layers: nn.Module) -> JointLinear:
     if (joint := JointLinear.of(*layers)) is None:
         raise OtherShape
     return joint
+
+
+def _norm(norm: Any) -> FewRowsNorm:
+    """An RMSNorm. Raises OtherShape if it has no such parts."""
+    if not hasattr(norm, "variance_epsilon") or getattr(norm, "weight", None) is None:
+        raise OtherShape
+    return FewRowsNorm(norm.weight, norm.variance_epsilon)
 
 
 def _own(layer: nn.Linear) -> list[Tensor]:
