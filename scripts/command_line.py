@@ -26,6 +26,7 @@ from specdec.progress import console
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
 from specdec.targets.parts import Parts
+from specdec.targets.spread import AUTO
 from train.folder import shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "length", "settings")
@@ -62,11 +63,35 @@ def parser_of(doc: str | None) -> Parser:
     return parser
 
 
-def target_of(draft: Path, dtype: str, path: str | None = None, packed: bool = True) -> Target:
-    """The target that a draft was trained for, or the one at `path`. Prints what was loaded."""
+def add_placing(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the target's layers go."""
+    option = parser.add_argument
+    words = "auto: spread the target's layers over GPUs, the CPU's memory and the disk"
+    option("--device-map", choices=[AUTO], help=words)
+    words = "what each may hold, such as 0=70GB cpu=100GB; default: nine tenths of what is free"
+    option("--max-memory", nargs="+", metavar="PLACE=SIZE", help=words)
+
+
+def placing(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `TargetConfig` that the options of `add_placing` give. Raises UserError for a
+    size without a place."""
+    sizes = dict[str, str]()
+    for text in args.max_memory or ():
+        place, equals, size = text.partition("=")
+        require(bool(place and equals and size), f"--max-memory {text}: give PLACE=SIZE")
+        sizes[place] = size
+    return {"device_map": args.device_map, "max_memory": sizes}
+
+
+def target_of(
+    draft: Path, dtype: str, path: str | None = None, packed: bool = True, **placed: Any
+) -> Target:
+    """The target that a draft was trained for, or the one at `path`, with further fields of
+    `TargetConfig`. Prints what was loaded."""
     theirs = checkpoint.read_card(draft).target
     revision = theirs.revision if path is None else None
-    wanted = TargetConfig(path or theirs.name, dtype, revision=revision, packed=packed)
+    name = path or theirs.name
+    wanted = TargetConfig(name, dtype, revision=revision, packed=packed, **placed)
     target = load_target(wanted)
     console.print(opening(target, wanted))
     return target
@@ -101,6 +126,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     words = "of both models: auto, bfloat16, float32 or float16"
     option("--dtype", default=TargetConfig.dtype, help=words)
+    add_placing(parser)
     add_setting(parser, "max_new_tokens", "tokens of an answer, at most")
     option("--gamma", type=int, help="tokens drafted in a row; default: as in the draft's run")
     add_setting(parser, "top_p", "keep the likeliest tokens up to this share")

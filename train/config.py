@@ -246,7 +246,7 @@ def register() -> None:
     schema.objective.terms = {}  # objective=NAME fills it
     # the keys of these are checked by the code that reads them
     open_ended = schema.decode.settings, schema.objective.terms, schema.objective.constants
-    for free in (*open_ended, schema.optim.rates):
+    for free in (*open_ended, schema.optim.rates, schema.target.max_memory):
         OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
     for name, drafter in DRAFTERS.items():

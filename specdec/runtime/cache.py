@@ -110,14 +110,16 @@ class SlotLayer(CacheLayerMixin):
         return self.index[:, 0, : cache.shown]
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
-        where = self.cache.slots
+        where, rows_B1 = self.cache.slots, self.cache.rows_B1
         if isinstance(where, slice):
             buffer[:, :, where] = states
-        elif where.dim() == 1:
+            return
+        where = where.to(buffer.device)  # the layer may be on another device than the text
+        if where.dim() == 1:
             buffer.index_copy_(2, where, states)
         else:
-            assert self.cache.rows_B1 is not None  # indexing, as scatter_ would copy the buffer
-            buffer[self.cache.rows_B1, :, where] = states.transpose(1, 2)
+            assert rows_B1 is not None  # indexing, as scatter_ would copy the buffer
+            buffer[rows_B1.to(buffer.device), :, where] = states.transpose(1, 2)
 
     def buffers(self) -> list[Tensor]:
         """All that is kept in slots; some layers read another layer's keys and values."""
@@ -250,7 +252,8 @@ class SlotCache(Cache):
                 rows_B1 = torch.arange(len(path_BK), device=path_BK.device)[:, None]
                 for layer in self.slot_layers:
                     for buffer in layer.buffers():
-                        buffer[rows_B1, :, goal] = buffer[rows_B1, :, source]
+                        rows, old, new = (x.to(buffer.device) for x in (rows_B1, source, goal))
+                        buffer[rows, :, new] = buffer[rows, :, old]
         self.states.settle(counts, self.scratch)
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         self.drop()

