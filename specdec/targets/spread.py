@@ -88,23 +88,23 @@ def _budgets(device: torch.device, max_memory: Mapping[int | str, str]) -> dict[
 
     named: dict[Any, Any] = {number(place): number(x) for place, x in max_memory.items()}
     try:
-        found = get_max_memory(named) if named else get_max_memory()
+        memory = get_max_memory(named) if named else get_max_memory()
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"target.max_memory={dict(max_memory)}: {first_line(error)}: give sizes such as "
             "{0: 70GB, cpu: 100GB}"
         ) from error
     if not named:
-        found = {place: int(size * (1 - KEPT)) for place, size in found.items()}
+        memory = {place: int(size * (1 - KEPT)) for place, size in memory.items()}
     first: Place = (device.index or 0) if device.type == "cuda" else device.type
     if device.type == "cpu":
-        found = {place: size for place, size in found.items() if not isinstance(place, int)}
+        memory = {place: size for place, size in memory.items() if not isinstance(place, int)}
     require(
-        first in found,
+        first in memory,
         f"target.max_memory={dict(max_memory)} leaves out {first!r}, where the target's embedding "
         f"and head are: add a size for it, such as {first}: 20GB",
     )
-    return {first: found[first]} | {k: int(x) for k, x in found.items() if k not in (first, DISK)}
+    return {first: memory[first]} | {k: int(x) for k, x in memory.items() if k not in (first, DISK)}
 
 
 def _gb(size: float) -> str:

@@ -149,7 +149,7 @@ def test_stages_that_do_not_fit_say_what_would(tiny: Tiny) -> None:
     tiny_device = replace(ROUND, memory=of.bytes / 3)
     assert devices_for(of, tiny_device) == math.ceil(1.1 * 3 / demand.ROOM)
     for stage in stages(cfg, of, draft, tiny_device, 8):
-        assert stage.name == "training" or "spread the target over 4 devices" in stage.remedy
+        assert stage.name == "training" or "spreads the target over 4 devices" in stage.remedy
 
 
 def test_break_even_by_hand() -> None:

@@ -102,7 +102,7 @@ def _whole(target: Outline, device: Device, devices: int) -> str:
     if needed == 1:
         return "lower data.max_length, answers.batch or decode.counting"
     if needed <= devices:
-        return f"spread the target over {needed} devices"
+        return f"target.device_map=auto spreads the target over {needed} devices"
     eight = replace(target, itemsize=target.itemsize / 2)
     less = devices_for(eight, device)
     of_less = f", or {less} for a checkpoint of half the size (8 bits)" if less < needed else ""
