@@ -184,6 +184,26 @@ def recipe(
     show(["what changes", "with", "α sampled, depth 0", "τ, T = 0"], brought)
 
 
+def bits(
+    overrides: Annotated[Sequence[str], "of train.py for all arms, e.g. data.limit=200"] = (),
+    *,
+    folder: Annotated[Path, "of the runs, inside runs/"] = Path("bits"),
+    seeds: int = 3,
+) -> None:
+    """What a draft loses by features stored in 8 bits, at equal tokens, over several seeds.
+
+    Trains the runs that `folder` lacks, and continues after an interruption, as recipe does.
+    """
+    arms = {"plain": ["features.bits=null"], "eight": ["features.bits=8"]}
+    _, best = trained(arms, overrides, folder, seeds, ("null",))
+    plain_arm, eight = best["plain"], best["eight"]
+    rows = []
+    for name, of in {"α sampled, depth 0": Arm.sampled, "τ, T = 0": Arm.tau}.items():
+        each = [str(ratio_interval(*of(arm))) for arm in (plain_arm, eight)]
+        rows.append([name, *each, str(difference_interval(of(eight), of(plain_arm)))])
+    show(["figure", "plain", "8 bits", "8 bits above plain"], rows)
+
+
 def objectives(
     overrides: Annotated[Sequence[str], "of train.py for all arms, e.g. drafter=NAME"] = (),
     *,

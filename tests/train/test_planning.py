@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/test_planning.py (about 20 s)
 """
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -112,6 +113,12 @@ def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
     assert draft.weights == draft.trained == layer + norms + 3 * D * D + 48 * D
     assert draft.stored == 3
     bytes_on_disk = disk_bytes(cfg, of, draft, 1000)["features"]
+    eight = dataclasses.replace(cfg, features=dataclasses.replace(cfg.features, bits=8))
+    in_bits = Kind(
+        *("", "torch.float32", needs_of(cfg.drafter, parts).layers, cfg.sampler, parts.width),
+        bits=8,
+    )
+    assert disk_bytes(eight, of, draft, 1000)["features"] == in_bits.bytes(1000)
     kind = Kind("", "torch.float32", needs_of(cfg.drafter, parts).layers, cfg.sampler, parts.width)
     assert bytes_on_disk == kind.bytes(1000)
 

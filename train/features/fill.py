@@ -27,7 +27,7 @@ from train.data.packing import Row, pack
 from train.data.template import Document
 from train.features import engines, shared
 from train.features.source import Online, Source
-from train.features.store import Disk, Store, megabytes
+from train.features.store import Disk, Store
 from train.processes import ranks_of
 from train.shares import Share
 
@@ -86,8 +86,7 @@ class Features:
         self._fill_chats(needs, store, [document for side in texts for document in side])
         missing = store.missing([row for rows in sides for row in rows])
         if missing:
-            size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
-            console.print(f"feature cache {store.folder}: {size} to be added")
+            console.print(store.announced(sum(len(row.ids) for row in missing)))
         self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         if mine := missing[rank::world]:
@@ -110,8 +109,7 @@ class Features:
         ranks = ranks_of(self.accelerator)
         store.refresh()
         missing = store.missing(share.part(rows)[ranks.rank :: ranks.world])
-        size = megabytes(store.kind.bytes(sum(len(row.ids) for row in missing)))
-        console.print(f"feature cache {store.folder}: {size} to be added")
+        console.print(store.announced(sum(len(row.ids) for row in missing)))
         if missing:
             with memory_for("computing the target's features", "lower data.max_length"):
                 self._fill(needs, missing, self.progress)

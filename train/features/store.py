@@ -37,6 +37,7 @@ from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 from train.data.packing import Row
 from train.features.ahead import Ahead
+from train.features.eight_bits import SCALE, block_of, restored, rounded
 from train.features.source import (
     AFTER,
     PARTS,
@@ -51,6 +52,7 @@ from train.features.source import (
 from train.shares import Share
 
 T = TypeVar("T")
+SCALES = "scales"  # the name of a tensor beside `layers`, where these are stored in 8 bits
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
 SUMS = "checksums"  # of the documents in a file, in the metadata of its header, as JSON by name
@@ -65,7 +67,9 @@ class FeaturesConfig:
     command line, features.from=http://host:8000/v1 sets them, several with commas between them. The
     target's layers are then never loaded for training. A thread reads `ahead` batches while
     training computes (0: none). With `shard`, such as 2/8, the run stores that share of the
-    features and ends; when all are done, the same command without it trains."""
+    features and ends; when all are done, the same command without it trains. `bits=8` stores the
+    layers that the draft reads in 8 bits, with a scale for each block of numbers; the final states,
+    of which p is made, are stored as they are."""
 
     cache: str = "disk"
     path: str | None = None
@@ -73,6 +77,7 @@ class FeaturesConfig:
     engines: list[str] = field(default_factory=list)
     ahead: int = 2
     shard: str | None = None
+    bits: int | None = None
 
     def __post_init__(self) -> None:
         require_known("features", self, cache=("disk", "online"))
@@ -85,6 +90,10 @@ class FeaturesConfig:
         )
         require_within("features", self, ahead=0)
         Share.of("features.shard", self.shard)
+        require(
+            self.bits in (None, 8),
+            f"features.bits={self.bits}: give 8, or null for the target's own type",
+        )
         require(bool(self.root.strip()), "features.root is empty: give a folder")
         require(
             self.path is None or bool(self.path.strip()),
@@ -102,12 +111,26 @@ class Kind:
     sampler: Sampler
     width: int
     engine: bool = False  # whether an engine computed them: it may round otherwise
+    bits: int | None = None  # of a number in the layers; None: those of the dtype
+
+    @property
+    def stored_as(self) -> torch.dtype:
+        """The type of the states."""
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return dtype
+
+    @property
+    def block(self) -> int:
+        """How many numbers of a layer share a scale."""
+        return block_of(self.width)
 
     def bytes(self, tokens: int) -> int:
         """Size on disk of the features of `tokens` tokens."""
-        itemsize = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
-        size: int = tokens * (self.width * (len(self.layers) + 1) * itemsize + 12)
-        return size
+        itemsize, of_layers = self.stored_as.itemsize, self.width * len(self.layers)
+        layers = of_layers * itemsize
+        if self.bits is not None:
+            layers = of_layers + of_layers // self.block * SCALE.itemsize
+        return tokens * (self.width * itemsize + layers + 12)
 
 
 class Store:
@@ -118,8 +141,12 @@ class Store:
         self, cfg: FeaturesConfig, target: Parts, needs: FeatureSpec, sampler: Sampler
     ) -> None:
         of_target = target.fingerprint(), str(target.dtype)
-        self.kind = Kind(*of_target, needs.layers, sampler, target.width, bool(cfg.engines))
+        bits = cfg.bits if needs.layers else None
+        served = bool(cfg.engines)
+        self.kind = Kind(*of_target, needs.layers, sampler, target.width, served, bits)
         named = asdict(self.kind)
+        if self.kind.bits is None:  # likewise
+            del named["bits"]
         if not cfg.engines:  # stores had no such mark before engines could fill them
             del named["engine"]
         plain = json.dumps(named).encode()
@@ -191,7 +218,7 @@ class Store:
                 parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
                 for x in documents(row):
                     kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
-                    by_name[name_of(row.ids[x])] = kept
+                    by_name[name_of(row.ids[x])] = self._in_bits(kept)
                     if (visited := batch.visited) is not None:
                         place_Ro = visited.place_Ro
                         of_x = (place_Ro >= x.start) & (place_Ro < x.stop)
@@ -221,10 +248,18 @@ class Store:
         """Keep the features of a text, or of all its tokens but the last, for `write`."""
         summary = summarise(target, final_1TD, self.kind.sampler)
         lacking = len(text) - final_1TD.shape[1]
-        self._decoded[name_of(np.array(text, np.int32))] = {
+        kept = {
             n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu().contiguous()
             for n, x in parts_of(final_1TD, summary, layers_1TF).items()
         }
+        self._decoded[name_of(np.array(text, np.int32))] = self._in_bits(kept)
+
+    def _in_bits(self, features: Features) -> Features:
+        """The features of a document as they are stored."""
+        if self.kind.bits is None:
+            return features
+        codes, scale = rounded(features["layers"], self.kind.block)
+        return features | {"layers": codes, SCALES: scale}
 
     @property
     def unwritten(self) -> int:
@@ -244,10 +279,17 @@ class Store:
         require(
             short <= 0,
             f"the feature cache needs {megabytes(self.kind.bytes(tokens))} more, and the disk of "
-            f"{self.folder} is {megabytes(short)} short of that: give features.cache=online, "
-            "or another features.root",
+            f"{self.folder} is {megabytes(short)} short of that: give features.bits=8, "
+            "features.cache=online, or another features.root",
         )
         write_json(self.folder / "meta.json", asdict(self.kind))
+
+    def announced(self, tokens: int) -> str:
+        """What storing the features of so many tokens will add, and how much room there is."""
+        folder = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        free, size = shutil.disk_usage(folder).free, self.kind.bytes(tokens)
+        added = f"{megabytes(size)} to be added, {megabytes(free)} are free"
+        return f"feature cache {self.folder}: {added}"
 
     def _add(self, by_name: Mapping[str, Features]) -> None:
         """Write the features of documents, which are given by name, as one file."""
@@ -301,14 +343,23 @@ class Store:
         path = self._files[name]
         features = self._sound(path, name)
         states = {"final": self.kind.width, "layers": self.kind.width * len(self.kind.layers)}
+        kinds = dict.fromkeys(states, self.kind.stored_as)
+        if self.kind.bits is not None:
+            states[SCALES] = states["layers"] // self.kind.block
+            kinds |= {"layers": torch.int8, SCALES: SCALE}
+            parts = [*parts, *[SCALES] * ("layers" in parts)]
         for part in parts:
-            width = [states[p] for p in [part.removeprefix(AFTER)] if p in states]
+            plain = part.removeprefix(AFTER)
+            width = [states[plain]] if plain in states else []
             wanted = [*size, *width]
             fits = part in features and list(features[part].shape) == wanted
-            kind = str(features[part].dtype) if fits else ""
-            if not fits or (width and kind != self.kind.dtype):
+            if not fits or (width and features[part].dtype != kinds[plain]):
                 raise Damaged(f"{path} is damaged: {name}.{part} is not as it was written")
-        return {part: features[part] for part in parts}
+        known = {part: features[part] for part in parts}
+        if SCALES in known:
+            scale = known.pop(SCALES)
+            known["layers"] = restored(known["layers"], scale, self.kind.stored_as)
+        return known
 
     def _sound(self, path: Path, name: str) -> Features:
         """All parts of a document in a file. Raises Damaged unless they fit its checksum or, in a

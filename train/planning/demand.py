@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from specdec.decoding.fitting import ACTIVATIONS, GROWTH, LOGITS, SHARE
 from specdec.sampling.trees import DEEPEST
 from train.config import Config
+from train.features.eight_bits import SCALE, block_of
 from train.plan import Speeds
 from train.planning.devices import GIB, Device
 from train.planning.gain import RoundCosts
@@ -140,7 +141,10 @@ def disk_bytes(
     if cfg.data.answers == "target":
         sizes["answers"] = ENTRY * tokens
     if draft is not None and cfg.stores_features:
-        states = target.width * (1 + draft.stored) * target.state
+        of_number = float(target.state)
+        if cfg.features.bits is not None:
+            of_number = 1 + SCALE.itemsize / block_of(target.width)
+        states = target.width * (target.state + draft.stored * of_number)
         sizes["features"] = tokens * (states + 12)
     if draft is not None and cfg.trains:
         sizes["checkpoints and drafts"] = FULL * (

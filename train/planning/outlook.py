@@ -153,7 +153,9 @@ class Outlook:
         return f"{size}{hours(time.seconds)} ({parts})"
 
 
-FREE_DISK = "give features.cache=online, or folders on another disk with features.root"
+FREE_DISK = (
+    "give features.bits=8 or features.cache=online, or folders on another disk with features.root"
+)
 
 
 def say(cfg: Config) -> None:
