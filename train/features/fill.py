@@ -121,7 +121,9 @@ class Features:
     def _fill_chats(self, needs: FeatureSpec, store: Store, documents: Sequence[Document]) -> None:
         """Store the features of chats whose several texts share their beginnings, which are read
         once; engines do this by themselves."""
-        groups = [] if self.engines else shared.chats(documents, store)
+        if self.engines or not any(document.chat for document in documents):
+            return
+        groups = shared.chats(documents, store)
         # another run may fill the store at this moment: all processes go by what the first has seen
         agreed = ranks_of(self.accelerator).first(lambda: bool(groups))
         if not agreed or self.target.whole().new_cache().chains_only:
