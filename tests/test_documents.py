@@ -188,7 +188,10 @@ def test_training_commands_compose(command: str) -> None:
     accelerate are ones that it knows."""
     before, after = command.split("train.py", 1)
     words = [w for w in shlex.split(after) if w != "…" and not w.startswith("-")]
-    compose([override(w) for w in words], hydra="-m" in shlex.split(after))
+    sweeps = "-m" in shlex.split(after)
+    if sweeps:  # of the values of a sweep, the first stands for all
+        words = [w if "[" in w else w.split(",")[0] for w in words]
+    compose([override(w) for w in words], hydra=sweeps)
     if before.startswith("accelerate"):
         from accelerate.commands.launch import launch_command_parser
 
