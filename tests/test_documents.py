@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 
@@ -191,6 +192,8 @@ def test_training_commands_compose(command: str) -> None:
     sweeps = "-m" in shlex.split(after)
     if sweeps:  # of the values of a sweep, the first stands for all
         words = [w if "[" in w else w.split(",")[0] for w in words]
+        if find_spec("hydra_plugins.hydra_submitit_launcher") is None:  # of an extra
+            words = [w for w in words if not w.startswith("hydra/launcher=")]
     compose([override(w) for w in words], hydra=sweeps)
     if before.startswith("accelerate"):
         from accelerate.commands.launch import launch_command_parser
