@@ -34,10 +34,19 @@ class Batch:
 
 
 def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
-    """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T]."""
+    """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T].
+
+    Results are written to tensors that are made first: small ones that outlive a chunk would lie
+    where its logits lay, and the next chunk would take new memory.
+    """
+    final_ND, whole = final_BTD.flatten(0, 1), list[Tensor]()
     with exactly(final_BTD):
-        parts = [sampler.summarise(target.logits(x)) for x in final_BTD.flatten(0, 1).split(chunk)]
-    return Summary(*(torch.cat(p).view(final_BTD.shape[:2]) for p in zip(*parts, strict=True)))
+        for first in range(0, max(1, len(final_ND)), chunk):
+            parts = sampler.summarise(target.logits(final_ND[first : first + chunk]))
+            whole = whole or [part.new_empty(len(final_ND)) for part in parts]
+            for x_N, part in zip(whole, parts, strict=True):
+                x_N[first : first + chunk] = part
+    return Summary(*(x_N.view(final_BTD.shape[:2]) for x_N in whole))
 
 
 def exactly(states: Tensor) -> AbstractContextManager[None]:

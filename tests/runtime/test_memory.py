@@ -4,6 +4,8 @@ Run alone: python -m pytest tests/runtime/test_memory.py (a few seconds)
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ from specdec.decoding import fitting
 from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
 from specdec.runtime import memory
+from specdec.runtime.probes import native_dtype
+from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, architectures, random_target
 from tests.told import require_one_line
 from train import loop, measurement
@@ -168,3 +172,29 @@ def test_a_single_prompt_that_does_not_fit_is_one_line(
     with pytest.raises(UserError, match="answering a single prompt") as caught:
         tiny.job(tmp_path / "run", "ngram", "data.answers=target", f"answers.root={tmp_path / 'a'}")
     require_one_line(f"error: {caught.value}", r"answers\.max_new_tokens", "are kept")
+
+
+SUMMARY = """
+import psutil, torch
+from specdec.forcing.batch import summarise
+from specdec.sampling.sampler import Sampler
+from specdec.targets.loading import TargetConfig, TargetOnDemand
+
+torch.set_num_threads(1)
+parts = TargetOnDemand(TargetConfig(dtype="bfloat16", device="cpu")).parts
+final = torch.randn(1, 12000, parts.width, dtype=parts.dtype)
+before = psutil.Process().memory_info().rss
+summarise(parts, final, Sampler(1.0))
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    native_dtype("cpu").dtype != "bfloat16", reason="too slow where bfloat16 is not native"
+)
+def test_summarising_a_long_text_leaves_no_memory_behind() -> None:
+    """Small results that lay where a chunk's logits had been cost 4 GB in all."""
+    load_target(TargetConfig(dtype="bfloat16", device="cpu")).fingerprint()
+    done = subprocess.run([sys.executable, "-c", SUMMARY], capture_output=True, text=True)
+    assert int(done.stdout.splitlines()[-1]) < 5e8, done.stderr[-500:]
