@@ -50,7 +50,7 @@ def no_family_is_left() -> Iterator[None]:
 
 
 def test_every_example_is_short_named_in_the_readme_and_tried_here() -> None:
-    paths = sorted(EXAMPLES.glob("*"))
+    paths = sorted(EXAMPLES.glob("*.py"))
     files = {path.name: path.read_text() for path in paths if path.is_file()}
     assert set(files) == {"training.py", "decoding.py", "family.py"}
     readme, tests = (REPOSITORY / "README.md").read_text(), Path(__file__).read_text()

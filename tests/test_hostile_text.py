@@ -140,6 +140,7 @@ def test_nothing_is_printed_past_these_places() -> None:
         ("specdec/errors.py", "print"),  # one_line; and a constant
         ("specdec/progress.py", "print"),  # one_line
         ("specdec/progress.py", "Console"),  # Terminal
+        ("scripts/benches/memory.py", "print"),  # numbers, to the process that started it
         ("scripts/benches/recipe.py", "print"),  # plain
         ("scripts/engine.py", "print"),  # JSON, to the process that started it
     }

@@ -193,6 +193,20 @@ class Engines:
         self._failed = dict.fromkeys(servers, -REST)  # when each last failed
         self._lock = threading.Lock()
 
+    def require_one(self) -> None:
+        """Raise UserError if no server answers any more."""
+        reasons = list[str]()
+        for server in self.models:
+            try:
+                server.get("/models")
+                return
+            except (Refused, Unavailable) as error:
+                reasons.append(str(error))
+        raise UserError(
+            f"no engine answers any more ({reasons[0]}): start it and run the same command again; "
+            "what was received before is kept"
+        )
+
     @property
     def room(self) -> int | None:
         """How many tokens a text may have on all servers, as far as they say so."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.runtime.packed import PackedLinear
@@ -17,6 +17,7 @@ from specdec.runtime.states import holders
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
 from specdec.targets.lean import LeanPass
+from specdec.targets.spread import is_spread
 
 LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
@@ -70,6 +71,11 @@ class CausalTarget(Target):
     @torch.no_grad()
     def _watch_states(self) -> None:
         """Have the modules that hold states tell a cache what they read (see states.py)."""
+        require(
+            not is_spread(self.model),
+            f"{self.title} keeps states that cannot be rolled back, and target.device_map is not "
+            "supported for such layers: leave it out",
+        )
         cache = self.new_cache()
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         run = partial(self.features, ids, FeatureSpec(), cache=cache)

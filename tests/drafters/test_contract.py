@@ -390,8 +390,8 @@ def test_the_memory_of_a_generation_is_free_when_it_ends(
     made: list[weakref.ref[SlotCache]] = []
     build = SlotCache.__init__
 
-    def recorded(cache: SlotCache, layers: int, capacity: int | None = None) -> None:
-        build(cache, layers, capacity)
+    def recorded(cache: SlotCache, *given: object) -> None:
+        build(cache, *given)
         made.append(weakref.ref(cache))
 
     monkeypatch.setattr(SlotCache, "__init__", recorded)

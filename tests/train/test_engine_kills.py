@@ -25,7 +25,7 @@ from tests.engine import FakeEngine
 from tests.processes import FORKS, environment
 from tests.tiny import LAYERS, Tiny, compose
 from train import pipeline
-from train.data import answers
+from train.data import answers, engines
 from train.data.template import Prompt
 
 LIVES = 10
@@ -126,7 +126,8 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
     training.join(100)
     assert training.exitcode == 0 and (tmp_path / "run" / "best").is_dir()
     assert not {*lines(notes)[asked:]} & known
-    assert len(lines(notes)) <= 29 + deaths * AT_ONCE
+    lost = engines.COMPARED + AT_ONCE  # the first answers wait until they are compared
+    assert len(lines(notes)) <= 29 + deaths * lost
     serving.kill()
     every = [entry["prompt"] for entry in entries(tmp_path / "answers")]
     assert len(every) == len({*every}) == 29

@@ -323,8 +323,9 @@ def _ask(
     compare()
     progress.remove_task(task)
     if failed:
+        client.require_one()  # else it is the engine that failed, not these prompts
         reason = next(iter(failed.values()))
-        require(len(failed) < len(mine), f"no prompt was answered, the first because of {reason}")
+        require(len(failed) < len(asked), f"no prompt was answered, the first because of {reason}")
         path = path.with_suffix(UNANSWERED)
         notes = [json.dumps(sealed({"prompt": n, "reason": r}, key)) for n, r in failed.items()]
         write_whole(path, "".join(f"{note}\n" for note in notes))

@@ -58,7 +58,7 @@ def stages(
             f"answers.from=URL lets an engine answer; {whole}" if target.bytes > room else whole
         )
         listed.append(Stage("answers", target.bytes + rows * row, room, remedy))
-    if cfg.stores_features:
+    if cfg.stores_features and not cfg.features.engines:
         read = ACTIVATIONS * target.width * target.state * cfg.data.max_length
         logits = LOGITS * 4 * target.vocab * 128
         listed.append(Stage("features", target.bytes + read + logits, room, whole))
