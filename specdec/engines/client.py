@@ -129,6 +129,18 @@ def _message(content: str) -> str:
     return " ".join(str(content).split())[:200]
 
 
+def choice_of(reply: Any) -> dict[str, Any]:
+    """The answer in a reply to a completion. Raises Unavailable for a reply that has none, as that
+    of a proxy in the engine's place."""
+    try:
+        choice = reply["choices"][0]
+    except (TypeError, KeyError, IndexError) as error:
+        raise Unavailable("an answer that is not of OpenAI's form") from error
+    if not isinstance(choice, dict):
+        raise Unavailable("an answer that is not of OpenAI's form")
+    return choice
+
+
 @dataclass(frozen=True)
 class Model:
     """What a server calls the model that it serves, and how many tokens a text may have there."""
@@ -164,9 +176,10 @@ def model_of(server: Server, wanted: Sequence[str]) -> Model:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a request has no result."""
+    """Why a request has no result. `refused`: an engine said that it cannot have one."""
 
     reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,7 +294,7 @@ class Engines:
                 body = {"model": self.models[server].name, **request.body}
                 return read(request.name, server.ask("POST", request.path, body, waiting))
             except Refused as error:
-                return Failed(str(error))
+                return Failed(str(error), refused=True)
             except Unavailable as error:
                 reason = str(error)
                 self._failed[server] = time.monotonic()

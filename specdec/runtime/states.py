@@ -169,9 +169,13 @@ def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
 def _watching(model: nn.Module, calls: list[nn.Module]) -> Iterator[None]:
     """Keep the modules that are running at the time in `calls`, the innermost last."""
     hooks = []
+
+    def ended(*_: Any) -> None:
+        calls.pop()
+
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda m, _: calls.append(m)))
-        hooks.append(module.register_forward_hook(lambda *_: calls.pop() and None))
+        hooks.append(module.register_forward_hook(ended))
     try:
         yield
     finally:

@@ -215,13 +215,13 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     cfg, path, config, tokenizer, weights = _opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None
-    cfg = replace(cfg, device_map=None, max_memory={})
+    in_one = replace(cfg, device_map=None, max_memory={})
     bare, verbosity = copy.deepcopy(config), logging.get_verbosity()
     logging.set_verbosity_error()  # no warnings about the layers' weights, which are left unread
     try:
         text = bare.get_text_config(decoder=True)
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
-        of_parts = _model(cfg, path, bare), tokenizer, named(cfg), cfg.revision, method(config)
+        of_parts = _model(in_one, path, bare), tokenizer, named(cfg), cfg.revision, method(config)
         parts = StoredParts(
             *of_parts, config=config, weights=weights, whole=partial(load_target, cfg)
         )

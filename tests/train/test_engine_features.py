@@ -156,6 +156,8 @@ GARBAGE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cut off": ({"fault": cut_off}, "cannot be read"),
     "nowhere": ({"fault": elsewhere}, "does not exist here: both must share that folder"),
+    "no choices": ({"fault": lambda _, reply: {"choices": []}}, "not of OpenAI's form"),
+    "a page": ({"fault": lambda _, reply: "<html>busy"}, "not of OpenAI's form"),
     "no states": ({"states": None}, "does not write hidden states.* scripts/serve"),
     "other layers": ({"layers": [1, 2, LAYERS]}, r"\[1, 2, 4\], and this draft reads \[1, 2, 3"),
     "wrong states": (

@@ -257,7 +257,8 @@ def _ask(
     answers are compared with what the target would say. From then on, each is written as it comes,
     so that only requests under way are lost if the process is killed; with features, which are
     written before their answers, also those of the last two seconds. Prompts without an answer are
-    noted at the end and not asked again."""
+    noted at the end and not asked again, unless no engine answers any more; so are those that were
+    refused before another mistake, if others had been answered in an earlier run."""
     mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
     parts = target.parts
     client = engines.engines_of("answers.from", cfg.engines, parts)
@@ -265,7 +266,7 @@ def _ask(
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     console.print(f"answers{' and features' if keep else ''} from {client.title}")
     task = progress.add_task("engine's answers", total=len(mine))
-    path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, str]()
+    path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, Failed]()
     first, accepted = dict[str, engines.Answer](), dict[str, list[int]]()
     compared, written = False, time.monotonic()
 
@@ -303,6 +304,21 @@ def _ask(
         first.clear()
         write()
 
+    def note(failed: Mapping[str, Failed]) -> None:
+        """Note which prompts have no answer, so that they are not asked again."""
+        if not failed:
+            return
+        lines = [
+            json.dumps(sealed({"prompt": name, "reason": x.reason}, key))
+            for name, x in failed.items()
+        ]
+        write_whole(path.with_suffix(UNANSWERED), "".join(f"{line}\n" for line in lines))
+        tell(
+            f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
+            f"because of {next(iter(failed.values())).reason}; to ask them again, delete "
+            f"{path.with_suffix(UNANSWERED)}"
+        )
+
     layers = None if keep is None else [*keep.kind.layers, parts.config.num_hidden_layers]
     prompts, seeds = {name: asked[name] for name in mine}, {name: _seed(name, cfg) for name in mine}
     how = sampler, cfg.max_new_tokens, max(1, cfg.batch // ranks.world)
@@ -310,7 +326,7 @@ def _ask(
         for name, answer in engines.answers_of(client, parts, prompts, seeds, *how, layers):
             progress.advance(task, 1)
             if isinstance(answer, Failed):
-                failed[name] = answer.reason
+                failed[name] = answer
             elif compared:
                 accept(name, answer)
             else:
@@ -319,20 +335,16 @@ def _ask(
                     compare()
     except UserError:
         compare()  # what was received before the mistake
+        if known:  # this engine has answered others, so these are at fault
+            note({name: x for name, x in failed.items() if x.refused})
         raise
     compare()
     progress.remove_task(task)
     if failed:
         client.require_one()  # else it is the engine that failed, not these prompts
-        reason = next(iter(failed.values()))
+        reason = next(iter(failed.values())).reason
         require(len(failed) < len(asked), f"no prompt was answered, the first because of {reason}")
-        path = path.with_suffix(UNANSWERED)
-        notes = [json.dumps(sealed({"prompt": n, "reason": r}, key)) for n, r in failed.items()]
-        write_whole(path, "".join(f"{note}\n" for note in notes))
-        tell(
-            f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
-            f"because of {reason}; to ask them again, delete {path}"
-        )
+        note(failed)
 
 
 def _unanswered(folder: Path, key: str) -> set[str]:

@@ -20,6 +20,7 @@ from specdec.engines.client import (
     Request,
     Server,
     Unavailable,
+    choice_of,
     sampling,
 )
 from specdec.engines.states import ASKED, states_of
@@ -100,13 +101,11 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
     """The ids of an answer, up to the first that ends it. Raises UserError if they cannot be the
     target's; Refused if the answer came as text and the prompt is no prefix of the whole text's
     ids; Unavailable if there is no answer in the reply, or one that was broken off."""
-    try:
-        choice = reply["choices"][0]
-        ids, read, end = choice.get("token_ids"), choice.get("prompt_token_ids"), choice.get
-        reason = end("finish_reason")
-        text = "" if ids is not None else str(choice["text"])
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise Unavailable("an answer that is not of OpenAI's form") from error
+    choice = choice_of(reply)
+    ids, read = choice.get("token_ids"), choice.get("prompt_token_ids")
+    reason, text = choice.get("finish_reason"), choice.get("text")
+    if ids is None and not isinstance(text, str):
+        raise Unavailable("an answer without ids and without text")
     if reason not in ("stop", "length"):
         raise Unavailable(f"an answer that was broken off (finish_reason {reason!r})")
     require(
@@ -115,7 +114,7 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
         "changes prompts: serve the checkpoint of target.path",
     )
     if ids is None:
-        ids = _of_text(text, prompt, target, reason)
+        ids = _of_text(str(text), prompt, target, reason)
     rows = target.vocab_size
     sound = isinstance(ids, list) and all(type(i) is int and 0 <= i < rows for i in ids)
     require(

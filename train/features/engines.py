@@ -8,9 +8,9 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.engines.client import COMPLETIONS, Engines, Failed, Request, sampling
+from specdec.engines.client import COMPLETIONS, Engines, Failed, Request, choice_of, sampling
 from specdec.engines.states import states_of
-from specdec.errors import require
+from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
 from specdec.targets.parts import Parts
@@ -42,29 +42,33 @@ def fill(
     require_room_in(engines, max(map(len, texts.values())) + 1)
     console.print(f"features from {engines.title}")
     task = progress.add_task("engine's features", total=sum(map(len, texts.values())))
-    written, first = time.monotonic(), list[tuple[int, bool]]()
-    for i, result in states(engines, texts, [*store.kind.layers, _last(target)], target.width):
-        require(
-            not isinstance(result, Failed),
-            f"the features of a text of {len(texts[i])} tokens are missing because of "
-            f"{result.reason if isinstance(result, Failed) else ''}: mend that and run the same "
-            "command again; what was stored before is kept",
-        )
-        assert not isinstance(result, Failed)
-        final_1TD, layers_1TF = features_of(result[0], target)
-        if len(first) < COMPARED:
-            with torch.no_grad():
-                said = int(target.logits(final_1TD[0, -1]).argmax())
-            first.append((i, said == result[1]))
-            if len(first) == min(COMPARED, len(texts)):
-                _require_own([alike for _, alike in first], target)
-        store.keep(texts[i], final_1TD, layers_1TF, target)
-        if len(first) == min(COMPARED, len(texts)) and (
-            time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE
-        ):
+    written, alike, compared = time.monotonic(), list[bool](), False
+    try:
+        for i, result in states(engines, texts, [*store.kind.layers, _last(target)], target.width):
+            if isinstance(result, Failed):
+                raise UserError(
+                    f"the features of a text of {len(texts[i])} tokens are missing because of "
+                    f"{result.reason}: mend that and run the same command again; what was stored "
+                    "before is kept"
+                )
+            final_1TD, layers_1TF = features_of(result[0], target)
+            if not compared:
+                with torch.no_grad():
+                    said = int(target.logits(final_1TD[0, -1]).argmax())
+                alike.append(said == result[1])
+                if len(alike) == min(COMPARED, len(texts)):
+                    _require_own(alike, target)
+                    compared = True
+            store.keep(texts[i], final_1TD, layers_1TF, target)
+            late = time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE
+            if compared and late:
+                store.write()
+                written = time.monotonic()
+            progress.advance(task, len(texts[i]))
+    except UserError:
+        if compared:
             store.write()
-            written = time.monotonic()
-        progress.advance(task, len(texts[i]))
+        raise
     store.write()
     progress.remove_task(task)
 
@@ -77,7 +81,7 @@ def states(engines: Engines, texts: dict[int, list[int]], layers: Sequence[int],
     requests = [Request(i, COMPLETIONS, {"prompt": ids, **how}) for i, ids in texts.items()]
 
     def read(i: int, reply: Any) -> tuple[list[Tensor], int]:
-        after = reply["choices"][0].get("token_ids") or [-1]
+        after = choice_of(reply).get("token_ids") or [-1]
         return states_of(reply, texts[i], layers, width), after[0]
 
     return engines.results(requests, REQUESTS, read)

@@ -163,6 +163,10 @@ class Store:
 
     def refresh(self) -> None:
         """Find the documents that other processes have stored."""
+        with self.lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
         self._open.cache_clear()
         for known in (self._files, self._parts, self._sums):
             known.clear()
@@ -300,10 +304,11 @@ class Store:
         partial = path.with_suffix(f".partial-{uuid4().hex}")
         save_file(tensors, partial, metadata={SUMS: json.dumps(sums, sort_keys=True)})
         partial.rename(path)
-        self._open.cache_clear()  # it may hold the file that was replaced
-        self._files |= dict.fromkeys(by_name, path)
-        self._parts |= {n: list(f) for n, f in by_name.items()}
-        self._sums |= sums
+        with self.lock:
+            self._open.cache_clear()  # it may hold the file that was replaced
+            self._files |= dict.fromkeys(by_name, path)
+            self._parts |= {n: list(f) for n, f in by_name.items()}
+            self._sums |= sums
 
     def read(self, row: Row, x: slice) -> Features:
         """The features of the document at `x` in a row. Raises Damaged if they are not stored, or

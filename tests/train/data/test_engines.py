@@ -150,6 +150,44 @@ def test_refused_prompts_are_counted_and_left_out(
     assert texts(answer(sound)) == whole and len(sound.asked) == 2
 
 
+def test_what_a_dead_engine_did_not_answer_is_asked_again(
+    answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
+    """Its last prompts, too few for `IN_A_ROW`, are not left out: none of them was refused."""
+
+    def dying(number: int, reply: dict[str, Any]) -> dict[str, Any] | None:
+        if number < PROMPTS - 3:
+            return reply
+        engine.get = lambda _: 503  # type: ignore[method-assign]
+        return None
+
+    engine = serve(dying)
+    with pytest.raises(UserError, match=r"no engine answers any more .*received before is kept"):
+        answer(engine, batch=1)
+    assert not list(tmp_path.rglob("*.failed"))
+    sound = serve()
+    assert texts(answer(sound)) == texts(answer()) and len(sound.asked) == 3
+
+
+@pytest.mark.parametrize("in_a_row", [20, 1])
+def test_refused_prompts_that_a_run_left_over_do_not_end_the_next(
+    answer: Answer,
+    serve: Callable[..., FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    in_a_row: int,
+) -> None:
+    """A run is killed before it notes the two that were refused, and begun again; if they are too
+    many in a row, each run notes some of them."""
+    answer(serve(), count=PROMPTS - 2)
+    monkeypatch.setattr(client, "IN_A_ROW", in_a_row)
+    refusing = serve(lambda number, reply: 400)
+    for _ in range(2 if in_a_row == 1 else 0):
+        with pytest.raises(UserError, match="1 requests in a row failed"):
+            answer(refusing, batch=1)
+    assert texts(answer(refusing, batch=1)) == texts(answer(count=PROMPTS - 2))
+    assert len({*refusing.prompts}) == 2  # a thread may have asked for the next one already
+
+
 def changed(**more: Any) -> Fault:
     """A fault that changes the choice of every reply."""
 
@@ -168,6 +206,9 @@ GARBAGE: dict[str, tuple[Fault, str]] = {
     "broken off": (changed(finish_reason="abort"), "broken off .finish_reason 'abort'"),
     "no choices": (lambda _, reply: {"choices": []}, "not of OpenAI's form"),
     "a list": (lambda _, reply: [1], "not of OpenAI's form"),  # type: ignore[dict-item,return-value]
+    "no text": (changed(token_ids=None, text=None), "without ids and without text"),
+    "a page": (lambda _, reply: "<html>busy", "not of OpenAI's form"),  # type: ignore[dict-item,return-value]
+    "a text for a choice": (lambda _, reply: {"choices": ["a"]}, "not of OpenAI's form"),
     "constant": (changed(token_ids=[20] * 8), "of 64 tokens .* greedily, only .* likeliest"),
 }
 
