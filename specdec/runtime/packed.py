@@ -150,9 +150,16 @@ def multiplies(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def joint(*layers: nn.Module) -> JointLinear | None:
-    """Packed layers that read the same input, as one; None unless all of them are packed."""
-    return JointLinear.of(*layers) if all(isinstance(x, PackedLinear) for x in layers) else None
+def joint(before: JointLinear | None, *layers: nn.Module) -> JointLinear | None:
+    """Packed layers that read the same input, as one, whose copy is of their weights as they are
+    now: the one made `before` if it is of these layers. None unless all of them are packed."""
+    if before is None or any(x is not y for x, y in zip(before.layers, layers, strict=True)):
+        if not all(isinstance(x, PackedLinear) for x in layers):
+            return None
+        before = JointLinear.of(*layers)
+    if before is not None:
+        before.renew_if_changed()
+    return before
 
 
 def packed(weight: Tensor) -> Tensor:

@@ -258,7 +258,7 @@ def test_an_export_of_a_packed_draft_reads_back(
 def together(dtype: torch.dtype, bias: bool) -> tuple[packed.JointLinear, list[nn.Linear]]:
     torch.manual_seed(0)
     layers = [packed.PackedLinear(nn.Linear(300, n, bias=bias).to(dtype)) for n in (500, 200)]
-    one = packed.joint(*layers)
+    one = packed.joint(None, *layers)
     assert one is not None
     return one, list(layers)
 
@@ -293,7 +293,7 @@ def test_one_product_reads_each_of_its_weights_anew() -> None:
                 one.renew_if_changed()
                 assert one._copy is copied  # nothing has changed
                 parameter.add_(1.0)
-                one.renew_if_changed()
+                assert packed.joint(one, *layers) is one
                 wanted = torch.cat([plain(layer, x) for layer in layers], -1)
                 assert not torch.allclose(kept, wanted, atol=0.1)
                 torch.testing.assert_close(one(x), wanted, rtol=0, atol=1e-4)
@@ -301,10 +301,10 @@ def test_one_product_reads_each_of_its_weights_anew() -> None:
 
 def test_only_packed_layers_that_are_alike_become_one() -> None:
     one, other = layer(torch.float32), layer(torch.float32, bias=False)
-    assert packed.joint(one, nn.Linear(300, 500)) is None
-    assert packed.joint(one, other) is None
-    assert packed.joint(one, nn.Identity()) is None
-    assert packed.joint(one, layer(torch.float32)) is not None
+    assert packed.joint(None, one, nn.Linear(300, 500)) is None
+    assert packed.joint(None, one, other) is None
+    assert packed.joint(None, one, nn.Identity()) is None
+    assert packed.joint(None, one, layer(torch.float32)) is not None
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "dflash", "eagle"])

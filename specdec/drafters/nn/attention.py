@@ -58,11 +58,9 @@ class Attention(nn.Module):
         where this is not possible, or not faster."""
         if not multiplies(x_BWD, self.q_proj.weight):
             return None
-        if self._joint is None or self._joint.layers[0] is not self.q_proj:
-            self._joint = joint(self.q_proj, self.k_proj, self.v_proj)
+        self._joint = joint(self._joint, self.q_proj, self.k_proj, self.v_proj)
         if self._joint is None or not self._joint.faster(x_BWD):
             return None
-        self._joint.renew_if_changed()
         heads, turning = self._heads(self._joint(x_BWD)), self.heads + self.kv_heads
         turned, values = heads[:, :turning], heads[:, turning:]
         if not isinstance(self.q_norm, nn.Identity):

@@ -32,13 +32,10 @@ class MLP(LlamaMLP):
         """The stream [..., D] plus the output for x [..., D]."""
         if not multiplies(x, self.gate_proj.weight):
             return self._plainly(stream, x)
-        if self._first is None or self._first.layers[0] is not self.gate_proj:
-            self._first = joint(self.gate_proj, self.up_proj)
-            self._last = joint(self.down_proj)
+        self._first = joint(self._first, self.gate_proj, self.up_proj)
+        self._last = joint(self._last, self.down_proj)
         if self._first is None or self._last is None or not self._first.faster(x):
             return self._plainly(stream, x)
-        self._first.renew_if_changed()
-        self._last.renew_if_changed()
         gate, up = self._first(x).chunk(2, -1)
         return self._last(self.act_fn(gate) * up, stream)
 
