@@ -30,7 +30,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import TargetConfig
-from train.data.answers import AnswersConfig
+from train.data.answer_files import AnswersConfig
 from train.data.conversations import DataConfig
 from train.features.store import FeaturesConfig
 from train.loop import LoopConfig

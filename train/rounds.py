@@ -13,7 +13,8 @@ from specdec.formats import draft as drafts
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.loading import TargetOnDemand
-from train.data.answers import AnswersConfig, Author, answered
+from train.data.answer_files import AnswersConfig
+from train.data.answers import Author, answered
 from train.data.template import Document, Prompt
 
 DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")

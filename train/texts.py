@@ -15,7 +15,8 @@ from specdec.ranks import Ranks
 from specdec.targets.loading import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
-from train.data.answers import AnswersConfig, answered, logged
+from train.data.answer_files import AnswersConfig
+from train.data.answers import answered, logged
 from train.data.conversations import TEXTS, DataConfig
 from train.data.split import SHARE, Split, split_documents, split_prompts
 from train.data.template import Document, Prompt

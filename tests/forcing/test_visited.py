@@ -31,7 +31,8 @@ from specdec.sampling.trees import Static
 from specdec.targets.base import Target
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import batch_of
-from train.data.answers import logged, of_answer
+from train.data.answer_files import of_answer
+from train.data.answers import logged
 from train.data.packing import Row, pack
 from train.data.template import Prompt
 from train.features.source import Online

@@ -13,7 +13,7 @@ from specdec.decoding.decode import decode
 from specdec.targets.loading import TargetConfig, load_target, opening
 from specdec.targets.turns import turn_ends
 from tests.tiny import SPECIAL, TEMPLATE, make_tokenizer, save_target
-from train.data.answers import AnswersConfig, _key
+from train.data.answer_files import AnswersConfig, key_of
 
 END, START, TEXT_END = (SPECIAL.index(x) for x in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
 BY_NEXT_ROLE = (
@@ -86,7 +86,7 @@ def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
         said = json.loads((tmp_path / name / "saved" / "generation_config.json").read_text())
         assert said["eos_token_id"] == ([TEXT_END, END] if name != "end" else END)
         assert target.model.generation_config.eos_token_id == ids
-        keys.append(_key(target, AnswersConfig()))
+        keys.append(key_of(target, AnswersConfig()))
     assert keys[0] != keys[1] == keys[2]
 
 

@@ -25,7 +25,8 @@ from tests.engine import FakeEngine
 from tests.processes import FORKS, environment
 from tests.tiny import LAYERS, Tiny, compose
 from train import pipeline
-from train.data import answers, engines
+from train.data import engines
+from train.data.answer_files import name_of
 from train.data.template import Prompt
 
 LIVES = 10
@@ -41,7 +42,7 @@ def engine(target: str, port: int, folder: str) -> None:
     def fault(_: int, reply: dict[str, Any]) -> dict[str, Any]:
         ids = np.array(reply["choices"][0]["prompt_token_ids"], np.int32)
         with notes.open("a") as file:
-            file.write(f"{answers._name(Prompt('', ids))}\n")
+            file.write(f"{name_of(Prompt('', ids))}\n")
         time.sleep(SLOW)
         return reply
 
@@ -56,7 +57,7 @@ def job(overrides: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     pipeline.finished = lambda *_: None  # type: ignore[assignment]
     client.WAITS = (0.02, 0.02)
-    answers.SECONDS = 0.0
+    engines.SECONDS = 0.0
     with suppress(UserError):  # that the engine is gone
         pipeline.run(compose(overrides), folder)
 

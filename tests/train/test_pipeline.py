@@ -39,7 +39,8 @@ from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, conversations, records, write_jsonl
 from train import loop, pipeline
 from train.data import answers
-from train.data.answers import AnswersConfig, answered
+from train.data.answer_files import AnswersConfig
+from train.data.answers import answered
 from train.data.packing import Row
 from train.data.template import Prompt
 from train.features import store as features

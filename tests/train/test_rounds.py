@@ -20,7 +20,7 @@ from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, make_tokenizer, write_jsonl
 from train import optim
-from train.data.answers import _name
+from train.data.answer_files import name_of
 from train.data.split import split_prompts
 from train.rounds import RoundsConfig
 
@@ -212,7 +212,7 @@ def test_a_log_trains_as_the_round_that_it_holds(tiny: Tiny, tmp_path: Path) -> 
     answers = tmp_path / "run" / "rounds" / "0" / "answers"
     asked = {}
     for prompt in split_prompts(tiny.config().data, make_tokenizer()).train:
-        asked[_name(prompt)] = prompt.ids.tolist()
+        asked[name_of(prompt)] = prompt.ids.tolist()
     keys = ("prompt", "ids", "rounds")
     lines = [r for path in answers.glob("*.jsonl") for r in read_lines(path, keys)]
     found = {r["prompt"]: {key: r[key] for key in keys} for r in lines}  # without their checksums
@@ -238,7 +238,7 @@ def test_a_draft_model_writes_alone(tiny: Tiny, tmp_path: Path) -> None:
     assert len(written(tmp_path / "mixed", 1)) == 12
     found, prompts = written(tmp_path / "alone", 1), {}
     for prompt in split_prompts(tiny.config().data, make_tokenizer()).train:
-        prompts[_name(prompt)] = prompt.ids.tolist()
+        prompts[name_of(prompt)] = prompt.ids.tolist()
     assert found.keys() == prompts.keys() and found != of_target(tiny)
     target = load_target(TargetConfig(str(tiny.target), "float32"))
     model = drafts.load(tmp_path / "alone" / "rounds" / "1" / "draft", target).model

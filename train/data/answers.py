@@ -1,78 +1,50 @@
 """Answers to the prompts, written in batches by the target, a draft or both together, or by engines
-that serve the target, and kept in files from which a run resumes; on-policy training also keeps the
-rounds of the decoder that wrote them. Logs of rounds are read here too."""
+that serve the target (engines.py), and kept in files from which a run resumes (answer_files.py);
+on-policy training also keeps the rounds of the decoder that wrote them. Logs of rounds are read
+here too."""
 
-import hashlib
 import json
-import math
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from rich.progress import Progress
 
 from specdec.decoding.decode import decode
 from specdec.decoding.draft_answers import draft_answers
 from specdec.decoding.fitting import rows_that_fit
-from specdec.decoding.logs import Logged, Rounds, rounds_of
+from specdec.decoding.logs import Logged, rounds_of
 from specdec.decoding.way import Way
 from specdec.drafters.proposer import Drafter
-from specdec.engines.client import Failed, Server
-from specdec.errors import UserError, first_line, is_out_of_memory, require, require_within
+from specdec.errors import UserError, first_line, is_out_of_memory, require
 from specdec.files import make_folder, record, sealed_lines, write_whole
-from specdec.integrity import Damaged, sealed
+from specdec.integrity import sealed
 from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.runtime.memory import release
-from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature
+from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.data import engines
+from train.data.answer_files import (
+    AnswersConfig,
+    documents_of,
+    key_of,
+    name_of,
+    of_answer,
+    read_answers,
+    seed_of,
+)
+from train.data.engines import served
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of
 from train.shares import Share
-
-# features of answers are written after so many seconds or bytes
-SECONDS, AT_ONCE = 2.0, 32 * 2**20
-UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
-
-
-@dataclass
-class AnswersConfig:
-    """How the target answers with `data.answers=target`; temperature 0 is greedy. `engines` are
-    servers of the target that write the answers, `batch` of them at once; on the command line,
-    answers.from=http://host:8000/v1 sets them, several with commas between them. Empty: the target
-    answers in this process. With `shard`, such as 2/8, the run answers that share of the prompts
-    and ends; when all shares are done, the same command without it trains."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 192
-    batch: int = 128
-    seed: int = 0
-    root: str = "cache/answers"
-    engines: list[str] = field(default_factory=list)
-    shard: str | None = None
-
-    def __post_init__(self) -> None:
-        seeds = (0, 2**32 - 1)
-        for url in self.engines:
-            Server.of("answers.from", url)
-        Share.of("answers.shard", self.shard)
-        require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
-        require_temperature("answers.temperature", self.temperature)
-        require_cutoffs("answers", self)
-        require(bool(self.root.strip()), "answers.root is empty: give a folder")
 
 
 @dataclass
@@ -108,18 +80,18 @@ def answered(
     interruptions, or on how many processes share the work. `keep` stores the features that the
     target computes as it answers.
 
-    With `cfg.engines` and no author, engines write the answers, as `_served` says.
+    With `cfg.engines` and no author, engines write the answers, as `served` says.
     """
     if cfg.engines and author is None:
-        return _served(target, prompts, cfg, accelerator, progress, keep)
-    key = _key(target.parts, cfg)
+        return served(target, prompts, cfg, accelerator, progress, keep)
+    key = key_of(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key
-    asked = {_name(prompt): prompt.ids.tolist() for prompt in prompts}
+    asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
     ranks = ranks_of(accelerator)
 
     def read() -> dict[str, dict[str, Any]]:
-        known, damage = _read(folder, key, target.parts.vocab_size, asked)
+        known, damage = read_answers(folder, key, target.parts.vocab_size, asked)
         if damage and not known.keys() >= asked.keys():
             tell(f"{damage}: their prompts are answered again where this run needs them")
         return known
@@ -145,7 +117,7 @@ def answered(
     def write(batch: Sequence[str]) -> list[dict[str, Any]]:
         """The answers to prompts that are given by name."""
         asking = [asked[name] for name in batch]
-        seeds = [_seed(name, cfg) for name in batch]
+        seeds = [seed_of(name, cfg) for name in batch]
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
             texts = draft_answers(author.drafter, asking, sampler, seeds, most, eos)
@@ -204,153 +176,7 @@ def answered(
     if share is not None:  # the other shares may not be written yet
         return []
     depth = author.rounds if author else None
-    return ranks.handed(lambda: _documents(prompts, read(), depth, folder))
-
-
-def _served(
-    target: TargetOnDemand,
-    prompts: Sequence[Prompt],
-    cfg: AnswersConfig,
-    accelerator: Accelerator,
-    progress: Progress,
-    keep: Store | None,
-) -> list[Document]:
-    """`answered` by engines that serve the target. With `keep`, they also give the features of the
-    answers that they write now. Prompts that they do not answer are left out. Raises UserError if
-    an answer is not what the target would say."""
-    key, ranks = _key(target.parts, cfg, served=True), ranks_of(accelerator)
-    folder = make_folder(Path(cfg.root) / key)
-    share = Share.of("answers.shard", cfg.shard)
-    mine = prompts if share is None else share.part(prompts)
-    asked = {_name(prompt): prompt.ids.tolist() for prompt in mine}
-
-    def documents() -> list[Document]:
-        answers, _ = _read(folder, key, target.parts.vocab_size, asked)
-        left_out = _unanswered(folder, key) - answers.keys()
-        return _documents([p for p in prompts if _name(p) not in left_out], answers, None, folder)
-
-    def known() -> set[str]:
-        answers, damage = _read(folder, key, target.parts.vocab_size, asked)
-        names = {*answers, *_unanswered(folder, key)}
-        if damage and not names >= asked.keys():
-            tell(f"{damage}: their prompts are answered again where this run needs them")
-        return names
-
-    if not (before := ranks.first(known)) >= asked.keys():
-        _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
-        accelerator.wait_for_everyone()
-    return ranks.handed(documents) if share is None else []
-
-
-def _ask(
-    target: TargetOnDemand,
-    asked: Mapping[str, Sequence[int]],
-    known: Collection[str],
-    cfg: AnswersConfig,
-    folder: Path,
-    key: str,
-    keep: Store | None,
-    ranks: Ranks,
-    progress: Progress,
-) -> None:
-    """Let engines answer this process's share of the prompts that are not `known`. The first
-    answers are compared with what the target would say. From then on, each is written as it comes,
-    so that only requests under way are lost if the process is killed; with features, which are
-    written before their answers, also those of the last two seconds. Prompts without an answer are
-    noted at the end and not asked again, unless no engine answers any more; so are those that were
-    refused before another mistake, if others had been answered in an earlier run."""
-    mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
-    parts = target.parts
-    client = engines.engines_of("answers.from", cfg.engines, parts)
-    engines.require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
-    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
-    console.print(f"answers{' and features' if keep else ''} from {client.title}")
-    task = progress.add_task("engine's answers", total=len(mine))
-    path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, Failed]()
-    first, accepted = dict[str, engines.Answer](), dict[str, list[int]]()
-    compared, written = False, time.monotonic()
-
-    def write() -> None:
-        nonlocal written
-        if keep:
-            keep.write()
-        lines = [json.dumps(sealed({"prompt": n, "ids": x}, key)) for n, x in accepted.items()]
-        if lines:
-            with path.open("ab", buffering=0) as file:
-                file.write("".join(f"{line}\n" for line in lines).encode())
-        accepted.clear()
-        written = time.monotonic()
-
-    def accept(name: str, answer: engines.Answer) -> None:
-        if keep:
-            keep.keep(
-                [*asked[name], *answer.ids], *engines.features_of(answer.states, parts), parts
-            )
-        accepted[name] = answer.ids
-        late = time.monotonic() - written > SECONDS or (keep and keep.unwritten > AT_ONCE)
-        if not keep or late:
-            write()
-
-    def compare() -> None:
-        """Accept the first answers if they are the target's."""
-        whole = None if keep or not first else target.whole()
-        read = [
-            (engines.final_of(whole, parts, asked[name], answer), answer.ids)
-            for name, answer in first.items()
-        ]
-        engines.require_same_model(parts, read, sampler)
-        for name, answer in first.items():
-            accept(name, answer)
-        first.clear()
-        write()
-
-    def note(failed: Mapping[str, Failed]) -> None:
-        """Note which prompts have no answer, so that they are not asked again."""
-        if not failed:
-            return
-        lines = [
-            json.dumps(sealed({"prompt": name, "reason": x.reason}, key))
-            for name, x in failed.items()
-        ]
-        write_whole(path.with_suffix(UNANSWERED), "".join(f"{line}\n" for line in lines))
-        tell(
-            f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
-            f"because of {next(iter(failed.values())).reason}; to ask them again, delete "
-            f"{path.with_suffix(UNANSWERED)}"
-        )
-
-    layers = None if keep is None else [*keep.kind.layers, parts.config.num_hidden_layers]
-    prompts, seeds = {name: asked[name] for name in mine}, {name: _seed(name, cfg) for name in mine}
-    how = sampler, cfg.max_new_tokens, max(1, cfg.batch // ranks.world)
-    try:
-        for name, answer in engines.answers_of(client, parts, prompts, seeds, *how, layers):
-            progress.advance(task, 1)
-            if isinstance(answer, Failed):
-                failed[name] = answer
-            elif compared:
-                accept(name, answer)
-            else:
-                first[name] = answer
-                if compared := len(first) == engines.COMPARED:
-                    compare()
-    except UserError:
-        compare()  # what was received before the mistake
-        if known:  # this engine has answered others, so these are at fault
-            note({name: x for name, x in failed.items() if x.refused})
-        raise
-    compare()
-    progress.remove_task(task)
-    if failed:
-        client.require_one()  # else it is the engine that failed, not these prompts
-        reason = next(iter(failed.values())).reason
-        require(len(failed) < len(asked), f"no prompt was answered, the first because of {reason}")
-        note(failed)
-
-
-def _unanswered(folder: Path, key: str) -> set[str]:
-    """The prompts in a folder that engines did not answer."""
-    files = [sealed_lines(path, ("prompt",), key) for path in folder.glob(f"*{UNANSWERED}")]
-    return {str(entry["prompt"]) for entries, _ in files for entry in entries}
+    return ranks.handed(lambda: documents_of(prompts, read(), depth, folder))
 
 
 def _fitting(
@@ -369,46 +195,6 @@ def _fitting(
             "are answered at once"
         )
     return size
-
-
-def _documents(
-    prompts: Sequence[Prompt],
-    known: Mapping[str, Mapping[str, Any]],
-    depth: int | None,
-    folder: Path,
-) -> list[Document]:
-    """The documents of prompts whose answers are known; `of_answer` gives none for some of them.
-    Raises Damaged if a prompt in the folder has lost its answer."""
-    documents = []
-    for prompt in prompts:
-        if (kept := known.get(_name(prompt))) is None:
-            raise Damaged(f"{folder} was damaged while this run answered: start it again")
-        document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
-        if document is not None:
-            documents.append(document)
-    return documents
-
-
-def of_answer(
-    name: str,
-    prompt: Sequence[int] | NDArray[np.int32],
-    answer: Sequence[int],
-    rounds: Rounds | None = None,
-    depth: int | None = None,
-) -> Document | None:
-    """The document of a prompt and its answer. With a `depth`, it also holds the rounds that
-    drafted anything, cut to that depth; if there is no such round, the result is None."""
-    ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
-    document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
-    if depth is not None:
-        document.rounds = np.full((len(ids), 1 + depth), -1, np.int32)
-        drafts = [r for r in rounds or () if r[2]]
-        for anchor, accepted, tokens in drafts:
-            row = [min(accepted, depth), *tokens[:depth]]
-            document.rounds[anchor, : len(row)] = row
-        if not drafts:
-            return None
-    return document
 
 
 def _batches(
@@ -446,29 +232,6 @@ def _batches_of(
     return [names[i : i + size] for names in left for i in range(0, len(names), size)]
 
 
-def _key(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
-    """The name of the folder for this target and way of answering, by engines if `served`."""
-    how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
-    if set(target.eos) != set(target.generation_eos):  # older answers ran on past the others
-        how["eos"] = sorted(target.eos)
-    for name in ("batch", "root", "engines", "shard"):  # these do not change the answers
-        del how[name]
-    if served:  # an engine may round otherwise, or compute in another precision
-        how["engine"] = True
-    if cfg.top_k == 0:  # older answers were all drawn without it
-        del how["top_k"]
-    return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _seed(name: str, cfg: AnswersConfig) -> int:
-    """The seed of the prompt with this name."""
-    return int(name, 16) % (1 << 62) + cfg.seed
-
-
-def _name(prompt: Prompt) -> str:
-    return hashlib.blake2b(json.dumps(prompt.ids.tolist()).encode(), digest_size=12).hexdigest()
-
-
 def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -> list[Document]:
     """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
     files, except for answers to the prompts in `leave_out`. Raises UserError if there is no file,
@@ -501,43 +264,3 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
         "out): log more answers",
     )
     return documents
-
-
-def _read(
-    folder: Path, key: str, vocab: int, asked: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """The answers of all runs and processes in a folder, by the name of the prompt, and a phrase
-    for what is damaged there, if anything is. They were sealed with this `key`, and those that this
-    run `asked` for fit their prompts."""
-    by_prompt: dict[str, dict[str, Any]] = {}
-    damaged: dict[str, int] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        entries, count = sealed_lines(path, ("prompt", "ids"), key)
-        sane = [entry for entry in entries if _sane(entry, vocab, asked)]
-        if count := count + len(entries) - len(sane):
-            damaged[path.name] = count
-        by_prompt |= {entry["prompt"]: entry for entry in sane}
-    lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
-    return by_prompt, f"{folder} has damaged lines ({lines})" if damaged else ""
-
-
-def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:
-    """Whether an answer can have been written for a target with this vocabulary."""
-
-    def tokens(ids: Any) -> bool:
-        return isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
-
-    def end(entry: Mapping[str, Any]) -> float:
-        prompt = asked.get(entry["prompt"])
-        return math.inf if prompt is None else len(prompt) + len(entry["ids"])
-
-    rounds = entry.get("rounds", [])
-    return (
-        isinstance(entry["prompt"], str)
-        and set(entry) <= {"prompt", "ids", "rounds"}
-        and tokens(entry["ids"])
-        and isinstance(rounds, list)
-        and all(isinstance(r, list) and len(r) == 3 and tokens(r[2]) for r in rounds)
-        and all(type(r[0]) is int and type(r[1]) is int for r in rounds)
-        and all(0 < r[0] < end(entry) and 0 <= r[1] <= len(r[2]) for r in rounds)
-    )

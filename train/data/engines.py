@@ -2,13 +2,18 @@
 server that returns only text is believed where tokenising prompt and answer again proves that the
 prompt is a prefix."""
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
+from accelerate import Accelerator
+from rich.progress import Progress
 from torch import Tensor
 
 from specdec.context import FeatureSpec
@@ -25,12 +30,33 @@ from specdec.engines.client import (
 )
 from specdec.engines.states import ASKED, states_of
 from specdec.errors import UserError, require
+from specdec.files import make_folder, write_whole
+from specdec.integrity import sealed
+from specdec.progress import console, tell
+from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
+from specdec.targets.loading import TargetOnDemand
 from specdec.targets.parts import Parts
+from train.data.answer_files import (
+    UNANSWERED,
+    AnswersConfig,
+    documents_of,
+    key_of,
+    name_of,
+    read_answers,
+    seed_of,
+    unanswered,
+)
+from train.data.template import Document, Prompt
+from train.features.store import Store
+from train.processes import ranks_of
+from train.shares import Share
 
 COMPARED = 8  # answers that are compared with what the target would say before any is kept
 GREEDY = 0.9  # share of greedy tokens that are at least its likeliest; rounding flips near-ties
+# features of answers are written after so many seconds or bytes
+SECONDS, AT_ONCE = 2.0, 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -198,3 +224,146 @@ def require_same_model(
             f"draw them (by {surprise / count:.2f} nats each): the engine serves another model: "
             "serve the checkpoint of target.path"
         )
+
+
+def served(
+    target: TargetOnDemand,
+    prompts: Sequence[Prompt],
+    cfg: AnswersConfig,
+    accelerator: Accelerator,
+    progress: Progress,
+    keep: Store | None,
+) -> list[Document]:
+    """`answered` by engines that serve the target. With `keep`, they also give the features of the
+    answers that they write now. Prompts that they do not answer are left out. Raises UserError if
+    an answer is not what the target would say."""
+    key, ranks = key_of(target.parts, cfg, served=True), ranks_of(accelerator)
+    folder = make_folder(Path(cfg.root) / key)
+    share = Share.of("answers.shard", cfg.shard)
+    mine = prompts if share is None else share.part(prompts)
+    asked = {name_of(prompt): prompt.ids.tolist() for prompt in mine}
+
+    def documents() -> list[Document]:
+        answers, _ = read_answers(folder, key, target.parts.vocab_size, asked)
+        left_out = unanswered(folder, key) - answers.keys()
+        return documents_of(
+            [p for p in prompts if name_of(p) not in left_out], answers, None, folder
+        )
+
+    def known() -> set[str]:
+        answers, damage = read_answers(folder, key, target.parts.vocab_size, asked)
+        names = {*answers, *unanswered(folder, key)}
+        if damage and not names >= asked.keys():
+            tell(f"{damage}: their prompts are answered again where this run needs them")
+        return names
+
+    if not (before := ranks.first(known)) >= asked.keys():
+        _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
+        accelerator.wait_for_everyone()
+    return ranks.handed(documents) if share is None else []
+
+
+def _ask(
+    target: TargetOnDemand,
+    asked: Mapping[str, Sequence[int]],
+    known: Collection[str],
+    cfg: AnswersConfig,
+    folder: Path,
+    key: str,
+    keep: Store | None,
+    ranks: Ranks,
+    progress: Progress,
+) -> None:
+    """Let engines answer this process's share of the prompts that are not `known`. The first
+    answers are compared with what the target would say. From then on, each is written as it comes,
+    so that only requests under way are lost if the process is killed; with features, which are
+    written before their answers, also those of the last two seconds. Prompts without an answer are
+    noted at the end and not asked again, unless no engine answers any more; so are those that were
+    refused before another mistake, if others had been answered in an earlier run."""
+    mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
+    parts = target.parts
+    client = engines_of("answers.from", cfg.engines, parts)
+    require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
+    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
+    console.print(f"answers{' and features' if keep else ''} from {client.title}")
+    task = progress.add_task("engine's answers", total=len(mine))
+    path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, Failed]()
+    first, accepted = dict[str, Answer](), dict[str, list[int]]()
+    compared, written = False, time.monotonic()
+
+    def write() -> None:
+        nonlocal written
+        if keep:
+            keep.write()
+        lines = [json.dumps(sealed({"prompt": n, "ids": x}, key)) for n, x in accepted.items()]
+        if lines:
+            with path.open("ab", buffering=0) as file:
+                file.write("".join(f"{line}\n" for line in lines).encode())
+        accepted.clear()
+        written = time.monotonic()
+
+    def accept(name: str, answer: Answer) -> None:
+        if keep:
+            keep.keep([*asked[name], *answer.ids], *features_of(answer.states, parts), parts)
+        accepted[name] = answer.ids
+        late = time.monotonic() - written > SECONDS or (keep and keep.unwritten > AT_ONCE)
+        if not keep or late:
+            write()
+
+    def compare() -> None:
+        """Accept the first answers if they are the target's."""
+        whole = None if keep or not first else target.whole()
+        read = [
+            (final_of(whole, parts, asked[name], answer), answer.ids)
+            for name, answer in first.items()
+        ]
+        require_same_model(parts, read, sampler)
+        for name, answer in first.items():
+            accept(name, answer)
+        first.clear()
+        write()
+
+    def note(failed: Mapping[str, Failed]) -> None:
+        """Note which prompts have no answer, so that they are not asked again."""
+        if not failed:
+            return
+        lines = [
+            json.dumps(sealed({"prompt": name, "reason": x.reason}, key))
+            for name, x in failed.items()
+        ]
+        write_whole(path.with_suffix(UNANSWERED), "".join(f"{line}\n" for line in lines))
+        tell(
+            f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
+            f"because of {next(iter(failed.values())).reason}; to ask them again, delete "
+            f"{path.with_suffix(UNANSWERED)}"
+        )
+
+    layers = None if keep is None else [*keep.kind.layers, parts.config.num_hidden_layers]
+    prompts, seeds = (
+        {name: asked[name] for name in mine},
+        {name: seed_of(name, cfg) for name in mine},
+    )
+    how = sampler, cfg.max_new_tokens, max(1, cfg.batch // ranks.world)
+    try:
+        for name, answer in answers_of(client, parts, prompts, seeds, *how, layers):
+            progress.advance(task, 1)
+            if isinstance(answer, Failed):
+                failed[name] = answer
+            elif compared:
+                accept(name, answer)
+            else:
+                first[name] = answer
+                if compared := len(first) == COMPARED:
+                    compare()
+    except UserError:
+        compare()  # what was received before the mistake
+        if known:  # this engine has answered others, so these are at fault
+            note({name: x for name, x in failed.items() if x.refused})
+        raise
+    compare()
+    progress.remove_task(task)
+    if failed:
+        client.require_one()  # else it is the engine that failed, not these prompts
+        reason = next(iter(failed.values())).reason
+        require(len(failed) < len(asked), f"no prompt was answered, the first because of {reason}")
+        note(failed)

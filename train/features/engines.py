@@ -14,9 +14,10 @@ from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
 from specdec.targets.parts import Parts
-from train.data.answers import AT_ONCE, SECONDS
 from train.data.engines import (
+    AT_ONCE,
     COMPARED,
+    SECONDS,
     engines_of,
     features_of,
     require_room_in,

@@ -20,7 +20,8 @@ from tests.engine import FakeEngine, Fault
 from tests.tiny import Tiny, compose, save_target
 from tests.told import require_one_line, told
 from train.data import engines
-from train.data.answers import AnswersConfig, answered
+from train.data.answer_files import AnswersConfig
+from train.data.answers import answered
 from train.data.engines import ids_of
 from train.data.split import split_prompts
 from train.data.template import Document, Prompt

@@ -1,0 +1,162 @@
+"""How prompts are answered, and the files in which their answers are kept."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.logs import Rounds
+from specdec.engines.client import Server
+from specdec.errors import require, require_within
+from specdec.files import sealed_lines
+from specdec.integrity import Damaged
+from specdec.sampling.sampler import require_cutoffs, require_temperature
+from specdec.targets.parts import Parts
+from train.data.template import Document, Prompt
+from train.shares import Share
+
+UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
+
+
+@dataclass
+class AnswersConfig:
+    """How the target answers with `data.answers=target`; temperature 0 is greedy. `engines` are
+    servers of the target that write the answers, `batch` of them at once; on the command line,
+    answers.from=http://host:8000/v1 sets them, several with commas between them. Empty: the target
+    answers in this process. With `shard`, such as 2/8, the run answers that share of the prompts
+    and ends; when all shares are done, the same command without it trains."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 192
+    batch: int = 128
+    seed: int = 0
+    root: str = "cache/answers"
+    engines: list[str] = field(default_factory=list)
+    shard: str | None = None
+
+    def __post_init__(self) -> None:
+        seeds = (0, 2**32 - 1)
+        for url in self.engines:
+            Server.of("answers.from", url)
+        Share.of("answers.shard", self.shard)
+        require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
+        require_temperature("answers.temperature", self.temperature)
+        require_cutoffs("answers", self)
+        require(bool(self.root.strip()), "answers.root is empty: give a folder")
+
+
+def key_of(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
+    """The name of the folder for this target and way of answering, by engines if `served`."""
+    how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
+    if set(target.eos) != set(target.generation_eos):  # older answers ran on past the others
+        how["eos"] = sorted(target.eos)
+    for name in ("batch", "root", "engines", "shard"):  # these do not change the answers
+        del how[name]
+    if served:  # an engine may round otherwise, or compute in another precision
+        how["engine"] = True
+    if cfg.top_k == 0:  # older answers were all drawn without it
+        del how["top_k"]
+    return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def seed_of(name: str, cfg: AnswersConfig) -> int:
+    """The seed of the prompt with this name."""
+    return int(name, 16) % (1 << 62) + cfg.seed
+
+
+def name_of(prompt: Prompt) -> str:
+    return hashlib.blake2b(json.dumps(prompt.ids.tolist()).encode(), digest_size=12).hexdigest()
+
+
+def read_answers(
+    folder: Path, key: str, vocab: int, asked: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """The answers of all runs and processes in a folder, by the name of the prompt, and a phrase
+    for what is damaged there, if anything is. They were sealed with this `key`, and those that this
+    run `asked` for fit their prompts."""
+    by_prompt: dict[str, dict[str, Any]] = {}
+    damaged: dict[str, int] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        entries, count = sealed_lines(path, ("prompt", "ids"), key)
+        sane = [entry for entry in entries if _sane(entry, vocab, asked)]
+        if count := count + len(entries) - len(sane):
+            damaged[path.name] = count
+        by_prompt |= {entry["prompt"]: entry for entry in sane}
+    lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
+    return by_prompt, f"{folder} has damaged lines ({lines})" if damaged else ""
+
+
+def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:
+    """Whether an answer can have been written for a target with this vocabulary."""
+
+    def tokens(ids: Any) -> bool:
+        return isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
+
+    def end(entry: Mapping[str, Any]) -> float:
+        prompt = asked.get(entry["prompt"])
+        return math.inf if prompt is None else len(prompt) + len(entry["ids"])
+
+    rounds = entry.get("rounds", [])
+    return (
+        isinstance(entry["prompt"], str)
+        and set(entry) <= {"prompt", "ids", "rounds"}
+        and tokens(entry["ids"])
+        and isinstance(rounds, list)
+        and all(isinstance(r, list) and len(r) == 3 and tokens(r[2]) for r in rounds)
+        and all(type(r[0]) is int and type(r[1]) is int for r in rounds)
+        and all(0 < r[0] < end(entry) and 0 <= r[1] <= len(r[2]) for r in rounds)
+    )
+
+
+def unanswered(folder: Path, key: str) -> set[str]:
+    """The prompts in a folder that engines did not answer."""
+    files = [sealed_lines(path, ("prompt",), key) for path in folder.glob(f"*{UNANSWERED}")]
+    return {str(entry["prompt"]) for entries, _ in files for entry in entries}
+
+
+def documents_of(
+    prompts: Sequence[Prompt],
+    known: Mapping[str, Mapping[str, Any]],
+    depth: int | None,
+    folder: Path,
+) -> list[Document]:
+    """The documents of prompts whose answers are known; `of_answer` gives none for some of them.
+    Raises Damaged if a prompt in the folder has lost its answer."""
+    documents = []
+    for prompt in prompts:
+        if (kept := known.get(name_of(prompt))) is None:
+            raise Damaged(f"{folder} was damaged while this run answered: start it again")
+        document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
+        if document is not None:
+            documents.append(document)
+    return documents
+
+
+def of_answer(
+    name: str,
+    prompt: Sequence[int] | NDArray[np.int32],
+    answer: Sequence[int],
+    rounds: Rounds | None = None,
+    depth: int | None = None,
+) -> Document | None:
+    """The document of a prompt and its answer. With a `depth`, it also holds the rounds that
+    drafted anything, cut to that depth; if there is no such round, the result is None."""
+    ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
+    document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
+    if depth is not None:
+        document.rounds = np.full((len(ids), 1 + depth), -1, np.int32)
+        drafts = [r for r in rounds or () if r[2]]
+        for anchor, accepted, tokens in drafts:
+            row = [min(accepted, depth), *tokens[:depth]]
+            document.rounds[anchor, : len(row)] = row
+        if not drafts:
+            return None
+    return document
