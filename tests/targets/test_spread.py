@@ -19,7 +19,8 @@ from specdec.formats import draft as checkpoint
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from specdec.targets.spread import device_map
-from tests.tiny import random_drafter, save_target
+from tests.targets.test_states import model_of
+from tests.tiny import make_tokenizer, random_drafter, save_target
 
 
 def config_of(folder: Path, tmp_path: Path, **more: object) -> TargetConfig:
@@ -148,3 +149,13 @@ def test_one_process_only(cfg: TargetConfig, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start one process"):
         load_target(cfg)
+
+
+def test_layers_with_states_are_not_spread(tmp_path: Path) -> None:
+    folder, tokenizer = tmp_path / "states", make_tokenizer()
+    model = model_of("lfm2", vocab_size=len(tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    room = {"cpu": str(sum(x.nbytes for x in model.parameters()) * 9 // 10)}
+    with pytest.raises(UserError, match=r"target.device_map is not supported for such layers"):
+        load_target(config_of(folder, tmp_path, device_map="auto", max_memory=room))
