@@ -1,23 +1,19 @@
-"""Records → conversations in their normal form: how data sets write turns, roles, reasoning, tool
-calls and pairs. Keys of a record that are not read are counted; a record that would mean something
-else without them is left out."""
+"""Records → conversations in their normal form: under which keys data sets write turns, pairs and
+tools (turns.py reads a turn). Keys of a record that are not read are counted; a record that would
+mean something else without them is left out."""
 
 import json
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from train.data.calls import (
     RETOLD,
     TOOLS,
     absent,
-    call_of,
-    calls_within,
     from_json,
     glaive_turns,
     is_call,
-    results_within,
     tools_of,
     tools_within,
     written_by_python,
@@ -27,35 +23,23 @@ from train.data.conversations import (
     Conversation,
     DataConfig,
     Message,
-    Repeated,
     Tally,
     Unusable,
 )
 from train.data.tokenised import is_tokenised, tokens_of
+from train.data.turns import (
+    REASONING,
+    SURROGATE,
+    is_turn,
+    joined,
+    messages_of,
+    plain,
+    require_no_media,
+    require_single,
+    require_unicode,
+    without_tags,
+)
 
-ROLES = {  # as in data, in lower case → as servers and chat templates call them
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "ai": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
 SHAPES: dict[str, tuple[str, ...]] = {  # format → the keys under which a record may have its turns
     "sharegpt": ("conversations", "conversation"),
     "messages": ("messages",),
@@ -71,20 +55,12 @@ ANSWERS = ("output", "completion", "response", "answer", "targets", "chosen", "p
 ROLE_PAIR = ("user", "assistant")
 CALLED, HISTORY = "answers", "history"  # an answer's calls (xLAM); pairs before the prompt (Alpaca)
 SYSTEM = ("system", "system_prompt")
-FROM, CONTENT = ("from", "role"), ("value", "content", "text", "parts")  # keys of a turn
-REASONING = ("reasoning_content", "reasoning", "thinking")
-CALLS = ("tool_calls", "function_call")
 ASKED = ("chat_template_kwargs", "enable_thinking", "thinking")  # of a request with reasoning
-WEIGHTS = ("weight", "train", "loss")
-MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
-# reasoning at the beginning of an answer; what opens it may have been a part of the prompt
-THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>(.*)", re.DOTALL)
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
 
 
 def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
     """A record in the normal form; `name` is its id if it has none of its own. Raises Unusable."""
-    _require_single(record)
+    require_single(record)
     if cfg.format == "pairs":
         return _pair(record, name, cfg, tally)
     texts, tokens = cfg.format in TEXTS, cfg.format == "tokens"
@@ -125,10 +101,10 @@ def _pair(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
     source, answer = (_within(record, key) for key in cfg.pair)
     if source is None:
         raise Unusable(f"no {cfg.pair[0]!r} in it")
-    if not (source := _plain(source)):
+    if not (source := plain(source)):
         raise Unusable("a blank source")
     messages = [Message("user", cfg.prefix + source)]
-    if answer is not None and (answer := _plain(answer)):
+    if answer is not None and (answer := plain(answer)):
         messages.append(Message("assistant", answer))
     elif cfg.answers == "data":
         raise Unusable("no answer, or a blank one")
@@ -149,7 +125,7 @@ def _within(record: Any, key: str) -> Any:
 def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
     """A text in two parts: its beginning, which is the prompt, and the rest, which starts with the
     space between them."""
-    text = _plain(record.get("text") if isinstance(record, dict) else record)
+    text = plain(record.get("text") if isinstance(record, dict) else record)
     if not text:
         raise Unusable("a blank text")
     opening = text[: cfg.beginning]
@@ -172,9 +148,9 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     if turns[1:] and any(_are_texts(record.get(key)) for key in read if key in PROMPTS):
         changes.append("later prompts left out, as their answers are not given")
         turns = turns[:1]
-    _require_no_media(record)
+    require_no_media(record)
     ignored: set[str] = set()
-    messages = [message for turn in turns for message in _messages(turn, ignored)]
+    messages = [message for turn in turns for message in messages_of(turn, ignored)]
     roles = tuple(m.role for m in messages)
     if not roles:
         raise Unusable("no turns")
@@ -192,13 +168,13 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
             changes.append("cut at a blank turn")
             break
         if kept and kept[-1].role == message.role != "tool":
-            message = _joined(kept.pop(), message)
+            message = joined(kept.pop(), message)
             changes.append("turns of one role in a row joined")
         kept.append(message)
     if not kept:
         raise Unusable("a blank first prompt")
     system = [m for m in system if m.content]
-    texts = (_plain(record[key]) for key in SYSTEM if not absent(record.get(key)))
+    texts = (plain(record[key]) for key in SYSTEM if not absent(record.get(key)))
     above = {text.removeprefix("SYSTEM:").strip() for text in texts} - {""}
     if len(above | {m.content for m in system}) > 1:
         raise Unusable("two different system prompts")
@@ -211,7 +187,7 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     elif tools and system and "<tools>" in system[0].content:
         raise Unusable("tools that its system prompt describes, too, in an unknown way")
     if tools:
-        kept = [message for turn in kept for message in _without_tags(turn)]
+        kept = [message for turn in kept for message in without_tags(turn)]
     for change in dict.fromkeys(changes):
         tally.count(tally.changed, change)
     for key in sorted(ignored):
@@ -219,7 +195,7 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     asked = _asked(record)
     read = [*read, *([] if asked is None else ASKED)]
     _count_ignored(record, {*read, *SYSTEM, *TOOLS, "id"}, tally)
-    _require_unicode([tools, *(m.beside for m in kept)])
+    require_unicode([tools, *(m.beside for m in kept)])
     return Conversation(
         _id(record, name),
         (*system, *kept),
@@ -236,20 +212,6 @@ def _asked(record: Mapping[str, Any]) -> bool | None:
     places = (record, more if isinstance(more, dict) else {})
     said = [place[key] for place in places for key in ASKED if isinstance(place.get(key), bool)]
     return said[0] if said else None
-
-
-def _without_tags(message: Message) -> list[Message]:
-    """A turn, whose text may have calls or the results of tools in it, with these beside it or, if
-    it has several results, as several turns."""
-    if message.role == "tool":
-        return [replace(message, content=result) for result in results_within(message.content)]
-    if message.role != "assistant" or "tool_calls" in message.beside:
-        return [message]
-    content, calls = calls_within(message.content)
-    if not calls:
-        return [message]
-    beside = {**message.beside, "tool_calls": [call_of(call) for call in calls]}
-    return [replace(message, content=content, beside=beside, as_written=None)]
 
 
 def _unwrapped(record: Any) -> Any:
@@ -276,11 +238,6 @@ def _unwrapped(record: Any) -> Any:
                 }
         return record
     return record
-
-
-def is_turn(value: Any) -> bool:
-    """Whether a JSON value is a turn of a conversation, by its keys."""
-    return isinstance(value, dict) and any(key in value for key in FROM)
 
 
 def is_record(value: Any) -> bool:
@@ -317,8 +274,8 @@ def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
         raise Unusable("no turns" if lists else "not a conversation")
     (one, turns), *others = known.items()
     for other, theirs in others:
-        if [_messages(turn, set()) for turn in turns] != [
-            _messages(turn, set()) for turn in theirs
+        if [messages_of(turn, set()) for turn in turns] != [
+            messages_of(turn, set()) for turn in theirs
         ]:
             raise Unusable(
                 f"two different conversations, under {one!r} and {other!r}: choose one with "
@@ -397,8 +354,8 @@ def _begins_with(turns: list[Any], others: list[Any]) -> bool:
     """Whether turns begin with these others, and go on."""
     if not others or len(turns) <= len(others):
         return False
-    ours = [_messages(turn, set()) for turn in turns[: len(others)]]
-    return ours == [_messages(turn, set()) for turn in others]
+    ours = [messages_of(turn, set()) for turn in turns[: len(others)]]
+    return ours == [messages_of(turn, set()) for turn in others]
 
 
 def _history(value: Any) -> list[Any]:
@@ -409,169 +366,6 @@ def _history(value: Any) -> list[Any]:
         if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
             raise Unusable("a history that is not pairs of a prompt and an answer")
     return [{"role": r, "content": x} for pair in pairs for r, x in zip(ROLE_PAIR, pair)]
-
-
-def _messages(turn: Any, ignored: set[str]) -> list[Message]:
-    """A turn; before it, the results of tools that its content has (Anthropic). Its keys that are
-    not read are added to `ignored`. Raises Unusable."""
-    if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
-        results = [x for x in parts if isinstance(x, dict) and x.get("type") == "tool_result"]
-        rest = [x for x in parts if x not in results]
-        if results:
-            tools = [_result(part) for part in results]
-            return tools + ([_message(turn | {"content": rest}, ignored)] if rest else [])
-    return [_message(turn, ignored)]
-
-
-def _result(part: Mapping[str, Any]) -> Message:
-    """The result of a tool, of those that a turn of the user may have as a part."""
-    id = part.get("tool_use_id")
-    content = "" if absent(part.get("content")) else _content(part["content"]).text
-    return Message("tool", content, {"tool_call_id": id} if isinstance(id, str) else {})
-
-
-def _message(turn: Any, ignored: set[str]) -> Message:
-    """A turn. Its keys that are not read are added to `ignored`. Raises Unusable."""
-    _require_single(turn)
-    turn = {key: x for key, x in turn.items() if not absent(x)} if isinstance(turn, dict) else {}
-    theirs = sorted({str(turn[key]).strip().lower() for key in FROM if key in turn})
-    roles = {ROLES.get(name.replace("-", "_")) for name in theirs}
-    if not roles or None in roles:
-        raise Unusable(f"a turn of another role: {', '.join(theirs)[:40] or 'none is given'}")
-    if len(roles) > 1:
-        raise Unusable("a turn with two different roles")
-    _require_no_media(turn)
-    role = str(roles.pop())
-    called = role == "assistant" and "function_call" in {x.replace("-", "_") for x in theirs}
-    contents = [_content(turn[key]) for key in CONTENT if key in turn]
-    if any(content.text != contents[0].text for content in contents):
-        raise Unusable("a turn with two different contents")
-    content = contents[0] if contents else Content()
-    read, beside = {*FROM, *CONTENT}, dict[str, Any]()
-    as_written = None
-    if role == "assistant":
-        read |= {*REASONING, *CALLS}
-        thoughts = [_plain(turn[key]) for key in REASONING if key in turn] or content.thoughts
-        if any(thought != thoughts[0] for thought in thoughts):
-            raise Unusable("a turn with two different reasonings")
-        within = THOUGHT.match(content.text)
-        if within is not None and not any(thoughts) and "</think>" not in within[2]:
-            as_written, content.text = content.text, within[2].strip()
-            thoughts = [within[1].strip()]
-        if thoughts and thoughts[0]:
-            beside["reasoning_content"] = thoughts[0]
-        calls = [*content.calls]
-        if called:
-            calls += from_json(content.text)
-            content.text = ""
-        for key in CALLS:
-            value = from_json(turn.get(key, []))
-            calls += value
-        if calls:
-            beside["tool_calls"] = [call_of(call) for call in calls]
-    if role == "tool" and isinstance(turn.get("tool_call_id"), str):
-        beside["tool_call_id"] = turn["tool_call_id"]
-        read.add("tool_call_id")
-    if isinstance(turn.get("name"), str):
-        beside["name"] = turn["name"]
-        read.add("name")
-    if not contents and role not in ("tool", "system") and "tool_calls" not in beside:
-        raise Unusable("a turn without content")
-    trained = True
-    for key in WEIGHTS:
-        if isinstance(weight := turn.get(key), bool | int) or (
-            key == "weight" and weight in (0, 1)
-        ):
-            trained = trained and (bool(weight) or role != "assistant")
-            read.add(key)
-    ignored |= {f"the key {key!r} of turns" for key in turn if key not in read}
-    return Message(role, content.text, beside, trained, as_written)
-
-
-@dataclass
-class Content:
-    """What is said in a turn: its text and, if it has parts, also those that are not text."""
-
-    text: str = ""
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[Any] = field(default_factory=list)
-
-
-def _content(value: Any) -> Content:
-    """A text, or parts that are texts, thoughts and calls. Raises Unusable for other parts."""
-    if not isinstance(value, list):
-        return Content(_plain(value))
-    content, texts = Content(), list[str]()
-    for part in value:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, dict):
-            raise Unusable("content that is not text")
-        part = {key: x for key, x in part.items() if not absent(x)}
-        kind = str(part.get("type") or ("text" if "text" in part else next(iter(part), "none")))
-        if kind == "thinking" and isinstance(part.get("thinking"), str):
-            content.thoughts.append(part["thinking"])
-        elif kind == "tool_use":
-            content.calls.append(
-                {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
-            )
-        elif kind in ("text", "input_text", "output_text"):
-            texts.append(part.get("text", ""))
-        else:
-            raise Unusable(f"content that is not text: {kind[:40]}")
-    if content.thoughts:
-        content.thoughts = [_plain("\n\n".join(map(_plain, content.thoughts)))]
-    content.text = _plain("".join(map(_whole, texts)))
-    return content
-
-
-def _plain(text: Any) -> str:
-    """A text without the white space around it. Raises Unusable for anything but text."""
-    return _whole(text).strip()
-
-
-def _whole(text: Any) -> str:
-    if not isinstance(text, str):
-        raise Unusable("content that is not text")
-    if SURROGATE.search(text):
-        raise Unusable("text that is not Unicode")
-    return text
-
-
-def _joined(one: Message, two: Message) -> Message:
-    """Two turns of one role as one, with a blank line between their texts; the calls of both."""
-    calls = [call for m in (one, two) for call in m.beside.get("tool_calls", ())]
-    rest = [{k: x for k, x in m.beside.items() if k != "tool_calls"} for m in (one, two)]
-    alike = rest[0] == rest[1] or ("tool_calls" in two.beside and not rest[1])
-    moved = "tool_calls" in one.beside and two.content  # a template writes the text first
-    if not alike or moved or one.trained != two.trained:
-        raise Unusable("turns of one role in a row with reasoning, calls, names or weights")
-    content = "\n\n".join(m.content for m in (one, two) if m.content)
-    return Message(
-        one.role, content, rest[0] | ({"tool_calls": calls} if calls else {}), one.trained
-    )
-
-
-def _require_unicode(value: Any) -> None:
-    """Raise Unusable if a text within a JSON value has half of a character in it."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, str):
-        _whole(value)
-    for inner in value if isinstance(value, list | tuple) else ():
-        _require_unicode(inner)
-
-
-def _require_single(value: Any) -> None:
-    if isinstance(value, Repeated):
-        raise Unusable("a key that occurs twice in an object, with different values")
-
-
-def _require_no_media(value: Mapping[str, Any]) -> None:
-    for key in MEDIA:
-        if not absent(value.get(key)) and value[key] != "":
-            raise Unusable(f"{key}, which is not read")
 
 
 def _count_ignored(record: Mapping[str, Any], read: Collection[str], tally: Tally) -> None:
