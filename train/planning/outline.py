@@ -140,6 +140,7 @@ def draft_outline(config: Any, parts: Parts) -> DraftOutline | None:
         sizes = kind.plan(config, parts)
         with torch.device("meta"):
             drafter = kind(config, sizes)
+    # a plan or a draft that reads weights, which are absent here or on the meta device
     except (UserError, AssertionError, AttributeError, NotImplementedError, RuntimeError):
         return None
     V, S = parts.vocab_size, sizes.draft_vocab or parts.vocab_size
