@@ -26,12 +26,12 @@ from specdec.engines.client import (
     sampling,
 )
 from specdec.errors import UserError, require
-from specdec.files import write_json, write_whole
+from specdec.files import write_json
 from specdec.sampling.sampler import Sampler
 from specdec.targets.parts import Parts
 from specdec.theory.intervals import Interval, ratio_interval
 
-FILE, PAGE = "served.json", "served.md"  # in the folder of an evaluation
+FILE = "served.json"  # in the folder of an evaluation
 COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)$", re.M)
 POSITION = re.compile(r'position="(\d+)"')
 SETTLING = 5.0  # seconds within which an engine counts what it has answered
@@ -77,33 +77,6 @@ class Served:
 
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, asdict(self))
-        write_whole(folder / PAGE, self.page())
-
-    def page(self) -> str:
-        """A page of Markdown."""
-        deepest = max(len(at.accepted) for at in self.asked)
-        columns = ["T", "τ", *(f"position {k + 1}" for k in range(deepest)), "rounds", "tokens/s"]
-        columns += ["plain tokens/s", "speedup", "same answers"] if self.plain else []
-        rows = [columns, ["---"] * len(columns)]
-        for at in self.asked:
-            shares = [share.text() for share in at.accepted]
-            row = [f"{at.temperature:g}", at.tau.text(2), *shares, *[""] * (deepest - len(shares))]
-            row += [f"{at.rounds:,}", at.tokens_per_second.text(1)]
-            if at.plain_tokens_per_second is not None and at.speedup is not None:
-                row += [at.plain_tokens_per_second.text(1), at.speedup.text(2)]
-                row.append(f"{at.identical} of {self.prompts}")
-            rows.append(row)
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        beside = f", in turn with {self.plain}, which serves without drafts" if self.plain else ""
-        return (
-            f"# {self.draft}, served\n\n"
-            f"These are the figures of {self.engine}{beside}, not of Draftsmith's decoder. "
-            f"{self.prompts} {self.origin} were answered one at a time, with at most "
-            f"{self.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
-            "of a position is the share of rounds that accepted it and all before it. Intervals "
-            "are 95 % bootstraps over prompts. An engine does not say which draft it loaded.\n\n"
-            f"{table}\n"
-        )
 
 
 class Engine:

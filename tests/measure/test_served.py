@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.measure import served
 from specdec.measure.served import Engine, Reply, figures, measure_served
+from specdec.report.markdown import text
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
@@ -137,8 +138,10 @@ def test_the_script_says_whose_figures_they_are(
     assert ended.returncode == 0, ended.stderr
     folder = tmp_path / "evaluation-prompts-engine"
     page = (folder / "served.md").read_text()
-    assert f"These are the figures of vLLM 0.0 at {engine.url}, in turn with vLLM 0.0 at" in page
-    assert "not of Draftsmith's decoder" in page and "| T | τ | position 1 |" in page
+    url = text(engine.url)
+    assert f"These are the figures of vLLM 0.0 at {url}, in turn with vLLM 0.0 at" in page
+    assert "not of Draftsmith's decoder" in page and "|  | τ | position 1 |" in page
+    assert "run's report" not in page and "<table>" in (folder / "served.html").read_text()
     kept = json.loads((folder / "served.json").read_text())
     assert kept["prompts"] == 2 and kept["asked"][0]["identical"] == 2
     for more, message in {

@@ -1,0 +1,90 @@
+"""The page of a draft that was measured in an engine, beside what its run's report promised."""
+
+from pathlib import Path
+
+from specdec.measure.results import FILE, Measured, Results
+from specdec.measure.served import Served, ServedAt
+from specdec.report import markdown
+from specdec.report.markdown import escaped, table
+
+PAGE = "served.md"
+
+
+def write(folder: Path, served: Served, report: Path) -> str:
+    """Write served.json, served.md and served.html into a folder; returns the page as a terminal
+    shows it. `report` is the folder of the report of the draft's run, which need not exist. Raises
+    UserError if that report is damaged."""
+    promised = Results.read(report) if (report / FILE).exists() else None
+    served.write(folder)
+    markdown.write(folder / PAGE, page(escaped(served), escaped(promised)))
+    return page(served, promised)
+
+
+def page(served: Served, promised: Results | None) -> str:
+    """A page of Markdown; texts in it are taken as they are. `promised` are the results of the
+    draft's run."""
+    deepest = max(len(at.accepted) for at in served.asked)
+    columns = ["τ", *(f"position {k + 1}" for k in range(deepest)), "rounds", "tokens/s"]
+    columns += ["plain tokens/s", "speedup", "same answers"] if served.plain else []
+    rows, told = dict[str, list[str]](), list[str]()
+    for at in served.asked:
+        rows[f"T = {at.temperature:g}"] = _row(at, deepest, served.prompts)
+        if promised is not None and (ours := _chains(promised, at.temperature)) is not None:
+            shares = [share.text() for share in ours.reached[:deepest]]
+            shares += ["—"] * (deepest - len(shares))
+            own = [ours.tau.text(2), *shares, f"{ours.rounds:,}"]
+            rows[f"T = {at.temperature:g}, the run's report"] = own
+            told.append(_compared(at, ours))
+    beside = f", in turn with {served.plain}, which serves without drafts" if served.plain else ""
+    blocks = [
+        f"# {served.draft}, served",
+        f"These are the figures of {served.engine}{beside}, not of Draftsmith's decoder. "
+        f"{served.prompts} {served.origin} were answered one at a time, with at most "
+        f"{served.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
+        "of a position is the share of rounds that accepted it and all before it. Intervals "
+        "are 95 % bootstraps over prompts. An engine does not say which draft it loaded.",
+        table("", columns, rows),
+    ]
+    if promised is not None and told:
+        blocks.append(
+            "The rows of the run's report are what Draftsmith's decoder counted with chains on "
+            f"{promised.prompts} {promised.origin}, with at most "
+            f"{promised.max_new_tokens} tokens each. " + " ".join(told)
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def _row(at: ServedAt, deepest: int, prompts: int) -> list[str]:
+    shares = [share.text() for share in at.accepted]
+    row = [at.tau.text(2), *shares, *["—"] * (deepest - len(shares))]
+    row += [f"{at.rounds:,}", at.tokens_per_second.text(1)]
+    if at.plain_tokens_per_second is not None and at.speedup is not None:
+        row += [at.plain_tokens_per_second.text(1), at.speedup.text(2)]
+        row.append(f"{at.identical} of {prompts}")
+    return row
+
+
+def _chains(results: Results, temperature: float) -> Measured | None:
+    """What was measured with chains of the draft alone, as engines serve it."""
+    for one in results.measured:
+        way = one.way
+        alone = way.drafter == results.drafter and way.chain and way.length == "fixed"
+        if alone and way.lossless and way.temperature == temperature:
+            return one
+    return None
+
+
+def _compared(at: ServedAt, ours: Measured) -> str:
+    """Whether the engine accepts what the report promised, in a sentence."""
+    where = f"At T = {at.temperature:g}"
+    if len(at.accepted) != ours.way.gamma:
+        return (
+            f"{where} the engine drafts {len(at.accepted)} tokens and the report {ours.way.gamma}: "
+            "compare the positions, not τ."
+        )
+    if at.tau.low <= ours.tau.high and ours.tau.low <= at.tau.high:
+        return f"{where} the two intervals of τ overlap."
+    return (
+        f"{where} the two intervals of τ do not overlap: the prompts, the dtype or the draft that "
+        "the engine loaded may be others."
+    )
