@@ -59,16 +59,20 @@ def _cell(stage: Stage) -> str:
 
 
 def _remedies() -> str:
-    """What the tool advises where a stage does not fit."""
+    """What the tool advises where a stage does not fit; numbers of devices and stages that need the
+    same advice share a line."""
     lines = []
     for target, title in NAMES.items():
+        by_advice: dict[tuple[str, str], list[str]] = {}
         for devices in COUNTS:
-            by_remedy: dict[str, list[str]] = {}
+            stages: dict[str, list[str]] = {}
             for stage in of(target, devices).stages:
                 if not stage.fits:
-                    by_remedy.setdefault(stage.remedy, []).append(stage.name)
-            for remedy, stages in by_remedy.items():
-                lines.append(f"- {title} on {devices}: for {', '.join(stages)}: {remedy}.")
+                    stages.setdefault(stage.remedy, []).append(stage.name)
+            for remedy, names in stages.items():
+                by_advice.setdefault((", ".join(names), remedy), []).append(str(devices))
+        for (affected, remedy), counts in by_advice.items():
+            lines.append(f"- {title} on {' or '.join(counts)}, {affected}: {remedy}.")
     return "\n".join(lines)
 
 
