@@ -60,7 +60,7 @@ HYDRA_SAYS = {
 @dataclass
 class Config:
     """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
-    the same command continues it. With `plan`, nothing is done but to say what the run needs, how
+    the same command continues it. With `plan`, the command only says what the run needs, how
     long it takes and whether it will pay (see `planning`). `also` is a family that copies: the run
     ends by measuring a hybrid of that family and the draft, and saves this hybrid as with-FAMILY.
     """

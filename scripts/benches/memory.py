@@ -1,6 +1,7 @@
 """The memory of training on long texts."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -30,8 +31,11 @@ SAID = "memory of a step: "  # begins the line of a process that has measured
 
 
 def memory(
-    families: Annotated[Sequence[str], "those whose training is measured"],
-    overrides: Annotated[Sequence[str], "of train.py, such as drafter.anchors.per_row=null"] = (),
+    given: Annotated[
+        Sequence[str],
+        "the families whose training is measured, and overrides of train.py, such as "
+        "drafter.anchors.per_row=null",
+    ],
     *,
     tokens: Annotated[int, "of the one text that a step reads"] = 16000,
 ) -> None:
@@ -40,13 +44,21 @@ def memory(
     Each family is measured in a process of its own. The text and the target's states are drawn at
     random, since memory does not depend on them; the target's embedding and head are there before.
     """
+    families = [word for word in given if "=" not in word]
+    overrides = [word for word in given if "=" in word]
+    require(bool(families), "name the families to measure")
+    scripts = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join([str(scripts.parent), str(scripts)])
     rows = []
     for name in families:
         require(trains(family(name), family(name).Config()), f"{name} has nothing to train")
         code = "from benches.memory import step; step()"
         job = json.dumps({"overrides": [f"drafter={name}", *overrides], "tokens": tokens})
         done = subprocess.run(
-            [sys.executable, "-c", code, job], capture_output=True, text=True, cwd=Path.cwd()
+            [sys.executable, "-c", code, job],
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
         )
         said = [x for x in done.stdout.splitlines() if x.startswith(SAID)]
         require(bool(said), f"{name}: the process failed: {done.stderr.strip()[-300:]}")

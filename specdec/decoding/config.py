@@ -21,8 +21,8 @@ class DecodeConfig:
     """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
     heads) or static. A static tree without `paths` takes those with the highest measured
     acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
-    measures that shape too, in turn with chains; for a target that cannot read trees, it is the
-    chain expected to be fastest.
+    measures that shape as well as chains, and the two take turns; for a target that cannot read
+    trees, that shape is the chain expected to be fastest.
 
     Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
     With 0 prompts, a run ends without measuring. Seconds come from the first `timed` prompts, which

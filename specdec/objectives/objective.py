@@ -22,10 +22,10 @@ class ObjectiveConfig:
     `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
 
     `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
-    that changes linearly from the run's start until the share UNTIL of it is done, as in
-    {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. A family's own estimate of its acceptance is trained beside
-    them with weight 1, and its gradient reaches nothing else, unless `confidence` is among the
-    terms. `constants`: values for a term's own constants, such as
+    that goes linearly from FROM at the run's start to TO when the share UNTIL of its steps is done,
+    and then stays there, as in {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. A family's own estimate of its
+    acceptance is trained beside them with weight 1, and its gradient reaches nothing else, unless
+    `confidence` is among the terms. `constants`: values for a term's own constants, such as
     `objective.constants.jsd.beta=0.1`. `reference`: the folder of a trained draft, which adaspec
     compares with. `paths`: those of the tree that expected_tree is for; null takes decode.paths.
     `per`: token averages over all anchors of a step equally; sequence averages over each text

@@ -21,6 +21,7 @@ from specdec.measure.results import PromptCounts, Results
 from specdec.theory.intervals import Interval
 from specdec.theory.leviathan import walltime_by_gamma, walltime_factor
 from tests.measure.test_results import results
+from tests.processes import process
 from tests.tiny import (
     REPOSITORY,
     architectures,
@@ -399,3 +400,14 @@ def test_training_steps_of_two_checkouts_take_turns(
     (tmp_path / "specdec" / "__init__.py").write_text("raise SystemExit('cannot be imported')")
     with pytest.raises(UserError, match="cannot be measured: its process ended"):
         training(mine, against=tmp_path, turns=1)
+
+
+def test_the_memory_of_a_step_is_measured(tmp_path: Path) -> None:
+    """In a process of its own, which the command starts. A word with = is an override."""
+    target = [x for x in make_tiny(tmp_path).overrides() if x.startswith("target")]
+    ended = process(["scripts/bench", "memory", "medusa", "--tokens", "640", *target])
+    assert ended.returncode == 0, ended.stderr
+    before, added = re.findall(r"medusa \| +(\S+) \| +(\S+)", ended.stdout)[0]
+    assert float(before) > 0.1 and float(added) >= 0
+    ended = process(["scripts/bench", "memory", *target])
+    assert ended.returncode == 2 and "name the families" in ended.stderr

@@ -35,8 +35,8 @@ class SourceConfig:
 class DataConfig:
     """Which conversations, pairs or texts are read, and how they are used.
 
-    `path` is a file or a folder of files (JSON, JSON lines, CSV, parquet, arrow; a text may be
-    compressed), the name of a hub dataset, or `package:NAME` for the one JSON file that the
+    `path` is a file or a folder of files (JSON, JSON lines, CSV, parquet, arrow; text files may
+    be compressed), the name of a hub dataset, or `package:NAME` for the one JSON file that the
     installed package NAME contains. In its place, `sources` names several: one after another or,
     if each has a weight, mixed by these until one of them ends. `shuffle` draws conversations at
     random from a window of that many. `format` auto reads conversations in any of the common

@@ -34,11 +34,12 @@ from specdec.targets.parts import Parts
 
 @dataclass
 class HydraHeadsConfig:
-    """`depth` heads, each of `num_layers` layers and an LM head, or with `shared_head` one LM head
-    for all. `prefix` adds Hydra++'s layer over the target's states. `dropout` is the share of a
-    layer's inputs, and of the LM head's, that training sets to zero (the paper's Hydra++: 0.2).
-    `draft_vocab` null keeps the whole vocabulary. `start=regression` starts from the best linear
-    heads (see `Hydra.regress`), `start=target` as the reference does."""
+    """There are `depth` heads. Each has `num_layers` layers and an LM head of its own; with
+    `shared_head`, all share one LM head. `prefix` adds Hydra++'s layer over the target's states.
+    `dropout` is the share of a layer's inputs, and of the LM head's, that training sets to zero
+    (the paper's Hydra++: 0.2). `draft_vocab` null keeps the whole vocabulary. `start=regression`
+    starts from the best linear heads (see `Hydra.regress`), `start=target` from the target's LM
+    head, as the authors' code does."""
 
     starts: ClassVar[tuple[str, ...]] = ("regression", "target")
     bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
