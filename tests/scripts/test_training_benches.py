@@ -407,7 +407,7 @@ def test_the_memory_of_a_step_is_measured(tmp_path: Path) -> None:
     target = [x for x in make_tiny(tmp_path).overrides() if x.startswith("target")]
     ended = process(["scripts/bench", "memory", "medusa", "--tokens", "640", *target])
     assert ended.returncode == 0, ended.stderr
-    before, added = re.findall(r"medusa \| +(\S+) \| +(\S+)", ended.stdout)[0]
+    before, added = re.findall(r"medusa +\| +(\S+) +\| +(\S+)", ended.stdout)[0]
     assert float(before) > 0.1 and float(added) >= 0
     ended = process(["scripts/bench", "memory", *target])
     assert ended.returncode == 2 and "name the families" in ended.stderr
