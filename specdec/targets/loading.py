@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -223,7 +222,11 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
         of_parts = _model(in_one, path, bare), tokenizer, named(cfg), cfg.revision, method(config)
         parts = StoredParts(
-            *of_parts, config=config, weights=weights, whole=partial(load_target, cfg)
+            *of_parts,
+            config=config,
+            weights=weights,
+            empty=partial(_empty, cfg, config),
+            whole=partial(load_target, cfg),
         )
         check_head(parts)
         return parts
@@ -234,16 +237,14 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
 
 
 def _note_fingerprint(cfg: TargetConfig) -> None:
-    """Note the fingerprint of a checkpoint whose layers nobody here is to load: the one that the
-    whole target would have or, if the files name its tensors otherwise, one of the files."""
+    """Note the fingerprint of a checkpoint whose layers nobody here is to load: that of the whole
+    target or, if it is quantised or its files lack some of its tensors, one of the files."""
     cfg, _, config, _, weights = _opened(cfg)
     if weights is None or config.is_encoder_decoder or weights.fingerprint():
         return
     fingerprint = None
-    if method(config) is None and not get_checkpoint_conversion_mapping(config.model_type):
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=cfg.trust_remote_code)
-        fingerprint = weights.checksum_as(model)
+    if method(config) is None:
+        fingerprint = weights.checksum_as(_empty(cfg, config))
     weights.write(fingerprint or weights.checksum())
 
 
@@ -356,10 +357,18 @@ def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
         "target.device_map=auto spreads one target over all devices: start one process",
     )
-    with torch.device("meta"):
-        empty = kind.from_config(copy.deepcopy(config), trust_remote_code=cfg.trust_remote_code)
+    empty = _empty(cfg, config, kind)
     count = config.get_text_config(decoder=True).num_hidden_layers
     return device_map(empty, count, torch.device(cfg.device), DTYPES[cfg.dtype], cfg.max_memory)
+
+
+def _empty(cfg: TargetConfig, config: Any, kind: Any = None) -> Any:
+    """The model of a config on the meta device, with plain weights; see `_model`."""
+    kind, config = kind or auto_class(config), copy.deepcopy(config)
+    if method(config) is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=cfg.trust_remote_code)
 
 
 @torch.no_grad()

@@ -5,8 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -302,21 +301,30 @@ def checksum(state: dict[str, Tensor]) -> str:
     rounded to bfloat16, whose bits are read as integers. Two exact sums of each tensor, over all
     values and over a sample weighted by place, are hashed with the names and shapes. Weights that
     are stored quantised are summed as they are stored."""
-    return checksum_of(sorted(_stored(state), key=itemgetter(0)))
+    return checksum_of(_stored(state))
 
 
 def checksum_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The `checksum` of tensors in the order of their names, one in memory at a time."""
+    """The `checksum` of tensors, one in memory at a time."""
+    return checksum_of_sums({name: sum_of(name, value) for name, value in tensors})
+
+
+def checksum_of_sums(sums: Mapping[str, str]) -> str:
+    """The `checksum` of tensors whose `sum_of` are given by name."""
     digest = hashlib.blake2b(digest_size=12)
-    for name, value in tensors:
-        rounded = value.to(torch.bfloat16) if plain(value) else value
-        bits = torch.uint8 if rounded.itemsize == 1 else torch.int16
-        whole = (rounded if rounded.dim() else rounded[None]).contiguous().view(bits)
-        ramp = whole.reshape(-1)[:: max(1, whole.numel() // 4096)].to(torch.int64)
-        order = (ramp * torch.arange(1, len(ramp) + 1, device=ramp.device)).sum()
-        entry = [name, list(value.shape), int(whole.sum(dtype=torch.int64)), int(order)]
-        digest.update(json.dumps(entry).encode())
+    for name in sorted(sums):
+        digest.update(sums[name].encode())
     return digest.hexdigest()
+
+
+def sum_of(name: str, value: Tensor) -> str:
+    """What a tensor adds to the `checksum`."""
+    rounded = value.to(torch.bfloat16) if plain(value) else value
+    bits = torch.uint8 if rounded.itemsize == 1 else torch.int16
+    whole = (rounded if rounded.dim() else rounded[None]).contiguous().view(bits)
+    ramp = whole.reshape(-1)[:: max(1, whole.numel() // 4096)].to(torch.int64)
+    order = (ramp * torch.arange(1, len(ramp) + 1, device=ramp.device)).sum()
+    return json.dumps([name, list(value.shape), int(whole.sum(dtype=torch.int64)), int(order)])
 
 
 def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from specdec.files import write_whole
 from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
-from specdec.targets.parts import Parts, checksum, checksum_of
+from specdec.targets.conversions import Piece, pieces
+from specdec.targets.parts import Parts, checksum, checksum_of_sums, sum_of
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
@@ -86,37 +88,30 @@ class Weights:
         numbers that a model makes of them depend on the machine and the library."""
         digest = hashlib.blake2b(digest_size=12)
         for name in sorted(self.files):
-            with safe_open(self.files[name], framework="pt") as file:
-                digest.update(checksum({name: file.get_tensor(name)}).encode())
+            digest.update(checksum({name: self.read(name)}).encode())
         return digest.hexdigest()
 
     def checksum_as(self, model: nn.Module) -> str | None:
-        """The `Parts.checksum` of the model that these files hold, read one tensor at a time.
-        `model` has its tensors without their values (on the meta device). None if the files name or
-        shape their tensors otherwise than the model."""
+        """The `Parts.checksum` of the model that these files hold, read a few tensors at a time.
+        `model` has its tensors without their values (on the meta device). None if the files lack
+        some of its tensors, or have them in other shapes."""
         alike: dict[int, list[str]] = {}  # the names of each tensor; several if it is tied
         state = model.state_dict(keep_vars=True)
         for name, value in state.items():
             alike.setdefault(id(value), []).append(name)
-        places = {
-            name: next((n for n in alike[id(value)] if n in self.files), None)
-            for name, value in state.items()
-        }
-        if None in places.values():
-            return None
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name in sorted(state):
-                stored = str(places[name])
-                with safe_open(self.files[stored], framework="pt") as file:
-                    yield name, file.get_tensor(stored)
-
-        for name, value in state.items():
-            stored = str(places[name])
-            with safe_open(self.files[stored], framework="pt") as file:
-                if list(file.get_slice(stored).get_shape()) != list(value.shape):
+        sums: dict[str, str] = {}
+        for piece in pieces(model, self.files):
+            for name, x in piece.tensors(model, self.read).items():
+                if name not in state or x.shape != state[name].shape:
                     return None
-        return checksum_of(tensors())
+                sums |= {other: sum_of(other, x) for other in alike[id(state[name])]}
+        return checksum_of_sums(sums) if sums.keys() == state.keys() else None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the files."""
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
     def fingerprint(self) -> str | None:
         """The noted fingerprint, if there is one that is as it was written."""
@@ -136,10 +131,9 @@ class Weights:
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
         tensors: dict[str, Tensor] = {}
-        for name, path in self.files.items():
+        for name in self.files:
             if name.startswith(prefix):
-                with safe_open(path, framework="pt") as file:
-                    tensors[name.removeprefix(prefix)] = file.get_tensor(name)
+                tensors[name.removeprefix(prefix)] = self.read(name)
         return tensors
 
 
@@ -170,11 +164,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 class StoredParts(Parts):
     """The parts of a checkpoint: `model` has no layers, and `config` is that of the whole model.
-    `whole` loads the target, in order to read layers if the checkpoint and the model name their
-    tensors differently."""
+    `empty` makes the whole model on the meta device, by which the files are read, and `whole` loads
+    the target, in order to read layers that are stored quantised."""
 
     def __init__(
-        self, *of_parts: Any, config: Any, weights: Weights, whole: Callable[[], Parts]
+        self,
+        *of_parts: Any,
+        config: Any,
+        weights: Weights,
+        empty: Callable[[], nn.Module],
+        whole: Callable[[], Parts],
     ) -> None:
         super().__init__(*of_parts)
         self.config = config.get_text_config(decoder=True)
@@ -182,12 +181,34 @@ class StoredParts(Parts):
             m for m in self.model.modules() if isinstance(m, nn.ModuleList) and not len(m)
         )
         self.stored = weights.fingerprint()
-        self.weights, self._whole = weights, whole
+        self.weights, self._empty, self._whole = weights, empty, whole
 
     def layer(self, k: int) -> dict[str, Tensor]:
-        k %= self.config.num_hidden_layers
-        tensors = self.weights.under(f"{self.prefix}.{k}.")
-        renamed = not tensors or get_checkpoint_conversion_mapping(self.config.model_type)
-        if renamed or self.quantisation or not all(map(plain, tensors.values())):
+        if self.quantisation:
+            return self._whole().layer(k)
+        prefix = f"{self.prefix}.{k % self.config.num_hidden_layers}."
+        tensors = self.weights.under(prefix)
+        if not tensors or get_checkpoint_conversion_mapping(self.config.model_type):
+            tensors = self._converted(prefix)
+        if not tensors or not all(map(plain, tensors.values())):
             return self._whole().layer(k)
         return {name: x.to(self.device, self.dtype) for name, x in tensors.items()}
+
+    def _converted(self, prefix: str) -> dict[str, Tensor]:
+        """The model's tensors whose names begin with `prefix`, by the rest of their names; none if
+        the files do not hold all of them."""
+        model, of_files = self._named
+        expected = [name for name in model.state_dict() if name.startswith(prefix)]
+        tensors: dict[str, Tensor] = {}
+        for piece in of_files:
+            if piece.name.startswith(prefix):
+                tensors |= piece.tensors(model, self.weights.read)
+        if tensors.keys() != set(expected):
+            return {}
+        return {name.removeprefix(prefix): tensors[name] for name in expected}
+
+    @cached_property
+    def _named(self) -> tuple[nn.Module, list[Piece]]:
+        """The empty model, and how the tensors of the files become its own."""
+        model = self._empty()
+        return model, pieces(model, self.weights.files)
