@@ -149,6 +149,7 @@ class Template:
         self.name = tokenizer.name_or_path or "the tokenizer"
         self.source = source
         self.has_blocks = bool(re.search(r"{%-?\s*generation\s*-?%}", source))
+        self.parts = False  # whether texts are given as lists of parts
         self.tokens: Mapping[str, Any] = tokenizer.special_tokens_map
         # all that transformers' templates may use; taken from an empty template, since compiling
         # this one there would compute its constants without bounds
@@ -193,7 +194,7 @@ class Template:
         try:
             with self.environment.activate_tracker(written, blocks):  # type: ignore[attr-defined]
                 for piece in self.compiled.generate(
-                    messages=[_plain(message) for message in messages],
+                    messages=[_plain(message, self.parts) for message in messages],
                     tools=list(tools) or None,
                     documents=None,
                     add_generation_prompt=prompt,
@@ -209,8 +210,9 @@ class Template:
         return "".join(written), blocks
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message, parts: bool) -> dict[str, Any]:
     """A message as transformers and vLLM give it to a template, with all names of its reasoning."""
+    content = [{"type": "text", "text": message.content}] if parts else message.content
     thought = message.beside.get("reasoning_content")
     others = {} if thought is None else {"thinking": thought, "reasoning": thought}
-    return others | {"role": message.role, "content": message.content} | dict(message.beside)
+    return others | {"role": message.role, "content": content} | dict(message.beside)

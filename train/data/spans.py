@@ -3,6 +3,7 @@
 Whatever is uncertain is left out: a mask is never a guess.
 """
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,24 +11,29 @@ from typing import Any
 
 from train.data.conversations import Message, Unusable
 from train.data.rendering import Span
-from train.data.writer import Writer
+from train.data.writer import PROBE, Writer
 
 DISAGREE = "template and mask disagree"
 UNWRITTEN = "which this template does not write"
+OTHERWISE = "reasoning, which this template writes in another way"
+OPENED = "an answer without reasoning, where the prompt opens a thought"
 OPENS, CLOSES = "<think>", "</think>"
 
 
 class Answers:
-    """The `wanted` answers of a chat that ends with an answer: `spans` of the `text` that the
-    template writes, each with the token that ends it, for those that are `covered`. An answer is
-    covered if a server that was to give it would read exactly what comes before it here; the
-    others need a text of their own, which ends with them. `thinking` says for an answer whether it
-    was asked for with reasoning.
+    """The `wanted` answers of a chat that ends with an answer: `spans` [turn → start, end] of the
+    `text` that the template writes, each with the token that ends it, for those that it covers. An
+    answer is covered if a server that was to give it would read exactly what comes before it here;
+    the others need a text of their own, which ends with them. `thinking` says for an answer whether
+    it was asked for with reasoning.
 
     If the template ends an answer by the token that begins the next turn, `text` goes on up to that
     token. If it leaves the reasoning of the last answer out, the text has it as the target writes
-    it. `why` is the reason, if there is one, why the last answer is not covered. Raises Unusable if
-    the template and the mask disagree for the whole chat."""
+    it. If it writes what comes before the last answer otherwise than in the prompt for that answer
+    (gpt-oss leaves out the reasoning of calls, Gemma 4 the empty thought of a prompt that asks for
+    none), the text is that prompt, and then the answer. `why` is the reason, if there is one, why
+    the last answer is not covered. Raises Unusable if the template and the mask disagree for the
+    whole chat."""
 
     def __init__(
         self,
@@ -41,26 +47,28 @@ class Answers:
         self.last = len(messages) - 1
         self.written, blocks = writer.render(messages, tools, thinking=thinking(self.last))
         self.text, self.why = self.written, ""
-        self.spans: list[Span] = []
-        self.covered: set[int] = set()
+        self.spans: dict[int, Span] = {}
         self.notes: dict[str, None] = {}
         answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
         has_blocks = writer.has_blocks(tools)
         if has_blocks and len(blocks) != len(answers):
             raise Unusable(DISAGREE)
-        for n, i in enumerate(answers):
+        block_of = dict(zip(answers, blocks, strict=True)) if has_blocks else {}
+        for i in answers[::-1]:  # the last one first, since it decides upon the text
             if i not in wanted:
                 continue
             try:
-                span = self._in_block(i, blocks[n]) if has_blocks else self._compared(i)
+                span = self._in_block(i, block_of[i]) if block_of else self._compared(i)
             except Unusable as reason:
                 if i == self.last:
                     self.why = str(reason)
                 continue
             if span is not None:
-                self.spans.append(span)
-                self.covered.add(i)
-        if any(a[1] > b[0] for a, b in pairwise(self.spans)):
+                self.spans[i] = span
+            if not self.text.startswith(self.written.rstrip()):
+                block_of = {}  # they say where answers are in what the template writes
+        self.spans = dict(sorted(self.spans.items()))
+        if any(a[1] > b[0] for a, b in pairwise(self.spans.values())):
             raise Unusable(DISAGREE)
 
     def _before(self, i: int) -> str | None:
@@ -76,8 +84,8 @@ class Answers:
         answer. It begins no earlier than the generation prompt ends."""
         start, end = block
         before = self._before(i)
-        if i != self.last and before is not None and not self._begins_with(before, start):
-            return None
+        if before is not None and not self.text.startswith(before):
+            return self._after_its_prompt(i, before) if i == self.last else None
         said = self.text[start:end].rstrip()
         self._require_whole(i, said)
         before = before or ""
@@ -85,11 +93,6 @@ class Answers:
             start, said = len(before), self.text[len(before) : end].rstrip()
         self._require_whole(i, said)
         return start, self._ended(i, start + len(said), self._closed(i, said))
-
-    def _begins_with(self, before: str, start: int) -> bool:
-        """Whether the text up to the `start` of a block is what a server would read, as far as the
-        block does not begin earlier."""
-        return self.text[:start].startswith(before) or before.startswith(self.text[:start])
 
     def _compared(self, i: int) -> Span | None:
         """The span of an answer by what the template writes up to its beginning and to its end;
@@ -105,6 +108,8 @@ class Answers:
         thought = message.beside.get("reasoning_content", "")
         if i == self.last and thought not in after[_alike(before, after) :]:
             return self._as_the_target_writes(i, before)
+        if i == self.last and not after.startswith(before):
+            return self._after_its_prompt(i, before)
         if not self.text.startswith(before) or not after.startswith(before):
             return None
         start, said = len(before), after[len(before) :].rstrip()
@@ -120,6 +125,65 @@ class Answers:
         if self.text.startswith(up_to, start):
             return start, self._ended(i, start + len(up_to), False)
         return None
+
+    def _after_its_prompt(self, i: int, before: str) -> Span | None:
+        """The span of the last answer in a text that is the prompt for it, and then the answer.
+
+        What the template writes of the answer begins after the generation prompt, which it writes
+        before the answer, too. A prompt that closes an empty thought may have more than that: then
+        the answer follows the closed thought. Raises Unusable for any other difference."""
+        message, thinking = self.messages[i], self.thinking(i)
+        history = self.writer.without(self.messages[:i], self.tools, thinking)
+        other = self.writer.without([*self.messages[:i], _probe(message)], self.tools, thinking)
+        edge = _alike(self.written, other)  # from here on is what the answer says
+        earlier = [x for x in _forms(self.messages[i - 1].content) if x]
+        header = before[_alike(before, history) :]
+        prompts = bool(header.strip())
+        if not prompts:  # as Mistral's template, which writes answers after [/INST]
+            header = before[max([before.rfind(x) for x in earlier], default=0) :]
+
+        def after(part: str) -> int | None:
+            if self.written.startswith(history + part):
+                return len(history + part)
+            end = self.written.rfind(part, 0, edge) + len(part)
+            said = any(x in self.written[:end] for x in earlier)
+            rest = self.written[end:edge]
+            between = any(x in rest for x in earlier) or (not prompts and rest.strip())
+            return end if part.strip() and end >= len(part) and said and not between else None
+
+        start = after(header) if header.strip() else None
+        said = self._after_a_thought(i, header, after) if start is None else self.written[start:]
+        body = said.rstrip()
+        self._require_whole(i, body)
+        self.text = before + said
+        return len(before), self._ended(i, len(before + body), self._closed(i, body))
+
+    def _after_a_thought(self, i: int, header: str, after: Callable[[str], int | None]) -> str:
+        """What the template writes of the last answer, where the generation prompt has a thought
+        of which the template writes the end, or nothing. `after` says where a part of the
+        generation prompt ends in what the template writes. Raises Unusable if the thought is open,
+        or if this is no thought."""
+        message = self.messages[i]
+        known = {OPENS, CLOSES, *self.writer.added}
+        cuts = [n for n in range(len(header)) if any(header.startswith(t, n) for t in known)]
+        places = ((after(header[:n]), header[n:].strip()) for n in reversed(cuts))
+        start, thought = next(((at, x) for at, x in places if at is not None), (None, ""))
+        if "reasoning_content" in message.beside or CLOSES in message.content:
+            raise Unusable(OTHERWISE)
+        if start is None:
+            raise Unusable(DISAGREE)
+        probe = replace(message, content="0", beside={"reasoning_content": PROBE}, as_written=None)
+        thinks = self.writer.without([*self.messages[:i], probe], self.tools, True)
+        opens = PROBE in thinks and thinks.partition(PROBE)[0].rstrip().endswith(thought)
+        marks = {token for token in known if token in thought}
+        closes = thought.endswith(CLOSES) or (
+            len(marks) > 1 and any(thought.endswith(token) for token in marks)
+        )
+        if opens or not closes:
+            raise Unusable(OPENED if opens or thought.startswith(OPENS) else DISAGREE)
+        said = self.written[start:]
+        ends = (n for n in range(len(thought), 0, -1) if said.startswith(thought[-n:]))
+        return said[next(ends, 0) :]
 
     def _as_the_target_writes(self, i: int, before: str) -> Span | None:
         """The span of the last answer, whose reasoning the template leaves out: between the marks
@@ -176,18 +240,32 @@ class Answers:
         return end + len(ending)
 
     def _continued(self, i: int, end: int) -> str:
-        """What the template writes after the text's last answer if the chat goes on."""
+        """What the template writes after the text's last answer if the chat goes on, where it may
+        leave the reasoning of that answer out."""
         results = ["tool"] if "tool_calls" in self.messages[i].beside else []
+        last_line = self.text[:end].rpartition("\n")[2]
         for role in (*results, "user"):
-            try:
-                longer, _ = self.writer.render(
-                    [*self.messages[: i + 1], Message(role, "0")], self.tools
-                )
-            except Unusable:
-                continue
+            longer = self.writer.without(
+                [*self.messages[: i + 1], Message(role, PROBE)], self.tools, self.thinking(i)
+            )
             if longer.startswith(self.text[:end]):
                 return longer[end:]
+            earlier = longer.rpartition(PROBE)[0]
+            for line in (last_line, self.messages[i].content.rpartition("\n")[2]):
+                if line and (at := earlier.rfind(line)) >= 0:
+                    return earlier[at + len(line) :]
         return ""
+
+
+def _probe(answer: Message) -> Message:
+    """An answer that says something else, with reasoning if this one has it."""
+    thought = {"reasoning_content": PROBE} if "reasoning_content" in answer.beside else {}
+    return replace(answer, content=PROBE, beside=thought, as_written=None)
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """A text as it is, and as JSON has it."""
+    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _alike(one: str, two: str) -> int:

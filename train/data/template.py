@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from specdec.errors import UserError
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 from train.data.rendering import REFUSED, Span
-from train.data.spans import CLOSES, DISAGREE, UNWRITTEN, Answers
+from train.data.spans import CLOSES, DISAGREE, OPENED, OTHERWISE, UNWRITTEN, Answers
 from train.data.writer import Writer
 
 TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
+TAILS = 1000  # ends of prompts that are kept with their tokens
 PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
 LOST = "answers not trained on, since the template writes them, or what comes before, otherwise"
 SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
@@ -74,6 +75,7 @@ class Chat:
     ) -> None:
         self.tokenizer, self.writer = tokenizer, Writer(tokenizer, clock)
         self.thinking = thinking
+        self.tails: dict[str, list[int]] = {}  # ends of prompts, and their tokens
 
     def documents(self, conversation: Conversation, cfg: DataConfig) -> list[Document]:
         """The answers of a conversation, each after what a server would read that is to give it,
@@ -103,26 +105,27 @@ class Chat:
                 continue
             answers = Answers(self.writer, messages[: last + 1], tools, wanted, thinking)
             if last == len(messages) - 1:
-                whole = self._unwritten(messages, tools, answers.written, answers=True)
+                whole = self._unwritten(messages, tools, answers.text, answers=True)
                 notes |= dict.fromkeys(whole)
-            if last in wanted - answers.covered:
+            if last in wanted - {*answers.spans}:
                 reasons.append(answers.why)
-            wanted -= answers.covered | {last}
+            wanted -= {*answers.spans, last}
             if not answers.spans:
                 continue
             try:
-                document = self._encoded(conversation, answers, cfg)
+                rows = self._encoded(conversation, answers, cfg)
             except Unusable as reason:
                 reasons.append(str(reason))
                 continue
-            if last < len(messages) - 1:
-                document.id = f"{conversation.id}, up to turn {last + 1}"
+            for turn, document in rows.items():
+                if turn < len(messages) - 1:
+                    document.id = f"{conversation.id}, up to turn {turn + 1}"
             notes |= answers.notes
-            documents.insert(0, document)
+            documents = [*rows.values(), *documents]
         if not documents:
             told = next(filter(None, reasons), "")
             if not told and any(_reasons(m) for m in messages if m.role == "assistant"):
-                told = "reasoning, which this template writes in another way"
+                told = OTHERWISE
             raise Unusable(told or DISAGREE)
         if reasons:
             notes[LOST] = None
@@ -133,13 +136,48 @@ class Chat:
         documents[-1].notes = tuple(notes)
         return documents
 
-    def _encoded(self, conversation: Conversation, answers: Answers, cfg: DataConfig) -> Document:
+    def _encoded(
+        self, conversation: Conversation, answers: Answers, cfg: DataConfig
+    ) -> dict[int, Document]:
+        """The answers of one text, by the turn with which a document ends: all in one document,
+        but for answers whose prompt has other tokens by itself, as a server reads it, than before
+        an answer (by the rules of GPT-2's tokenizer, where it ends with a blank line). Each of
+        those has its own."""
         encoding = self.tokenizer(
             answers.text, add_special_tokens=False, return_offsets_mapping=True
         )
-        require_short(encoding["input_ids"], cfg)
-        mask = _mask(encoding["offset_mapping"], answers.spans)
-        return document_of(conversation.id, encoding["input_ids"], mask, cfg)
+        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+        require_short(ids, cfg)
+        mask, together, rows = np.zeros(len(ids), np.bool_), -1, dict[int, Document]()
+        for turn, span in answers.spans.items():
+            try:
+                first, last = _places(offsets, span)
+            except Unusable as reason:
+                closes = answers.text[span[0] :].lstrip().startswith(CLOSES)
+                raise Unusable(OPENED if closes else str(reason)) from reason
+            prompt = self._alone(answers.text[: span[0]], ids[:first], offsets)
+            if prompt == ids[:first]:
+                mask[first:last], together = True, turn
+                continue
+            said = np.arange(len(prompt) + last - first) >= len(prompt)
+            rows[turn] = document_of(conversation.id, prompt + ids[first:last], said, cfg)
+        if together >= 0:
+            end = len(ids) if not rows else len(mask) - int(mask[::-1].argmax())
+            rows[together] = document_of(conversation.id, ids[:end], mask[:end], cfg)
+        return dict(sorted(rows.items()))
+
+    def _alone(self, prompt: str, ids: list[int], offsets: Sequence[Span]) -> list[int]:
+        """The tokens of a prompt by itself; `ids` are those that it has before an answer. Up to its
+        last special token they are the same."""
+        added = self.writer.added_ids
+        kept = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in added), 1) - 1
+        tail = prompt[offsets[kept][0] :] if ids else prompt
+        if tail not in self.tails:  # mostly the generation prompt
+            alone = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
+            if len(self.tails) < TAILS:
+                self.tails[tail] = alone
+            return [*ids[:kept], *alone]
+        return [*ids[:kept], *self.tails[tail]]
 
     def _asked(self, conversation: Conversation, answer: Message | None) -> bool | None:
         """Whether an answer is asked for with reasoning; None leaves it to the template."""
@@ -322,17 +360,15 @@ def document_of(
     return Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
 
 
-def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens are in a span. Raises Unusable if a token crosses an edge, or might: some
-    tokenizers leave a token's leading space out of its offsets."""
-    starts, mask = [start for start, _ in offsets], np.zeros(len(offsets), np.bool_)
-    for span in spans:
-        first, last = (bisect_left(starts, edge) for edge in span)
-        for i, edge in ((first, span[0]), (last, span[1])):
-            if i > 0 and offsets[i - 1][1] != edge:
-                raise Unusable(DISAGREE)
-        mask[first:last] = True
-    return mask
+def _places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
+    """The first token of a span, and the first one after it. Raises Unusable if a token crosses an
+    edge, or might: some tokenizers leave a token's leading space out of its offsets."""
+    starts = [start for start, _ in offsets]
+    first, last = (bisect_left(starts, edge) for edge in span)
+    for i, edge in ((first, span[0]), (last, span[1])):
+        if i > 0 and offsets[i - 1][1] != edge:
+            raise Unusable(DISAGREE)
+    return first, last
 
 
 def whole_prompts(
@@ -374,6 +410,12 @@ def require_spans(tally: Tally, patience: int) -> None:
     refused = [reason for reason in tally.dropped if reason.startswith(REFUSED)]
     if sum(tally.dropped[reason] for reason in refused) >= patience:
         raise UserError(f"no usable conversation: {tally.reasons()}")
+    if (count := tally.dropped[OPENED]) >= patience:
+        raise UserError(
+            f"{count} conversations have answers without reasoning, but the target's prompt opens "
+            "a thought, and no other is usable: give data.thinking=data to ask for none where an "
+            "answer has none, if the template can, or data.answers=target for the target's own"
+        )
     if (count := tally.dropped[DISAGREE]) >= patience:
         raise UserError(
             f"chat template without assistant spans: in {count} conversations the assistant's "

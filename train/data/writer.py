@@ -43,12 +43,15 @@ class Writer:
         self.with_tools = self.template
         if with_tools != source:  # some tokenizers have a template of its own for tools
             self.with_tools = Template(with_tools, tokenizer, clock)
+        for template in (self.template, self.with_tools):
+            template.parts = _reads_parts(template)
         # some tokenizers also have words, signs and spaces among the added tokens
         added = [
             t
             for t in tokenizer.added_tokens_decoder.values()
             if t.special or not (len(t.content) == 1 or t.content.isalnum() or t.content.isspace())
         ]
+        self.added_ids = {*tokenizer.added_tokens_decoder}
         self.added = sorted((t.content for t in added), key=len, reverse=True)
         both = source + with_tools
         special = {t.content for t in added if t.special and t.content in both}
@@ -93,10 +96,12 @@ class Writer:
                 continue
         return written
 
-    def without(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    def without(
+        self, messages: Sequence[Message], tools: Sequence[Any], thinking: bool | None = None
+    ) -> str:
         """The text of a chat that lacks something; nothing if the template refuses it."""
         try:
-            return self.render(messages, tools)[0]
+            return self.render(messages, tools, thinking=thinking)[0]
         except Unusable:
             return ""
 
@@ -106,6 +111,18 @@ class Writer:
         rest = text.lstrip()
         token = next((token for token in self.added if rest.startswith(token)), "")
         return text[: len(text) - len(rest)] + token if token else ""
+
+
+def _reads_parts(template: Template) -> bool:
+    """Whether a template writes texts only as parts, as those of models that see images do."""
+    chat = [Message("user", PROBE)]
+    for template.parts in (False, True):
+        try:
+            if PROBE in template.render(chat)[0]:
+                return template.parts
+        except Unusable:
+            continue
+    return False
 
 
 def _in_text(message: Message) -> Message:

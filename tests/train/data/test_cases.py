@@ -32,7 +32,7 @@ from tests.train.data.chats import (
 )
 from tests.train.data.test_conversations import read_all, write_lines
 from train.data.conversations import Conversation, DataConfig, Message
-from train.data.spans import DISAGREE
+from train.data.spans import OPENED
 from train.data.split import Split, split_documents, split_prompts
 from train.data.template import SEVERAL, Document, Prompt
 
@@ -450,7 +450,7 @@ def test_a_prompt_that_opens_a_thought() -> None:
     assert said(document, tokenizer) == "\n</think>\n\ntwo b<|im_end|>"
     assert isinstance(document, Document) and len(document.notes) == 1
     merged = tokenizer_of(tokenizer.chat_template, merges=[("Ċ", "Ċ")])
-    assert encode(talk("q", "answer"), merged, DataConfig()) == DISAGREE  # a token over the edge
+    assert encode(talk("q", "answer"), merged, DataConfig()) == OPENED  # a token over the edge
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tests.train.data.chats import ASK, CHATML, said, talk, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data.conversations import Conversation, DataConfig, Message, Unusable
 from train.data.reader import Reader
+from train.data.spans import OPENED
 from train.data.split import split_documents, split_prompts
 from train.data.template import LOST, SEVERAL, Chat, Document
 
@@ -127,7 +128,7 @@ def test_reasoning_that_no_text_has_is_trained_on_as_the_target_writes_it(within
     # an answer without reasoning cannot follow a prompt that opens a thought
     mixed = Chat(tokenizer_of(R1)).documents(thoughtful("q", "a", "r", "u|b"), DataConfig())
     assert len(mixed) == 1 and LOST in mixed[0].notes
-    with pytest.raises(Unusable, match="template and mask disagree"):
+    with pytest.raises(Unusable, match=OPENED):
         rows(R1, talk("q", "a"))
 
 

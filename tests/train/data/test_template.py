@@ -117,7 +117,6 @@ def test_lead_that_only_the_last_answer_has() -> None:
 
 
 WRONG = {
-    "a header that changes": "{{ messages | length }}" + CHATML,
     "no generation prompt": CHATML.replace(ASK, "").replace(
         "<|im_start|>{{ m.role }}\n", "{{ loop.index * (messages | length) }}"
     ),
