@@ -127,6 +127,10 @@ def _message(turn: Any, ignored: set[str]) -> Message:
     if not contents and role not in ("tool", "system") and "tool_calls" not in beside:
         raise Unusable("a turn without content")
     trained = True
+    if role == "assistant" and turn.get("weight") not in (None, 0, 1):
+        raise Unusable(
+            "an answer whose weight is neither 0 nor 1, since a loss is not scaled by turn"
+        )
     for key in WEIGHTS:
         if isinstance(weight := turn.get(key), bool | int) or (
             key == "weight" and weight in (0, 1)

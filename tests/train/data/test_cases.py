@@ -179,10 +179,10 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
         "model": "m",
         "tags": [],
         "note": None,
-        "messages": [USER | {"country": "x", "at": None}, ANSWER | {"weight": 0.5, "country": "y"}],
+        "messages": [USER | {"country": "x", "at": None}, ANSWER | {"mood": 0.5, "country": "y"}],
     }
     _, tally = read_all(write_lines(tmp_path / "x.jsonl", [record, record]))
-    turns = {f"the key {key!r} of turns": 2 for key in ("country", "weight")}
+    turns = {f"the key {key!r} of turns": 2 for key in ("country", "mood")}
     assert tally.ignored == turns | {"the key 'model' of records": 2}
     assert "ignored: the key 'model' of records" in str(tally)
 
@@ -383,6 +383,13 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     assert len(prompts(none).train) == 1
     with pytest.raises(UserError, match="1 weight 0 for all answers"):
         documents(none)
+    for weight in (0.5, 2, -1, "high"):
+        half = [USER, ANSWER | {"weight": weight}]
+        with pytest.raises(UserError, match="1 an answer whose weight is neither 0 nor 1"):
+            documents(write_lines(tmp_path / "z.jsonl", [{"messages": half}]))
+    assert documents(
+        write_lines(tmp_path / "z.jsonl", [{"messages": [USER, ANSWER | {"weight": 1.0}]}])
+    )
     assert answers(split) == ["Nothing else.<|im_end|>"]
     assert split.tally.changed == {
         "answers of weight 0 not trained on": 1,
