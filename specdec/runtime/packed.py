@@ -18,7 +18,7 @@ from specdec.compat import packed_product as product
 from specdec.compat import packed_sum, packed_weight, version
 from specdec.errors import first_line
 from specdec.runtime.probes import Answer, compare, one_thread
-from specdec.runtime.quantised import is_plain
+from specdec.runtime.quantised import is_plain, plain
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
 LAYOUT_ROWS = 8  # rows that the layout is chosen for: best from 1 to 16, and no worse beyond
@@ -233,6 +233,15 @@ def described(module: nn.Module, dtype: torch.dtype) -> str:
 
 def is_packed(module: nn.Module) -> bool:
     return any(isinstance(layer, PackedLinear) for layer in module.modules())
+
+
+def all_plain(model: nn.Module) -> bool:
+    """Whether a model computes with plain weights alone, as it does if its quantised checkpoint was
+    dequantised when it was loaded."""
+    linear = (part for part in model.modules() if isinstance(part, nn.Linear))
+    return all(map(plain, model.parameters())) and all(
+        isinstance(part, PackedLinear) or is_plain(part) for part in linear
+    )
 
 
 def pack(module: nn.Module) -> None:

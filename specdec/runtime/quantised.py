@@ -5,6 +5,7 @@ shapes, or in tensors of a class of its own. They are read through the layers th
 layer applied to the rows of an identity matrix gives its weight, whatever it is stored as.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ from torch import Tensor, nn
 from specdec.compat import own_state
 from specdec.errors import require
 
+# the packages with which transformers reads checkpoints of these methods, as they are imported
+PACKAGES = {
+    "auto-round": {"auto-round": "auto_round"},
+    "awq": {"gptqmodel": "gptqmodel"},
+    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
+    "compressed-tensors": {"compressed-tensors": "compressed_tensors"},
+    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
+    "torchao": {"torchao": "torchao"},
+}
 AT_ONCE = 1024  # rows of the identity that a layer multiplies at a time
 
 
@@ -23,6 +33,12 @@ def method(config: Any) -> str | None:
         return None
     name = theirs.get("quant_method") if isinstance(theirs, dict) else theirs.quant_method
     return str(getattr(name, "value", name))
+
+
+def lacking(name: str | None) -> list[str]:
+    """The packages that a method of quantisation needs and that are not installed here."""
+    packages = PACKAGES.get(name or "", {})
+    return [package for package, module in packages.items() if find_spec(module) is None]
 
 
 def without_method(config: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from specdec.progress import tell
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
-from specdec.runtime.quantised import method, without_method
+from specdec.runtime.quantised import lacking, method, without_method
 from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
@@ -114,7 +114,9 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     if stored and SIGNIFICANT[stored] > SIGNIFICANT[KINDS[target.dtype]]:
         reasons.append(f"rounded from the checkpoint's {STORED[stored]}")
     if target.quantisation:
-        reasons.append(f"the checkpoint is quantised: {target.quantisation}")
+        dequantised = len(target.layers) > 0 and packed.all_plain(target.model)
+        here = f", dequantised on {target.device}" if dequantised else ""
+        reasons.append(f"the checkpoint is quantised: {target.quantisation}{here}")
     reason = "; ".join(filter(None, reasons))
     _, after = target.turn_ends
     endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
@@ -187,6 +189,7 @@ def load_source(kind: Any, source: str, device: str) -> Any:
     try:
         with _told(cfg):
             config = AutoConfig.from_pretrained(source)
+        _require_packages(cfg, config)
         if (quantisation := method(config)) is None:
             return _model(cfg, source, config, kind)
         # some quantised layers compute on one kind of device alone
@@ -309,6 +312,8 @@ def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | N
     cfg, path = resolved(cfg), located(cfg)
     with _told(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))
+    _require_packages(cfg, config)
+    with _told(cfg):
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
     with within(f"target.path={cfg.path!r}"):
         weights = Weights.of(path, cfg.revision, Path(cfg.cache))
@@ -336,7 +341,7 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
             **_options(cfg),
         )
         if quantised:
-            _unpack(model)
+            _unpack(model, cfg, config)
         elif places is None:
             model.to(torch.device(cfg.device))
     if missing := sorted(loading["missing_keys"]):
@@ -346,7 +351,8 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
         )
     if grouped:
         group(model)
-    if cfg.packed and places is None:  # then drafts loaded for this target are packed too
+    alone = places is None or (not cfg.device_map and packed.all_plain(model))
+    if cfg.packed and alone:  # then drafts loaded for this target are packed too
         packed.pack(model)
     return model
 
@@ -371,13 +377,33 @@ def _empty(cfg: TargetConfig, config: Any, kind: Any = None) -> Any:
         return kind.from_config(config, trust_remote_code=cfg.trust_remote_code)
 
 
+def _require_packages(cfg: TargetConfig, config: Any) -> None:
+    """Raise UserError if a quantised checkpoint needs packages that are not installed."""
+    name = method(config)
+    require(
+        not (packages := lacking(name)),
+        f"target.path={cfg.path!r} is stored quantised ({name}), for which transformers needs "
+        f"{' and '.join(packages)}: pip install {' '.join(packages)}",
+    )
+
+
 @torch.no_grad()
-def _unpack(model: Any) -> None:
+def _unpack(model: Any, cfg: TargetConfig, config: Any) -> None:
     """Run the whole model once: some libraries unpack weights in its first pass, but not if only a
-    part of the model runs."""
+    part of the model runs. Raises UserError if the layers of a library compute in no other type
+    than that in which they were quantised."""
     ids_BT = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     decoder = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
-    model.eval()(input_ids=ids_BT, **decoder)
+    own = str(getattr(config.get_text_config(decoder=True), "dtype", None)).split(".")[-1]
+    try:
+        model.eval()(input_ids=ids_BT, **decoder)
+    except RuntimeError as error:
+        if own == cfg.dtype or own not in DTYPES:
+            raise
+        raise UserError(
+            f"target.path={cfg.path!r} is stored quantised ({method(config)}), and its layers do "
+            f"not compute in {cfg.dtype} ({first_line(error)}): give target.dtype={own}"
+        ) from error
 
 
 @contextmanager

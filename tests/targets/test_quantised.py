@@ -1,10 +1,11 @@
 """Checkpoints that are stored quantised: all readers get the numbers that the model computes with.
 
-Run alone: python -m pytest tests/targets/test_quantised.py (about 15 s)
+Run alone: python -m pytest tests/targets/test_quantised.py (about 30 s)
 """
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
@@ -25,14 +26,15 @@ from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
-from specdec.runtime.packed import PackedLinear, pack
+from specdec.runtime import packed, quantised
+from specdec.runtime.packed import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain
 from specdec.targets import loading
 from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts, load_target, opening
 from specdec.targets.parts import checksum
 from specdec.targets.stored import StoredParts
-from tests.tiny import make_tokenizer
+from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
 BLOCK = 32
@@ -64,11 +66,11 @@ def config_of(folder: Path, dtype: str = "float32") -> TargetConfig:
     return TargetConfig(*where, packed=False, cache=str(folder / "cache"))
 
 
-def fp8(folder: Path) -> dict[str, Tensor]:
+def fp8(folder: Path, model: Any = None) -> dict[str, Tensor]:
     """A checkpoint with blocks of 32 by 32 in float8 and their scales, as DeepSeek's are; returns
     the weights that were rounded to it."""
     path = folder / "model"
-    dense_model().to(torch.bfloat16).save_pretrained(path)
+    (model or dense_model()).to(torch.bfloat16).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     before, stored = load_file(path / "model.safetensors"), {}
     for name, x in before.items():
@@ -187,6 +189,129 @@ def test_modules_beyond_the_layers_are_refused_if_quantised(tmp_path: Path) -> N
     target = load_target(config_of(tmp_path))
     with pytest.raises(UserError, match=r"multi-token prediction quantised \(.*float8_e4m3fn\)"):
         target.beyond(0)
+
+
+# --- Formats that a CPU does not compute with, dequantised when they are loaded -----------------
+
+
+def mxfp4(folder: Path) -> dict[str, Tensor]:
+    """A gpt-oss whose experts are stored as blocks of 32 numbers of 4 bits with a power of two;
+    returns the experts' weights as they were, [experts, in, out]."""
+    shape = dense_model().config.to_dict()
+    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    same = {key: shape[key] for key in f"{keys} num_key_value_heads initializer_range".split()}
+    experts = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8, head_dim=16)
+    torch.manual_seed(0)
+    config = GptOssConfig(**same, **experts, eos_token_id=TOKENIZER.eos_token_id)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    path, before = folder / "model", dict[str, Tensor]()
+    model.save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    stored = load_file(path / "model.safetensors")
+    half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([half, -half])
+    for name in [n for n in stored if n.endswith(("gate_up_proj", "down_proj"))]:
+        before[name] = stored.pop(name).float()
+        blocks = before[name].transpose(1, 2).unflatten(-1, (-1, 32))
+        power = blocks.abs().amax(-1).log2().floor() - 2
+        distance = (blocks / 2 ** power[..., None])[..., None] - numbers
+        four = distance.abs().argmin(-1).to(torch.uint8)
+        stored[f"{name}_blocks"] = (four[..., ::2] | four[..., 1::2] << 4).contiguous()
+        stored[f"{name}_scales"] = (power + 127).to(torch.uint8)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with_key(path, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+    return before
+
+
+def fp8_experts(folder: Path) -> None:
+    shape = dense_model().config.to_dict() | {"model_type": "qwen3_moe"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model(**{**shape, **experts, "architectures": None})
+    fp8(folder, AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("stored", [fp8, fp8_experts, mxfp4])
+def test_what_is_dequantised_decodes_as_transformers_does(tmp_path: Path, stored: Any) -> None:
+    """In float32, chains of a draft and plain decoding give the tokens of `generate`."""
+    stored(tmp_path)
+    cfg = config_of(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(cfg.path, dtype=torch.float32)
+    ids = torch.arange(4, 20)[None]
+    theirs.generation_config.eos_token_id = None
+    mask = torch.ones_like(ids)
+    told = theirs.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    answer = told[0, 16:].tolist()
+    on_demand = TargetOnDemand(cfg)
+    whole, parts = on_demand.whole(), load_parts(cfg)
+    assert ", dequantised on cpu" in opening(whole, cfg)
+    assert parts is not None and parts.fingerprint() == whole.fingerprint()
+    assert ", dequantised on" not in opening(parts, cfg), "the layers were not loaded"
+    for name, config in (("lm", LMConfig()), ("eagle3", Eagle3Config([1, 2, 3], draft_vocab=None))):
+        drafter = DRAFTERS[name].build(config, parts).eval()
+        assert (
+            generate(whole, ids[0].tolist(), Way(drafter), max_new_tokens=16, eos=()).ids == answer
+        )
+    assert generate(whole, ids[0].tolist(), max_new_tokens=16, eos=()).ids == answer
+
+
+def test_experts_of_four_bits_are_read_as_numbers(tmp_path: Path) -> None:
+    """The largest number of a block is at least 4 and less than 8 times its scale, and the largest
+    gap between the numbers of 4 bits is 2: a weight is off by at most a quarter, or by 2 scales
+    where it is above 6 of them."""
+    before = mxfp4(tmp_path)
+    target = load_target(config_of(tmp_path))
+    for name, theirs in before.items():
+        found = target.model.state_dict()[name]
+        scale = theirs.transpose(1, 2).unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 4
+        limit = scale.expand(*scale.shape[:-1], 32).flatten(-2).transpose(1, 2) * 2
+        assert ((found - theirs).abs() <= limit).all(), name
+        assert (found - theirs).norm() < 0.2 * theirs.norm(), name
+
+
+def test_a_dequantised_target_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8(tmp_path)
+    monkeypatch.setattr(packed, "LEAST", 1)
+    monkeypatch.setattr(packed, "obstacle", lambda dtype: None)
+    target = load_target(replace(config_of(tmp_path), packed=True))
+    assert is_packed(target.model) and packed.all_plain(target.model)
+    assert load_target(config_of(tmp_path)).fingerprint() == target.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("method", "packages"),
+    [("gptq", "optimum gptqmodel"), ("torchao", "torchao"), ("awq", "gptqmodel")],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, packages: str
+) -> None:
+    fp8(tmp_path)
+    with_key(tmp_path / "model", quant_method=method, bits=4)
+    monkeypatch.setattr(quantised, "find_spec", lambda module: None)
+    told = rf"is stored quantised \({method}\).*: pip install {packages}$"
+    with pytest.raises(UserError, match=told):
+        load_target(config_of(tmp_path))
+
+
+def test_layers_that_compute_in_one_type_alone_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8(tmp_path)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("expected m1 and m2 to have the same dtype")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+    with pytest.raises(UserError, match=r"do not compute in float32.*: give target.dtype=bfloat16"):
+        load_target(config_of(tmp_path))
+
+
+def test_a_job_on_a_quantised_target(tmp_path: Path) -> None:
+    """Its features are filled, a draft is trained and measured, and the second run holds parts."""
+    fp8(tmp_path)
+    data = write_jsonl(tmp_path / "chats.jsonl", conversations(29))
+    tiny = Tiny(tmp_path, tmp_path / "model", data)
+    assert tiny.job(tmp_path / "run", "eagle3", "drafter.start=target") > 1
+    assert (tmp_path / "run" / "report" / "report.md").exists()
 
 
 # --- Layers of libraries, imitated: bitsandbytes', torchao's, compressed-tensors' ---------------
