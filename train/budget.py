@@ -73,7 +73,8 @@ def planned(
         return len(train), cfg.decode.prompts
     console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for a few seconds")
     answering, whole = cfg.data.answers == "target", target.whole()
-    batch = cfg.answers.batch if answering else cfg.decode.counting
+    on_gpu = whole.device.type != "cpu"
+    batch = cfg.answers.at_once(on_gpu) if answering else cfg.decode.counting
     rehearsed, regresses = rehearsal(cfg, whole, train, accelerator)
     context = TOKENS  # a text that is being answered has on average half an answer so far
     if answering:

@@ -134,9 +134,13 @@ class Answers:
     on_tokens: OnTokens | None
     record: Record | None
     device: torch.device
+    at_once: int | None = None  # rows of the batch; None: all prompts
 
     def __post_init__(self) -> None:
-        self.in_batch = list(range(len(self.prompts)))  # the prompt of each row of the batch
+        numbers = list(range(len(self.prompts)))
+        size = self.at_once or len(numbers)
+        self.in_batch = numbers[:size]  # the prompt of each row of the batch
+        self._waiting = numbers[size:]  # the prompts that get a row when another's answer has ended
         self.clock = Clock(self.device)
         self._rounds: list[list[Round]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
@@ -145,18 +149,26 @@ class Answers:
     def all_ended(self) -> bool:
         return len(self._done) == len(self.prompts)
 
-    def add(self, rows: Rows, new: list[list[int]], rounds: list[Round] | None = None) -> None:
-        """Add the tokens that a round committed to each row of the batch; rounds None: prefill."""
-        for b, i in enumerate(self.in_batch):
+    def add(
+        self,
+        rows: Rows,
+        new: list[list[int]],
+        rounds: list[Round] | None = None,
+        only: Sequence[int] | None = None,
+    ) -> None:
+        """Add the tokens that a round committed to each row of the batch, or to these rows `only`;
+        rounds None: prefill."""
+        for n, b in enumerate(range(len(self.in_batch)) if only is None else only):
+            i = self.in_batch[b]
             if i in self._done:  # the answer has ended, but its row is still in the batch
                 continue
             ids = rows.texts[b][len(self.prompts[i]) :]
-            before = len(ids) - len(new[b])
+            before = len(ids) - len(new[n])
             if rounds is not None:
-                self._rounds[i].append(rounds[b])
+                self._rounds[i].append(rounds[n])
             end = self._end(self.openings[i], ids, before)
             if self.on_tokens:
-                self.on_tokens(i, ids[before:end], rounds[b] if rounds else None)
+                self.on_tokens(i, ids[before:end], rounds[n] if rounds else None)
             if end is None:
                 continue
             spent, passed = self.clock.spent, time.perf_counter() - self.clock.began
@@ -177,10 +189,25 @@ class Answers:
         """The rows that stay in the batch if ended rows are removed now, else None. Removing rows
         copies the caches, so a `patient` batch waits until more than a tenth have ended."""
         rows = [b for b, i in enumerate(self.in_batch) if i not in self._done]
-        if len(rows) == len(self.in_batch) or (patient and len(rows) >= 0.9 * len(self.in_batch)):
+        if self._waits(len(rows), patient):
             return None
         self.in_batch = [self.in_batch[b] for b in rows]
         return rows
+
+    def refilled(self) -> list[int]:
+        """Rows whose answers have ended, each of which now belongs to a prompt that waited; none
+        until more than a tenth of the rows have ended, since prompts are read faster together."""
+        ended = [b for b, i in enumerate(self.in_batch) if i in self._done]
+        if not self._waiting or self._waits(len(self.in_batch) - len(ended), patient=True):
+            return []
+        rows = ended[: len(self._waiting)]
+        for b in rows:
+            self.in_batch[b] = self._waiting.pop(0)
+        return rows
+
+    def _waits(self, going: int, patient: bool) -> bool:
+        """Whether the batch stays as it is while so many of its rows go on."""
+        return going == len(self.in_batch) or (patient and going >= 0.9 * len(self.in_batch))
 
     def generations(self) -> list[Generation]:
         """One generation for each prompt, in order, once all have ended."""

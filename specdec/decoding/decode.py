@@ -47,10 +47,13 @@ def decode(
     seeds: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
     record: Record | None = None,
+    at_once: int | None = None,
 ) -> list[Generation]:
     """Continue every prompt in this way (None: greedily, without a draft). Rows that end leave the
-    batch. No row's distribution depends on its neighbours, but the draws of a sampled row may, if
-    `way.length` looks at the batch or when the longest row is about to use up the positions.
+    batch or, with `at_once`, which is the number of rows in plain decoding, make room for the
+    prompts that have none yet. No row's distribution depends on its neighbours, but the draws of a
+    sampled row may, if `way.length` looks at the batch or when the longest row is about to use up
+    the positions.
 
     `eos` None is the target's own; () never ends an answer early. A `stop` string ends an answer
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
@@ -65,6 +68,10 @@ def decode(
     asked = len(prompts)
     fitting = seeds is None or len(seeds) == asked
     require(fitting, f"{len(seeds or ())} seeds for {asked} prompts: give one for each prompt")
+    require(
+        at_once is None or (drafter is None and at_once >= 1 and target.refills),
+        f"at_once={at_once}: give 1 or more, and neither a draft nor an encoder-decoder",
+    )
     require("" not in stop, "stop='' would end every answer at once: leave it out")
     require(
         not stop or target.tokenizer is not None,
@@ -79,29 +86,46 @@ def decode(
     stops = Stops(stop, target.tokenizer) if stop else None
     eos = target.eos if eos is None else eos
     ends = max_new_tokens, eos, stops
-    answers = Answers(prompts, openings, *ends, on_tokens, record, target.device)
+    answers = Answers(prompts, openings, *ends, on_tokens, record, target.device, at_once)
+    seeds = seeds or range(asked)
 
-    # Prefill: the target reads the prompts and emits the first token of each answer.
+    def begun(numbers: Sequence[int], cache: SlotCache) -> tuple[Rows, Choose, list[list[int]]]:
+        """Prefill: the target reads these prompts and emits the first token of each answer."""
+        rows, first_BV = prefill(target, [prompts[i] for i in numbers], needs, cache)
+        choose = Choose(
+            way.sampler,
+            "fixed" if way.greedy_draft else judge.siblings,
+            [torch.Generator(target.device).manual_seed(seeds[i]) for i in numbers],
+            vocabulary(drafter),
+            target.vocab_size,
+            target.shown(processors),
+            rows.texts,
+        )
+        nothing = Proposal(rows.anchors()[:, :0])
+        first_B = choose.token(choose.processed(first_BV[:, None], nothing)[:, 0])
+        new = [[token] for token in first_B.tolist()]
+        rows.extend(new)
+        return rows, choose, new
+
     cache = target.new_cache(slots)
-    rows, first_BV = prefill(target, prompts, needs, cache)
-    choose = Choose(
-        way.sampler,
-        "fixed" if way.greedy_draft else judge.siblings,
-        [torch.Generator(target.device).manual_seed(s) for s in seeds or range(asked)],
-        vocabulary(drafter),
-        target.vocab_size,
-        target.shown(processors),
-        rows.texts,
-    )
-    nothing = Proposal(rows.anchors()[:, :0])
-    first_B = choose.token(choose.processed(first_BV[:, None], nothing)[:, 0])
-    new = [[token] for token in first_B.tolist()]
-    rows.extend(new)
+    rows, choose, new = begun(answers.in_batch, cache)
     own = drafter.new_cache(slots) if drafter else None
     answers.clock.end("prefill")
     answers.add(rows, new)
 
     while not answers.all_ended:
+        # Prompts that wait get the rows of answers that have ended.
+        if fresh := answers.refilled():
+            answers.clock.start()
+            other = target.new_cache(slots)
+            theirs, choosing, new = begun([answers.in_batch[b] for b in fresh], other)
+            rows.replace(fresh, theirs)
+            cache.replace(fresh, other)
+            choose.replace(fresh, choosing)
+            answers.clock.end("prefill")
+            answers.add(rows, new, only=fresh)
+            continue
+
         # Rows whose answer has ended leave the batch.
         if (going := answers.remaining(patient=drafter is None)) is not None:
             for part in (rows, cache, choose, own):

@@ -56,9 +56,12 @@ class Rows:
         self.seen = [s + n for s, n in zip(self.seen, counts, strict=True)]
 
     def known(self, b: int) -> Context:
-        """The tokens [1, T] of one row that have features, with those features."""
+        """The tokens [1, T] of one row that have features, with those features: a copy, since the
+        row may be given to another text."""
         ids_BT = self._buffers.ids_BT[b : b + 1, : self.seen[b]]
-        return replace(each(self._buffers, lambda x: x[b : b + 1, : self.seen[b]]), ids_BT=ids_BT)
+        return replace(
+            each(self._buffers, lambda x: x[b : b + 1, : self.seen[b]].clone()), ids_BT=ids_BT
+        )
 
     def context(self, cache: SlotCache | None = None) -> Context:
         """The context for a drafter; `cache` is the target's, for drafters that are part of it."""
@@ -74,6 +77,24 @@ class Rows:
         self.seen = [self.seen[b] for b in rows]
         kept = each(self._buffers, lambda x: x[index])
         self._buffers = replace(kept, ids_BT=self._buffers.ids_BT[index])
+
+    def replace(self, rows: Sequence[int], other: "Rows") -> None:
+        """Give these rows of the batch to the texts of another one, in order."""
+        theirs = dict(zip(rows, range(len(rows)), strict=True))
+        for b, n in theirs.items():
+            self.texts[b], self.seen[b] = list(other.texts[n]), other.seen[n]
+
+        def written(buffer: Tensor, source: Tensor, counts: Sequence[int]) -> Tensor:
+            pieces = [
+                source[n, : counts[n]] if (n := theirs.get(b)) is not None else x[:0]
+                for b, x in enumerate(buffer)
+            ]
+            return _written(buffer, [0] * len(buffer), pieces)
+
+        lengths = [len(text) for text in other.texts]
+        self._buffers.ids_BT = written(self._buffers.ids_BT, other._buffers.ids_BT, lengths)
+        for name, x in tensors(other._buffers).items():
+            setattr(self._buffers, name, written(getattr(self._buffers, name), x, other.seen))
 
 
 def tensors(features: Context) -> dict[str, Any]:

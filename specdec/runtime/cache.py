@@ -76,9 +76,8 @@ class SlotLayer(CacheLayerMixin):
         """Make all slots of the cache, for states shaped like these; unwritten slots stay 0."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        missing = self.cache.capacity - self.keys.shape[2]
-        if missing > 0:
-            self.hold(*(pad(x, (0, 0, 0, missing)) for x in (self.keys, self.values)))
+        if self.keys.shape[2] < self.cache.capacity:
+            self.hold(*map(self._with_room, (self.keys, self.values)))
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Keep these buffers. In a cache of fixed size on a GPU they are marked as staying where
@@ -101,13 +100,24 @@ class SlotLayer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the keys [B, T, Dh] of an indexer, which come before the layer's own; returns those
         of all slots."""
-        states, cache = indexer_key_states[:, None], self.cache
-        if self.index is None:
-            self.index = states[:, :, :0]
-        if (missing := cache.capacity - self.index.shape[2]) > 0:
-            self.index = pad(self.index, (0, 0, 0, missing))
+        states = indexer_key_states[:, None]
+        self.index = self._with_room(states[:, :, :0] if self.index is None else self.index)
         self._write(self.index, states)
-        return self.index[:, 0, : cache.shown]
+        return self.index[:, 0, : self.cache.shown]
+
+    def _with_room(self, buffer: Tensor) -> Tensor:
+        """The buffer, with as many slots as the cache; unwritten slots are 0."""
+        missing = self.cache.capacity - buffer.shape[2]
+        return pad(buffer, (0, 0, 0, missing)) if missing > 0 else buffer
+
+    def replace(self, rows: Sequence[int], other: "SlotLayer", slots: int) -> None:
+        """Overwrite the first `slots` slots of these rows with those of the rows of `other`."""
+        if self.is_initialized:
+            self.reserve(self.keys, self.values)
+        if self.index is not None:
+            self.index = self._with_room(self.index)
+        for ours, theirs in zip(self.buffers(), other.buffers(), strict=True):
+            ours[torch.tensor(rows, device=ours.device), :, :slots] = theirs[:, :, :slots]
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
         where, rows_B1 = self.cache.slots, self.cache.rows_B1
@@ -274,6 +284,18 @@ class SlotCache(Cache):
             if layer.index is not None:
                 layer.index = layer.index[torch.tensor(rows, device=layer.index.device)]
         self.states.select(rows)
+
+    def replace(self, rows: Sequence[int], other: "SlotCache") -> None:
+        """Give these rows of the batch to the texts of another cache of the same model, in order.
+        What the rows held before is not seen any more. Neither cache has uncommitted slots."""
+        assert not self.scratch and not other.scratch
+        slots = max(other.lengths)
+        self.reserve(slots)
+        for layer, theirs in zip(self.slot_layers, other.slot_layers, strict=True):
+            layer.replace(rows, theirs, slots)
+        for b, length in zip(rows, other.lengths, strict=True):
+            self.lengths[b] = length
+        self.states.replace(rows, other.states)
 
     # What transformers' layers with states call. A state of None is one that has read nothing.
 

@@ -116,6 +116,11 @@ class States:
         """Keep these rows of the batch only."""
         self._kept = {key: x[torch.tensor(rows, device=x.device)] for key, x in self._kept.items()}
 
+    def replace(self, rows: Sequence[int], other: "States") -> None:
+        """Give these rows of the batch the committed states of the rows of `other`, in order."""
+        for key, x in self._kept.items():
+            x[torch.tensor(rows, device=x.device)] = other._kept[key]
+
 
 def holders(model: Any, states: States, run: Callable[[], object]) -> list[Any]:
     """The modules of a model that ask for states when it is `run` over a cache with these: the

@@ -107,6 +107,11 @@ class Choose:
         """Keep these rows of the batch only."""
         self.generators = [self.generators[b] for b in rows]
 
+    def replace(self, rows: Sequence[int], other: "Choose") -> None:
+        """Give these rows of the batch the generators of another one, in order."""
+        new = dict(zip(rows, other.generators, strict=True))
+        self.generators = [new.get(b, g) for b, g in enumerate(self.generators)]
+
     def _draw(self, q_BWS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Indices [B, W, count] drawn from q, and which of them do not exist."""
         if self.siblings != "with":

@@ -258,6 +258,8 @@ class Seq2SeqTarget(Target):
     tokenizer has no chat template, a copy of it gets one. Raises UserError for a model that would
     be read wrongly."""
 
+    refills = False
+
     def __init__(
         self,
         model: Any,

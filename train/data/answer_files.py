@@ -21,22 +21,24 @@ from specdec.targets.parts import Parts
 from train.data.template import Document, Prompt
 from train.shares import Share
 
+MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
 UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
 
 
 @dataclass
 class AnswersConfig:
-    """How the target answers with `data.answers=target`; temperature 0 is greedy. `engines` are
-    servers of the target that write the answers, `batch` of them at once; on the command line,
-    answers.from=http://host:8000/v1 sets them, several with commas between them. Empty: the target
-    answers in this process. With `shard`, such as 2/8, the run answers that share of the prompts
-    and ends; when all shares are done, the same command without it trains."""
+    """How the target answers with `data.answers=target`; temperature 0 is greedy. `batch` prompts
+    are answered at once, or as many as fit into the memory that is free, if these are fewer; null
+    is 128, or 512 on a GPU. `engines` are servers of the target that write the answers; on the
+    command line, answers.from=http://host:8000/v1 sets them, several with commas between them.
+    Empty: the target answers in this process. With `shard`, such as 2/8, the run answers that share
+    of the prompts and ends; when all shares are done, the same command without it trains."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 192
-    batch: int = 128
+    batch: int | None = None
     seed: int = 0
     root: str = "cache/answers"
     engines: list[str] = field(default_factory=list)
@@ -51,6 +53,10 @@ class AnswersConfig:
         require_temperature("answers.temperature", self.temperature)
         require_cutoffs("answers", self)
         require(bool(self.root.strip()), "answers.root is empty: give a folder")
+
+    def at_once(self, gpu: bool = False) -> int:
+        """How many prompts are answered at once if their memory allows."""
+        return self.batch or (MANY_ON_GPU if gpu else MANY)
 
 
 def key_of(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:

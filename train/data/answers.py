@@ -1,9 +1,9 @@
-"""Answers to the prompts, written in batches by the target, a draft or both together, or by engines
-that serve the target (engines.py), and kept in files from which a run resumes (answer_files.py);
-on-policy training also keeps the rounds of the decoder that wrote them. Logs of rounds are read
-here too."""
+"""Answers to the prompts, written by the target, a draft or both together, or by engines that serve
+the target (engines.py), and kept in files from which a run resumes (answer_files.py); on-policy
+training also keeps the rounds of the decoder that wrote them. Logs of rounds are read here too."""
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,8 @@ from train.features.store import Store
 from train.processes import ranks_of
 from train.shares import Share
 
+GROUP = 4  # how many times as many prompts as are answered at once have their answers in one file
+
 
 @dataclass
 class Author:
@@ -73,12 +75,13 @@ def answered(
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; their masks mark the answers.
 
-    As each batch ends, its answers are written to a file, each with the name of its prompt: an
-    interrupted run continues there, and a run with more prompts answers only the new ones. The file
-    appears whole or not at all, so that the batches, and with them rounding, stay the same. Each
-    prompt has its own seed, so apart from rounding its answer does not depend on the batch, on
-    interruptions, or on how many processes share the work. `keep` stores the features that the
-    target computes as it answers.
+    The target answers some prompts at a time, and when an answer ends, the next prompt takes its
+    place. As each group of prompts ends, its answers are written to a file, each with the name of
+    its prompt: an interrupted run continues there, and a run with more prompts answers only the new
+    ones. The file appears whole or not at all, so that the groups, and with them rounding, stay the
+    same. Each prompt has its own seed, so apart from rounding its answer does not depend on its
+    neighbours, on interruptions, or on how many processes share the work. `keep` stores the
+    features that the target computes as it answers.
 
     With `cfg.engines` and no author, engines write the answers, as `served` says.
     """
@@ -98,15 +101,19 @@ def answered(
 
     known = ranks.first(lambda: set(read()))
     by_draft = author is not None and author.rule is None
-    size = cfg.batch
+    size, refills = cfg.at_once(), False
     if not by_draft and not known >= asked.keys():
         size = _fitting(target.whole(), asked, cfg, ranks)
+        refills = author is None and target.whole().refills
     share = None if author else Share.of("answers.shard", cfg.shard)
-    batches = _batches(asked, known, size)
-    if share is not None:
-        batches = _batches_of(share, asked, known, cfg.batch, size)
-    batches = batches[ranks.rank :: ranks.world]
-    total = sum(map(len, batches)) * cfg.max_new_tokens
+    whole = cfg.at_once() if share else size
+    if refills:
+        whole = min(GROUP * whole, max(whole, math.ceil(len(asked) / (GROUP * ranks.world))))
+    groups = _groups_of(share, asked, known, whole) if share else _groups(asked, known, whole)
+    if not refills:
+        groups = _cut(groups, size)
+    groups = groups[ranks.rank :: ranks.world]
+    total = sum(map(len, groups)) * cfg.max_new_tokens
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=total)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
@@ -114,10 +121,10 @@ def answered(
     if author and author.rule is not None:
         way = Way(author.drafter, Chain(author.gamma), sampler, author.rule)
 
-    def write(batch: Sequence[str]) -> list[dict[str, Any]]:
+    def write(group: Sequence[str]) -> list[dict[str, Any]]:
         """The answers to prompts that are given by name."""
-        asking = [asked[name] for name in batch]
-        seeds = [seed_of(name, cfg) for name in batch]
+        asking = [asked[name] for name in group]
+        seeds = [seed_of(name, cfg) for name in group]
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
             texts = draft_answers(author.drafter, asking, sampler, seeds, most, eos)
@@ -131,6 +138,7 @@ def answered(
             seeds=seeds,
             on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
             record=keep.record(target.whole()) if keep else None,
+            at_once=size if refills else None,
         )
         entries: list[dict[str, Any]] = [{"ids": answer.ids} for answer in answers]
         if author and author.rounds:
@@ -139,36 +147,37 @@ def answered(
         return entries
 
     written = 0  # tokens in files
-    while batches:
-        batch = batches.pop(0)
+    while groups:
+        group = groups.pop(0)
         try:
-            records, reason = write(batch), ""
+            records, reason = write(group), ""
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             records, reason = [], first_line(error)[:120]
         if reason:  # out here, where the error no longer holds the memory of the failed batch
-            if len(batch) == 1:
+            size = min(size, len(group))
+            if size == 1:
                 raise UserError(
                     f"memory ran out while answering a single prompt ({reason}): lower "
                     "answers.max_new_tokens or data.max_prompt, or give target.dtype=bfloat16; "
                     "answers written so far are kept"
                 )
-            half = len(batch) // 2
-            left = [batch, *batches]
-            batches = [b[i : i + half] for b in left for i in range(0, len(b), half)]
             release()
             progress.update(task, completed=written)
             console.print(
-                f"memory ran out for {len(batch)} answers at once: from now on {half} are tried"
+                f"memory ran out for {size} answers at once: from now on {size // 2} are tried"
             )
+            size //= 2
+            groups = [group, *groups]
+            groups = groups if refills else _cut(groups, size)
             continue
         written += sum(len(entry["ids"]) for entry in records)
         if keep:
             keep.write()
         lines = [
             json.dumps(sealed({"prompt": name} | entry, key))
-            for name, entry in zip(batch, records, strict=True)
+            for name, entry in zip(group, records, strict=True)
         ]
         write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
     progress.remove_task(task)
@@ -182,54 +191,56 @@ def answered(
 def _fitting(
     target: Target, asked: Mapping[str, Sequence[int]], cfg: AnswersConfig, ranks: Ranks
 ) -> int:
-    """How many prompts to answer at once: `cfg.batch`, or as many as fit into the memory that is
+    """How many prompts to answer at once: as many as `cfg` says, or as fit into the memory that is
     free in every process. Says so if these are fewer."""
     longest = max(asked.values(), key=len)
     fitting = ranks.shared(
         range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.max_new_tokens)
     )
-    size = min(cfg.batch, *(n for n in fitting if n is not None), cfg.batch)
-    if size < cfg.batch:
+    usual = cfg.at_once(target.device.type != "cpu")
+    size = min(usual, *(n for n in fitting if n is not None), usual)
+    if size < usual:
         console.print(
-            f"answers.batch={cfg.batch} does not fit into the memory that is free: {size} prompts "
-            "are answered at once"
+            f"{usual} answers at once do not fit into the memory that is free: {size} prompts are "
+            "answered at once"
         )
     return size
 
 
-def _batches(
+def _groups(
     asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The prompts that have no answer yet, in batches. A continued run keeps the same batches,
-    since rounding depends on a row's neighbours. Prompts of similar length go together, for less
+    """The prompts that have no answer yet, in groups. A continued run keeps the same groups, since
+    rounding depends on a row's neighbours. Prompts of similar length go together, for less
     padding, but are sorted only within windows, so that an interrupted run has answers of all
     lengths."""
     names, window = list(asked), 8 * size
     windows = (names[start : start + window] for start in range(0, len(names), window))
     order = [name for some in windows for name in sorted(some, key=lambda name: len(asked[name]))]
-    batches: list[list[str]] = []
+    groups: list[list[str]] = []
     for start in range(0, len(order), size):
         left = [name for name in order[start : start + size] if name not in known]
-        # batches of which another run has answered a part are joined
-        if batches and len(batches[-1]) + len(left) <= size:
-            batches[-1] += left
+        # groups of which another run has answered a part are joined
+        if groups and len(groups[-1]) + len(left) <= size:
+            groups[-1] += left
         elif left:
-            batches.append(left)
-    return batches
+            groups.append(left)
+    return groups
 
 
-def _batches_of(
-    share: Share,
-    asked: Mapping[str, Sequence[int]],
-    known: Collection[str],
-    batch: int,
-    size: int,
+def _groups_of(
+    share: Share, asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The batches of a share that have no answer yet. Which batches it has does not depend on what
-    the others have answered by now, nor on how many prompts, `size`, fit here at once."""
-    whole = share.part(_batches(asked, (), batch))
-    left = ([name for name in names if name not in known] for names in whole)
-    return [names[i : i + size] for names in left for i in range(0, len(names), size)]
+    """The groups of a share, without the prompts that have an answer. Which groups it has does not
+    depend on what the others have answered by now, nor on this machine."""
+    whole = share.part(_groups(asked, (), size))
+    groups = ([name for name in names if name not in known] for names in whole)
+    return [group for group in groups if group]
+
+
+def _cut(groups: Sequence[Sequence[str]], size: int) -> list[list[str]]:
+    """The groups, cut into parts of at most this size."""
+    return [[*g[i : i + size]] for g in groups for i in range(0, len(g), size)]
 
 
 def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -> list[Document]:

@@ -343,7 +343,7 @@ def _ask(
         {name: asked[name] for name in mine},
         {name: seed_of(name, cfg) for name in mine},
     )
-    how = sampler, cfg.max_new_tokens, max(1, cfg.batch // ranks.world)
+    how = sampler, cfg.max_new_tokens, max(1, cfg.at_once() // ranks.world)
     try:
         for name, answer in answers_of(client, parts, prompts, seeds, *how, layers):
             progress.advance(task, 1)

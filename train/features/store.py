@@ -55,6 +55,7 @@ T = TypeVar("T")
 SCALES = "scales"  # the name of a tensor beside `layers`, where these are stored in 8 bits
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
+RECORDED = 1 << 30  # bytes of features that are kept while a target answers
 SUMS = "checksums"  # of the documents in a file, in the metadata of its header, as JSON by name
 
 
@@ -236,13 +237,16 @@ class Store:
 
     def record(self, target: Target) -> Record:
         """A record that makes `decode` keep the features that the target computes as it answers, so
-        that it need not read its answers again; `write` then stores them. The target never reads
+        that it need not read its answers again; `write` then stores what has not been stored by
+        then, which is little. The target never reads
         the last token of an answer, so that token's features are stored as 0. Nothing uses them:
         its p is at the position before it, and anchors read only positions before themselves."""
 
         def keep(text: list[int], ctx: Context) -> None:
             assert ctx.final_BTD is not None
             self.keep(text, ctx.final_BTD, ctx.layers_BTF, target)
+            if self.unwritten > RECORDED:
+                self.write()
 
         return Record(FeatureSpec(self.kind.layers), keep)
 

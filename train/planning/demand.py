@@ -53,7 +53,8 @@ def stages(
     whole, listed = _whole(target, device, devices), []
     if cfg.data.answers == "target" and not cfg.answering.engines:
         row = _row(target, cfg.data.max_prompt, new)
-        rows = max(1, min(cfg.answers.batch, int((SHARE * device.memory - target.bytes) / row)))
+        fitting = int((SHARE * device.memory - target.bytes) / row)
+        rows = max(1, min(cfg.answers.at_once(device.gpu), fitting))
         remedy = (
             f"answers.from=URL lets an engine answer; {whole}" if target.bytes > room else whole
         )
@@ -179,9 +180,9 @@ def speeds_of(
     copies = max(1, devices // together)
     launch = PYTHON if device.gpu else 0.0
     context = cfg.data.max_prompt + cfg.answers.max_new_tokens // 2
-    batch = min(cfg.answers.batch, cfg.decode.counting)
+    batch = min(cfg.answers.at_once(device.gpu), cfg.decode.counting)
     if cfg.data.answers == "target":
-        batch = cfg.answers.batch
+        batch = cfg.answers.at_once(device.gpu)
     steps = [pass_seconds(target, device, n, 1, context, together, launch) for n in (1, batch)]
     length = cfg.data.max_length
     reading = pass_seconds(target, device, 1, length, 0, together, launch) / length

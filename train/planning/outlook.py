@@ -318,7 +318,8 @@ def _speeds_here(
     """The speeds of this machine with `planning.devices` of its devices, and whether the run solves
     for its start."""
     answering = cfg.data.answers == "target"
-    batch = min(MANY, cfg.answers.batch if answering else cfg.decode.counting)
+    on_gpu = target.device.type != "cpu"
+    batch = min(MANY, cfg.answers.at_once(on_gpu) if answering else cfg.decode.counting)
     context = LENGTH
     if answering:
         mean = float(np.mean([len(text.ids) for text in texts]))
