@@ -44,6 +44,7 @@ from specdec.formats import export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
+from specdec.targets.causal import Reading
 from specdec.targets.loading import TargetConfig, TargetOnDemand, auto_class, load_target
 from specdec.targets.seq2seq import Seq2SeqTarget
 from train import pipeline
@@ -62,6 +63,12 @@ VERDICTS = (
     "not made by transformers",
     "with a fault",
 )
+# what the page says of targets that are not read with others in a cache of slots
+ALONE = {
+    Reading.SLOTS: "",
+    Reading.ROWS: ", rows by length",
+    Reading.TEXTS: ", whole texts",
+}
 OK, REFUSED, NONE, FAULT = "ok", "refused", "not made", "FAULT"
 # a run of two steps in float32
 RUN = (
@@ -221,7 +228,8 @@ def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[O
         return
     with steps.step("decode"):
         decoded(target, theirs)
-    shapes = "chains, trees" if target.reads_trees else "chains"
+    reading = getattr(target, "reading", Reading.SLOTS)
+    shapes = "chains, trees" if target.reads_trees else f"chains{ALONE[reading]}"
     yield replace(steps.outcome, detail=steps.outcome.detail or shapes)
     data = folder / "texts.jsonl"
     text = tiny.conversations if arch.decoder else tiny.pairs
@@ -454,7 +462,7 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
         f"encoder-decoder, as a tiny random model (transformers {transformers.__version__}, torch "
         f"{torch.__version__}, float32). Each was loaded as a user's target is. It decoded "
         "greedily (plainly, with chains and, unless a layer keeps a state that cannot be rolled "
-        "back, with trees), and every token had to be that of "
+        "back or the model makes its own masks, with trees), and every token had to be that of "
         "transformers' own `generate`. Every family then did a whole run of two steps: its draft "
         "was saved, loaded, decoded with and, for causal models, exported in each layout, where "
         "transformers' own layers, built from the exported files alone, had to give the same "
@@ -470,7 +478,10 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
         "",
         "## Read and trained for",
         "",
-        "The third column says what it decodes, the fourth counts the drafters that were trained "
+        'The third column says what it decodes: "rows by length" are models that make their own '
+        'masks or positions, of which only rows of equal length are read together; of "whole '
+        'texts" no cache can be used here, so every pass reads the whole text anew (right, but '
+        "slower the longer a text is). The fourth counts the drafters that were trained "
         "and exported, and the last names those that were refused, for the reasons below.",
         "",
         *(
@@ -508,9 +519,13 @@ def share_of_causal(found: Sequence[tuple[Tiny, list[Outcome]]]) -> str:
     wanted = {("decode", OK), (tiny.WANTED, OK)}
     whole = sum(wanted <= {(o.step, o.state) for o in x} for x in causal)
     of_all = f" ({whole / len(causal):.0%})" if causal else ""
+    anew = sum(
+        wanted <= {(o.step, o.state) for o in x} and x[1].detail.endswith(ALONE[Reading.TEXTS])
+        for x in causal
+    )
     return (
         f"Of the {len(causal)} causal models that transformers makes, {whole}{of_all} are decoded "
-        f"with chains and trained {tiny.WANTED} for."
+        f"with chains and trained {tiny.WANTED} for, {anew} of them by reading whole texts anew."
     )
 
 

@@ -153,7 +153,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": MIXED},
-    "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
+    "hrm_text": {"num_hidden_layers": 4, "num_layers_per_stack": None},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -161,6 +161,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "ministral": {"head_dim": 8, "layer_types": SWITCHED},
+    "moshi": {"sliding_window": POSITIONS},  # as its own: transformers reads it with a cache alone
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,

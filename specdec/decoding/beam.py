@@ -295,8 +295,7 @@ def beam_search(
     require_between("beams", beams, 1)
     require(
         target.reads_trees,
-        f"{target.title} keeps a state in some of its layers, and each beam would need its own: "
-        "decode without beams",
+        f"{target.title} {target.only_chains}: decode without beams",
     )
     require(
         early_stopping in (True, False, "never"),

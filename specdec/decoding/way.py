@@ -96,13 +96,11 @@ def fitting_rule(
 
 
 def require_read(target: Parts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:
-    """Raise UserError if the target keeps states, and a tree is drafted, the drafter sends scouts
-    (which branch off), or passes are compiled."""
+    """Raise UserError if the target reads no branches, and a tree is drafted, the drafter sends
+    scouts (which branch off), or passes are compiled."""
     if target.reads_trees:
         return
-    states = (
-        f"{target.title} keeps a state in some of its layers, and each branch would need its own"
-    )
+    states = f"{target.title} {target.only_chains}"
     require(not tree, f"{states}: draft chains (decode.tree=null), not trees")
     require(
         not isinstance(drafter, Hears),
@@ -110,8 +108,7 @@ def require_read(target: Parts, drafter: Drafter | None, tree: bool, compiled: b
     )
     require(
         not compiled,
-        f"{target.title} keeps a state in some of its layers, which a graph of a pass would not "
-        "move: give decode.compile=false",
+        f"{states}, which a graph of a pass would not do: give decode.compile=false",
     )
 
 

@@ -142,7 +142,7 @@ def chosen_layers(
 ) -> list[int]:
     """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""
-    layers, L = configured or sorted(set(default)), target.config.num_hidden_layers
+    layers, L = configured or sorted(set(default)), target.depth
     few = "" if configured else "; the default needs more, so give drafter.layers"
     require(
         all(0 < k <= L for k in layers),

@@ -90,7 +90,7 @@ def refuse(drafter: MTP, target: Parts) -> None:
         f"them: {OTHER}",
     )
     require(
-        getattr(theirs, "intermediate_size", None) == ours.intermediate_size,
+        theirs.to_dict().get("intermediate_size") == ours.intermediate_size,
         "vLLM's loader gives the module an MLP of the target's size: train with "
         f"drafter.intermediate_size=null if you set it to {ours.intermediate_size}; else {OTHER}",
     )

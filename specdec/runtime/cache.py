@@ -6,7 +6,7 @@ copied except an accepted path whose slots are not consecutive.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
@@ -91,11 +91,25 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        cache = self.cache
+        if cache.part is not None:
+            return self._update_part(cache.part, key_states, value_states)
         self.reserve(key_states, value_states)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             self._write(buffer, states)
-        shown = self.cache.shown
-        return self.keys[:, :, :shown], self.values[:, :, :shown]
+        return self.keys[:, :, : cache.shown], self.values[:, :, : cache.shown]
+
+    def _update_part(self, part: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` where only a part of the rows is read: the others keep what they have."""
+        rows, slots, shown = len(self.cache.lengths), self.cache.slots, self.cache.shown
+        if not self.is_initialized:
+            keys, values = (x[:1, :, :0].expand(rows, -1, -1, -1) for x in states)
+            self.lazy_initialization(keys, values)
+        self.reserve(*states)
+        part = part.to(self.keys.device)
+        for buffer, new in zip((self.keys, self.values), states, strict=True):
+            buffer[part, :, slots] = new
+        return self.keys[part, :, :shown], self.values[part, :, :shown]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the keys [B, T, Dh] of an indexer, which come before the layer's own; returns those
@@ -137,7 +151,7 @@ class SlotLayer(CacheLayerMixin):
         return written if self.index is None else [*written, self.index]
 
     def get_seq_length(self) -> int:
-        return max(self.cache.lengths)
+        return self.cache.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.shown, 0
@@ -160,6 +174,7 @@ class SlotCache(Cache):
         self.rows_B1: Tensor | None = None  # row numbers, if slots differ from row to row
         self.shown = 0  # number of slots that the current pass sees
         self.offset = 0  # where the current pass starts in the longest row
+        self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
         self._sees_BPsPs: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
         self.states = States()
 
@@ -183,8 +198,8 @@ class SlotCache(Cache):
             chain_T = torch.arange(self.scratch - 1, self.scratch + T - 1, device=device)
             require(
                 torch.equal(parents_BT, chain_T.expand(B, -1)),
-                "the target keeps a state in some of its layers, and a branch would need a state "
-                "of its own: draft chains, not trees",
+                "the target keeps a state in some of its layers, or makes its own masks and "
+                "positions, so it cannot read a branch: draft chains, not trees",
             )
             parents_BT = None
         if len(self.lengths) != B:
@@ -218,6 +233,23 @@ class SlotCache(Cache):
         ahead_BP = depth_BPs.gather(1, index_BP)
         slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B1 + ahead_BP)
         return Place(length_B1 + depth_BPs[:, start:], mask_BTP, slot_position_BP)
+
+    def alike(self, ids_BT: Tensor) -> Iterator[Tensor]:
+        """The rows of equal length, group by group, each as if the cache held no others. So a model
+        that makes its own masks and positions, for rows of one length, reads each group rightly.
+        The pass has been placed, as a chain."""
+        T, by_length = ids_BT.shape[1], dict[int, list[int]]()
+        for b, n in enumerate(self.lengths):
+            by_length.setdefault(n, []).append(b)
+        start = self.scratch - T
+        try:
+            for n, rows in by_length.items():
+                self.part = torch.tensor(rows, device=ids_BT.device)
+                self.offset, self.shown = n + start, n + self.scratch
+                self.slots = slice(self.offset, self.shown)
+                yield self.part
+        finally:
+            self.part = None
 
     def reserve(self, slots: int) -> None:
         """Make at least this many slots in each layer when it is next written."""
@@ -325,7 +357,7 @@ class SlotCache(Cache):
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.lengths)
+        return max(self.lengths) if self.part is None else self.offset
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.offset
@@ -377,15 +409,16 @@ def _numbered(slot_position_BP: Tensor | None, mask_BTP: Tensor) -> Tensor:
 
 def cache_argument(model: Any) -> str:
     """The keyword by which a transformers model takes its cache: `cache` since version 5.24, which
-    warns of the older `past_key_values`."""
-    kind: Any = type(model)
-    return _cache_argument(kind)
+    warns of the older `past_key_values`. A wrapper that passes all on takes what its parts do."""
+    kinds: Any = (type(module) for module in model.modules())
+    taken = map(_cache_argument, kinds)
+    return next((name for name in taken if name), "past_key_values")
 
 
 @cache
-def _cache_argument(kind: Any) -> str:
+def _cache_argument(kind: Any) -> str | None:
     taken = inspect.signature(kind.forward).parameters
-    return "cache" if "cache" in taken and "past_key_values" not in taken else "past_key_values"
+    return next((name for name in ("past_key_values", "cache") if name in taken), None)
 
 
 def layer_kinds(config: Any) -> set[str]:
@@ -399,16 +432,26 @@ def keeps_states(config: Any) -> bool:
     return bool(layer_kinds(config) & STATES)
 
 
+def cacheable(config: Any) -> bool:
+    """Whether a `SlotCache` keeps all that the model's kinds of layers keep."""
+    return not _strange(config)
+
+
+def _strange(config: Any) -> list[str]:
+    return sorted((layer_kinds(config) & set(KINDS)) - ATTENTION - STATES)
+
+
+def masks_by_slots(config: Any) -> bool:
+    """Whether a model's windows hide keys by their slots, not by the masks that it is given: then
+    a wrong mask shows only in texts that are longer than a window (GPT-Neo)."""
+    return "local" in (getattr(config, "attention_layers", None) or ())
+
+
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
     """An empty cache for a decoder model. Raises UserError if it cannot serve its layers."""
-    if strange := (layer_kinds(config) & set(KINDS)) - ATTENTION - STATES:
+    if strange := _strange(config):
         raise UserError(
-            f"target: {config.model_type} has {sorted(strange)[0]} layers, which keep more "
+            f"target: {config.model_type} has {strange[0]} layers, which keep more "
             "than keys, values and states: give a target with other layers"
-        )
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise UserError(
-            f"target: {config.model_type} masks its windows by slots, not positions, so it cannot "
-            "read trees or rows of unequal length: give another target"
         )
     return SlotCache(config.num_hidden_layers, capacity, keeps_states(config))

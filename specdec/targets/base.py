@@ -26,6 +26,7 @@ class Target(Parts, ABC):
 
     lean_allowed = True  # False if the target's checks find a difference
     refills = True  # whether a row of its caches can be given to another text
+    streams: int | None = None  # the dimension of the streams, where layers pass several
     holders: Sequence[nn.Module] = ()  # the modules with states (see specdec/runtime/states.py)
 
     @property
@@ -117,12 +118,15 @@ class Target(Parts, ABC):
             yield seen
 
     def _hook(self, k: int, seen: dict[int, Tensor]) -> Any:
-        """A removable hook that keeps the residual stream after k layers in `seen`."""
+        """A removable hook that keeps the residual stream after k layers in `seen`: of several
+        streams, their mean."""
         L = len(self.layers)
         require(0 < k <= L, f"drafter.layers asks for layer {k} of the target: give 1 to {L}")
 
         def keep(_layer: nn.Module, _args: Any, out: Any) -> None:
             stream = out[0] if type(out) is tuple else out
+            if stream.dim() == 4 and self.streams is not None:
+                stream = stream.mean(self.streams)
             alike = stream.dim() == 3 and stream.shape[-1] == self.width
             require(
                 alike,

@@ -1,7 +1,9 @@
 """A causal target: any `AutoModelForCausalLM` whose layers have keys and values, or states."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -10,14 +12,32 @@ from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
 from specdec.errors import UserError, require
-from specdec.runtime.cache import SlotCache, cache_argument, model_inputs, new_cache
+from specdec.runtime.cache import (
+    SlotCache,
+    cache_argument,
+    cacheable,
+    keeps_states,
+    masks_by_slots,
+    model_inputs,
+    new_cache,
+)
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.runtime.packed import PackedLinear
 from specdec.runtime.states import holders
+from specdec.runtime.texts import TextCache
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
 from specdec.targets.lean import LeanPass
 from specdec.targets.spread import is_spread
+
+
+class Reading(Enum):
+    """How a pass goes on from what is known of a text."""
+
+    SLOTS = "reads rows of any length together"
+    ROWS = "makes its own masks or positions, so only rows of equal length are read together"
+    TEXTS = "has no cache that can be used here, so every pass reads the whole text anew"
+
 
 LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
@@ -39,9 +59,9 @@ class CausalTarget(Target):
         self._compiled: dict[FeatureSpec, Pass] = {}
         self._lean: tuple[nn.ModuleList, LeanPass | None] | None = None
         self._graph_hooks = 0  # hooks on layers that graphs of passes read
-        if not self.reads_trees:
-            with understood(self):
-                self._watch_states()
+        self.reading, self.counted = Reading.SLOTS, False
+        self.readings = self._readings()
+        self.reading = self.readings[0]
         check_causal(self)
         if self.lean is not None:  # it packs weights itself; the check has used the modules too
             for layer in self.layers.modules():
@@ -51,58 +71,137 @@ class CausalTarget(Target):
     @torch.no_grad()
     def _decoder_layers(self) -> nn.ModuleList:
         """The layers that read a text. Their name depends on the architecture, so a text is read:
-        they are the first list of as many modules as the model has layers, all of which then run.
-        A vision tower may have as many, but does not run. Raises UserError if there is no such
-        list."""
-        count, run = self.config.num_hidden_layers, set[nn.Module]()
+        they are the list of as many modules as the model has layers, all of which then run, the
+        last one if a model has two such stacks (HRM). A vision tower may have as many, but does not
+        run. Raises UserError if there is no such list."""
+        count, order = self.depth, list[nn.Module]()
+
+        def note(layer: nn.Module, _: Any, out: Any) -> None:
+            order.append(layer)
+            stream = out[0] if type(out) is tuple else out
+            if isinstance(stream, Tensor) and stream.dim() == 4:
+                self.streams = 2 if stream.shape[:2] == ids.shape else 0
+
         modules = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         lists = [m for m in modules if len(m) == count]
         with ExitStack() as stack:
             for layer in (layer for some in lists for layer in some):
-                hook = layer.register_forward_hook(lambda module, *_: run.add(module))
+                hook = layer.register_forward_hook(note)
                 stack.enter_context(hook)
             ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
             self.body(input_ids=ids, use_cache=False)
-        layers = next((some for some in lists if run.issuperset(some)), None)
-        if layers is None:
+        last = {module: n for n, module in enumerate(order)}
+        read = [some for some in lists if last.keys() >= set(some)]
+        if not read:
             raise UserError(f"{self.title} has no list of {count} decoder layers: give another")
-        return layers
+        return max(read, key=lambda some: last[some[-1]])
+
+    def _readings(self) -> list[Reading]:
+        """The ways in which passes over a cache may be right, the fastest first."""
+        if keeps_states(self.config):
+            require(
+                not is_spread(self.model),
+                f"{self.title} keeps states that cannot be rolled back, and target.device_map is "
+                "not supported for such layers: leave it out",
+            )
+            return [Reading.SLOTS, Reading.TEXTS] if self._watch_states() else [Reading.TEXTS]
+        if not cacheable(self.config):
+            return [Reading.TEXTS]
+        own = [Reading.ROWS, Reading.TEXTS]
+        return own if masks_by_slots(self.config) else [Reading.SLOTS, *own]
 
     @torch.no_grad()
-    def _watch_states(self) -> None:
-        """Have the modules that hold states tell a cache what they read (see states.py)."""
-        require(
-            not is_spread(self.model),
-            f"{self.title} keeps states that cannot be rolled back, and target.device_map is not "
-            "supported for such layers: leave it out",
-        )
-        cache = self.new_cache()
+    def _watch_states(self) -> bool:
+        """Have the modules that hold states tell a cache what they read (see states.py). False if
+        they keep them elsewhere."""
+        cache = new_cache(self.config) if cacheable(self.config) else None
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         run = partial(self.features, ids, FeatureSpec(), cache=cache)
-        self.holders = holders(self.model, cache.states, run)
-        if not self.holders:
-            raise UserError(
-                f"{self.title} keeps its states in modules of its own, not in a cache: give another"
-            )
+        try:
+            self.holders = [] if cache is None else holders(self.model, cache.states, run)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a model may want a kind of cache of its own
+            self.holders = []
+        return bool(self.holders)
+
+    @property
+    def only_chains(self) -> str:
+        return super().only_chains if self.reading is Reading.SLOTS else self.reading.value
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether transformers' `generate` tells the model the positions of its tokens."""
+        return "position_ids" in inspect.signature(type(self.model).forward).parameters
+
+    def position_inputs(self, ids_BT: Tensor) -> dict[str, Tensor]:
+        """What tells the model the positions of a whole text, where its own count differs from that
+        of `generate`: RoBERTa's begins after the padding token's id."""
+        if not self.counted:
+            return {}
+        return {"position_ids": torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]}
+
+    @property
+    def reads_trees(self) -> bool:
+        return super().reads_trees and self.reading is Reading.SLOTS
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
-        return new_cache(self.config, capacity)
+        require(
+            capacity is None or self.reading is Reading.SLOTS,
+            f"{self.title} {self.reading.value}, so its passes are not compiled: leave compiled "
+            "off",
+        )
+        if self.reading is Reading.TEXTS:
+            return TextCache()
+        cache = new_cache(self.config, capacity)
+        cache.chains_only |= self.reading is not Reading.SLOTS
+        return cache
 
     def _continued(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
         place = cache.place(ids_BT, parents_BT)
+        if self.reading is not Reading.SLOTS:
+            return (
+                self._reread(needs, cache)
+                if isinstance(cache, TextCache)
+                else self._by_length(ids_BT, needs, cache)
+            )
         lean = self.lean
         if lean is None or not lean.takes(ids_BT, self._graph_hooks):
             return self._pass(ids_BT, needs, cache, **model_inputs(self.config, place, self.dtype))
         inputs = lean.inputs(place, cache)
         final, seen = lean(cache, input_ids=ids_BT, wanted=needs.layers, **inputs)
-        return concatenated(seen, needs), final
+        return concatenated(seen, needs), self.before_head(final)
+
+    def _by_length(self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache) -> States:
+        """A pass in which rows of equal length are read together, with the model's own masks."""
+        layers, final = list[Tensor | None](), list[Tensor]()
+        rows = list[Tensor]()
+        for rows_N in cache.alike(ids_BT):
+            some, last = self._pass(ids_BT[rows_N], needs, cache)
+            rows.append(rows_N)
+            layers.append(some)
+            final.append(last)
+        order_B = torch.cat(rows).argsort()
+        known = [x for x in layers if x is not None]
+        return torch.cat(known)[order_B] if known else None, torch.cat(final)[order_B]
+
+    def _reread(self, needs: FeatureSpec, cache: TextCache) -> States:
+        """A pass over the whole texts, of which the states of the last tokens are returned. Padding
+        follows them, where no earlier token sees it."""
+        ids_BP, place_BT = cache.texts()
+        rows_B1 = torch.arange(len(ids_BP), device=ids_BP.device)[:, None]
+        layers, final = (
+            None if x is None else x[rows_B1, place_BT] for x in self._pass(ids_BP, needs)
+        )
+        assert final is not None
+        return layers, final
 
     @property
     def lean(self) -> LeanPass | None:
         """See `Target.lean`. A copy of this target with other layers makes a pass of its own."""
-        if not self.lean_allowed:
+        if not self.lean_allowed or self.reading is not Reading.SLOTS:
             return None
         if self._lean is None or self._lean[0] is not self.layers:
             body = self.model.get_submodule(self.prefix.rpartition(".")[0])
@@ -138,9 +237,11 @@ class CausalTarget(Target):
         model = self.body
         if cache is not None:
             inputs[cache_argument(model)] = cache
+        if cache is None:
+            inputs = self.position_inputs(ids_BT) | inputs
         with self._watched(needs) as seen:
             out = model(input_ids=ids_BT, use_cache=cache is not None, **inputs)
-        return concatenated(seen, needs), out.last_hidden_state.to(self.dtype)
+        return concatenated(seen, needs), self.before_head(out.last_hidden_state).to(self.dtype)
 
     def step(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None = None
@@ -166,7 +267,7 @@ class CausalTarget(Target):
 
         def run(cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
             out = self.body(use_cache=True, **inputs, **{taken: cache})
-            final = out.last_hidden_state
+            final = self.before_head(out.last_hidden_state)
             return final, concatenated(seen, needs), self.logits(final)
 
         self._compiled[needs] = Compiled(run)

@@ -45,46 +45,73 @@ def understood(target: Parts) -> Iterator[None]:
         ) from error
 
 
-def check_causal(target: Target) -> None:
-    """Raise UserError unless the logits are right, even over a cache with ragged rows and a
-    tree, of which paths are kept. In 16 bits and with quantised weights, rounding hides errors, so
-    a few layers are checked in float32 as well."""
+def check_causal(target: Any) -> None:
+    """Settle how a causal target reads on from a cache: in the first of its `readings` of which the
+    logits are right, with ragged rows and, where it reads trees, a tree of which paths are kept.
+    Raise UserError if none is. In 16 bits and with quantised weights, rounding hides errors, so a
+    few layers are checked in float32 as well."""
     with understood(target), torch.no_grad():
         check_head(target)
-        right = _lean_right(target)
-        if not right:
-            target.lean_allowed = False
-            right = _cache_right(target)
-        if not right and target.holders:
-            for module in target.holders:
-                in_steps(module)
-            right = _cache_right(target)
-    require(
-        right or target.reads_trees,
-        f"{target.title} gives other logits over a cache than over a whole text (it makes its own "
-        "masks or positions, or moves its states in a way of its own), so what it decodes would "
-        "not follow the p that a draft is trained on: give another target",
+    alone = [(reading, False) for reading in target.readings]
+    if alone[0][0] is not alone[-1][0] and target.takes_positions and not target.holders:
+        alone.insert(1, (alone[0][0], True))
+    for target.reading, target.counted in alone:
+        try:
+            with torch.no_grad():
+                if _reads_on(target):
+                    return
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a model may refuse our masks or our cache in any way
+            continue
+    raise UserError(
+        f"{target.title} gives other logits for a text when more tokens follow it, so it is not "
+        "causal or depends on the length of a text, and what it decodes would not follow the p "
+        "that a draft is trained on: give another target (a kind of BERT is causal only with "
+        "is_decoder=true in its config.json)"
     )
-    require(
-        right,
-        f"{target.title} makes its own masks or positions, or keeps a state other than keys and "
-        "values, so it cannot read trees or rows of unequal length: give another target",
-    )
+
+
+def _reads_on(target: Target) -> bool:
+    """Whether the logits over a cache are right."""
+    if _lean_right(target):
+        return True
+    target.lean_allowed = False
+    right = _cache_right(target)
+    if not right and target.holders:
+        for module in target.holders:
+            in_steps(module)
+        right = _cache_right(target)
+    return right
 
 
 @torch.no_grad()
 def check_head(target: Parts) -> None:
     """Raise UserError unless `logits(final)`, and `unembedding` over part of the vocabulary, equal
-    what the model itself returns. A head may scale its logits by factors of its own."""
-    ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
-    some_S = torch.arange(0, target.vocab_size, -(-target.vocab_size // 64), device=target.device)
-    final = target.body(input_ids=ids, use_cache=False).last_hidden_state.to(target.dtype)
-    theirs = target.model(input_ids=ids, use_cache=False).logits
+    what the model itself returns. A head may scale its logits by factors of its own, and other
+    modules may come before it: they are looked for where the usual head is wrong."""
+    changes = (target.find_transform, target.flatten_head, target.leave_scale)
+    right = _head_right(target)
+    for change in changes if not right else ():
+        change()
+        if right := _head_right(target):
+            break
     require(
-        _distance(target.logits(final), theirs) <= SAME
-        and _distance(target.unembedding(some_S)(final), theirs[..., some_S]) <= SAME,
+        right,
         f"{target.title} turns hidden states into logits in a way that is not supported: give "
         "another target (or add its scaling to head_scaling in specdec/targets/parts.py)",
+    )
+
+
+def _head_right(target: Parts) -> bool:
+    ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
+    some_S = torch.arange(0, target.vocab_size, -(-target.vocab_size // 64), device=target.device)
+    state = target.body(input_ids=ids, use_cache=False).last_hidden_state
+    final = target.before_head(state).to(target.dtype)
+    theirs = target.model(input_ids=ids, use_cache=False).logits
+    return (
+        _distance(target.logits(final), theirs) <= SAME
+        and _distance(target.unembedding(some_S)(final), theirs[..., some_S]) <= SAME
     )
 
 
@@ -162,7 +189,7 @@ def _cache_error(target: Target) -> float:
         if steps:
             theirs = _by_steps(target, text[None], lengths[b])[0]
         else:
-            theirs = target.model(input_ids=text[None], use_cache=False).logits[0]
+            theirs = _whole(target, text[None])[0]
         return _distance(logits_TV, theirs[-len(logits_TV) :])
 
     logits(ids[:, :9])
@@ -180,12 +207,18 @@ def _cache_error(target: Target) -> float:
     return worst if target.reads_trees or steps else max(worst, _step_error(target))
 
 
+def _whole(target: Any, ids_BT: Tensor) -> Tensor:
+    """The model's own logits [B, T, V] of whole texts."""
+    inputs = target.position_inputs(ids_BT)
+    logits: Tensor = target.model(input_ids=ids_BT, use_cache=False, **inputs).logits
+    return logits
+
+
 def _step_error(target: Target) -> float:
     """The distance of logits over states from those of a pass over the whole text, if the states
     move by one token at a time. A layer may compute such a step in another way."""
     text = (11 * torch.arange(28, device=target.device)[None] + 5) % target.vocab_size
-    whole = target.model(input_ids=text, use_cache=False).logits
-    return _distance(_by_steps(target, text, 4), whole)
+    return _distance(_by_steps(target, text, 4), _whole(target, text))
 
 
 def _by_steps(target: Target, ids_1T: Tensor, first: int) -> Tensor:
@@ -263,6 +296,10 @@ def few_layers(target: Target) -> Target | None:
         few.layers = memo[id(layers)]
         few.embedding = few.model.get_input_embeddings()
         few.head = few.model.get_output_embeddings()
+        if target.head is not head:
+            few.flatten_head()
+        if target.transform is not None:
+            few.find_transform()
         few.body(input_ids=torch.arange(4)[None], use_cache=False)
     except (torch.OutOfMemoryError, MemoryError):
         raise

@@ -35,10 +35,10 @@ from specdec.runtime.quantised import dense as plain_state
 from specdec.runtime.quantised import lacking, method, without_method
 from specdec.targets.attention import group
 from specdec.targets.base import Target
-from specdec.targets.causal import CausalTarget
+from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.checks import check_head
 from specdec.targets.gguf import dense, find_package_file
-from specdec.targets.parts import Parts, checksum, config_of_layers
+from specdec.targets.parts import Parts, checksum, config_of_layers, depth_of
 from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.spread import AUTO, device_map, in_words, is_spread
 from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
@@ -120,12 +120,14 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     reason = "; ".join(filter(None, reasons))
     _, after = target.turn_ends
     endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
-    kind, layers = type(target.model).__name__, target.config.num_hidden_layers
+    kind, layers = type(target.model).__name__, target.depth
     pack = cfg.packed and target.device.type == "cpu" and not is_spread(target.model)
     spread = f"; {in_words(target.model)}" if is_spread(target.model) else ""
+    alone = isinstance(target, CausalTarget) and target.reading is not Reading.SLOTS
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
+        f"{f'; it {target.only_chains}' if alone else ''}"
         f"{spread}{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
         f"{endless if after is not None else ''}"
     )
@@ -364,7 +366,7 @@ def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
         "target.device_map=auto spreads one target over all devices: start one process",
     )
     empty = _empty(cfg, config, kind)
-    count = config.get_text_config(decoder=True).num_hidden_layers
+    count = depth_of(config.get_text_config(decoder=True))
     return device_map(empty, count, torch.device(cfg.device), DTYPES[cfg.dtype], cfg.max_memory)
 
 

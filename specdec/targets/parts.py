@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specdec.errors import UserError, require
 from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
+from specdec.targets.heads import flat, transform_of
 from specdec.targets.spread import is_spread, tensors
 from specdec.targets.turns import turn_ends
 
@@ -29,7 +30,9 @@ class Parts:
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
     stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
     _turn_ends: tuple[Any, tuple[set[int], str | None]] | None = None  # and their template
+    head_factor: float  # by which the head's logits are multiplied, where that is all
     weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
+    transform: nn.Module | None = None  # from the last hidden state to the head's input
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class Parts:
         self.head = model.get_output_embeddings()
         if not plain(self.head.weight):
             self.head = dense_linear(self.head, self.dtype)
-        self._scale = head_scaling(self.config)
+        if 0 < (getattr(self.config, "unpadded_vocab_size", None) or 0) < self.vocab_size:
+            self.head = _first_rows(self.head, self.config.unpadded_vocab_size)
+        self._scale, self.head_factor = head_scaling(self.config), head_factor(self.config)
 
     @property
     def title(self) -> str:
@@ -84,6 +89,11 @@ class Parts:
         return self.head.weight.shape[1]
 
     @property
+    def depth(self) -> int:
+        """How many layers a text passes through, in the list of them."""
+        return depth_of(self.config)
+
+    @property
     def norm(self) -> nn.Module | None:
         """The norm after the last layer, if it has the usual name and stands beside the layers."""
         around = self.model.get_submodule(self.prefix.rpartition(".")[0])
@@ -99,8 +109,7 @@ class Parts:
             f"{self.title} has no final norm that is known to us, which the states of an engine "
             "lack: leave out features.from",
         )
-        state: Tensor = norms[0](last)
-        return state
+        return self.before_head(norms[0](last))
 
     @property
     def norm_weight(self) -> Tensor | None:
@@ -129,6 +138,11 @@ class Parts:
         """Whether one pass can read branches: not where a layer keeps a state, which would need a
         copy of it for each branch."""
         return not keeps_states(self.config)
+
+    @property
+    def only_chains(self) -> str:
+        """Why no branches are read, as what follows "the target"."""
+        return "keeps a state in some of its layers, and each branch would need its own"
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -196,6 +210,25 @@ class Parts:
                 room = min(room, line)
         return room
 
+    def before_head(self, state: Tensor) -> Tensor:
+        """The final hidden state [..., D], which the linear head reads, of the body's last one."""
+        final: Tensor = state if self.transform is None else self.transform(state)
+        return final
+
+    def find_transform(self) -> None:
+        """Have `before_head` call what the model calls between its body and its head."""
+        transform = transform_of(self.model, self.body, self.model.get_output_embeddings())
+        self.transform = None if transform is None else transform.requires_grad_(False)
+
+    def flatten_head(self) -> None:
+        """Take for the head a plain linear layer that gives the same logits as the model's own."""
+        if "forward" in vars(type(self.head)) and type(self.head) is not nn.Linear:
+            self.head = flat(self.head)
+
+    def leave_scale(self) -> None:
+        """Do not scale logits, even if the config has a factor: Aya Vision does not read it."""
+        self._scale, self.head_factor = head_scaling(None), 1.0
+
     def logits(self, final: Tensor) -> Tensor:
         """Logits [..., V] of the final hidden state [..., D]."""
         return self._scale(self.head(final))
@@ -209,7 +242,7 @@ class Parts:
         """The weights [S, D] with which a draft's own linear head gives the target's logits over
         part of the vocabulary, as far as these are linear (a soft cap is not)."""
         rows = self.head.weight if vocab_S is None else self.head.weight[vocab_S]
-        return rows * head_factor(self.config)
+        return rows * self.head_factor
 
     def unembedding(self, vocab_S: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """`logits` over part of the vocabulary only: a function [..., D] -> [..., S]."""
@@ -253,7 +286,7 @@ class Parts:
     def beyond(self, k: int) -> dict[str, Tensor]:
         """The tensors that the checkpoint stores as layer L + k, beyond the model's own L layers: a
         module for multi-token prediction, which transformers does not load. Empty if absent."""
-        L = self.config.num_hidden_layers
+        L = self.depth
         tensors = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
         for name, x in tensors.items():
             require(
@@ -340,6 +373,15 @@ def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, inner
 
 
+def depth_of(config: Any) -> int:
+    """The length of a model's list of decoder layers. LongCat's config counts two for each, which
+    holds two attentions, and HRM's counts a layer as often as it is passed."""
+    derived = isinstance(getattr(type(config), "num_hidden_layers", None), property)
+    if derived and hasattr(config, "num_layers"):
+        return int(config.num_layers)
+    return int(getattr(config, "num_layers_per_stack", None) or config.num_hidden_layers)
+
+
 def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     """A model's scaling of its head's output: Gemma's soft cap, Cohere's factor or Granite's
     divisor; most models have none."""
@@ -347,14 +389,29 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
         return lambda z: cap * torch.tanh(z / cap)
     if factor := getattr(config, "logit_scale", None):
         return lambda z: z * factor
-    divisor = getattr(config, "logits_scaling", None)
+    divisor = _divisor(config)
     return lambda z: z / divisor if divisor else z
 
 
 def head_factor(config: Any) -> float:
     """The linear part of a model's `head_scaling`."""
     factor = getattr(config, "logit_scale", None) or 1.0
-    return factor / (getattr(config, "logits_scaling", None) or 1.0)
+    return float(factor / (_divisor(config) or 1.0))
+
+
+def _divisor(config: Any) -> float | None:
+    """What a model divides its logits by (Granite), or the states before them (Inkling)."""
+    keys = ("logits_scaling", "logits_mup_width_multiplier")
+    return next((x for key in keys if (x := getattr(config, key, None))), None)
+
+
+def _first_rows(head: nn.Linear, rows: int) -> nn.Linear:
+    """A head without the rows that pad its vocabulary; it shares its weights with `head`."""
+    cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
+    cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
+    if head.bias is not None:
+        cut.bias = nn.Parameter(head.bias[:rows], requires_grad=False)
+    return cut
 
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:

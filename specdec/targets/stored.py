@@ -186,7 +186,7 @@ class StoredParts(Parts):
     def layer(self, k: int) -> dict[str, Tensor]:
         if self.quantisation:
             return self._whole().layer(k)
-        prefix = f"{self.prefix}.{k % self.config.num_hidden_layers}."
+        prefix = f"{self.prefix}.{k % self.depth}."
         tensors = self.weights.under(prefix)
         if not tensors or get_checkpoint_conversion_mapping(self.config.model_type):
             tensors = self._converted(prefix)

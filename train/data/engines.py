@@ -338,7 +338,7 @@ def _ask(
             f"{path.with_suffix(UNANSWERED)}"
         )
 
-    layers = None if keep is None else [*keep.kind.layers, parts.config.num_hidden_layers]
+    layers = None if keep is None else [*keep.kind.layers, parts.depth]
     prompts, seeds = (
         {name: asked[name] for name in mine},
         {name: seed_of(name, cfg) for name in mine},

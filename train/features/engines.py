@@ -89,7 +89,7 @@ def states(engines: Engines, texts: dict[int, list[int]], layers: Sequence[int],
 
 
 def _last(target: Parts) -> int:
-    layers: int = target.config.num_hidden_layers
+    layers = target.depth
     return layers
 
 

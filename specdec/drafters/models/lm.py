@@ -5,7 +5,7 @@ or is cut from the target (its embedding, some of its layers, its head).
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,20 @@ from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretraine
 from specdec.drafters.models.views import decoder_layers
 from specdec.drafters.models.vocabulary import fitted
 from specdec.drafters.nn.gather import entries
+from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cache import (
     Place,
     SlotCache,
     cache_argument,
     keeps_states,
+    masks_by_slots,
     model_inputs,
     new_cache,
 )
 from specdec.runtime.compiled import LIMITS, SHORT, Compiled
 from specdec.runtime.quantised import without_method
+from specdec.targets.heads import transform_of
 from specdec.targets.lean import LeanPass
 from specdec.targets.parts import Parts, body_of, config_of_layers
 
@@ -84,6 +87,58 @@ class LM(Pretrained, InTransformers):
             "drafter.source with attention layers only, or a family with a head of its own",
         )
         return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
+
+    @classmethod
+    def build(
+        cls,
+        config: LMConfig,
+        target: Parts,
+        vocab_S: Tensor | None = None,
+        earlier: Drafter | None = None,
+    ) -> Self:
+        """Like `Pretrained.build`. Raises UserError for a draft that would be read wrongly."""
+        drafter = super().build(config, target, vocab_S, earlier)
+        body, head = body_of(drafter.model), drafter.model.get_output_embeddings()
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            plain = transform_of(drafter.model, body, head) is None
+            right = plain and not masks_by_slots(drafter.model.config) and drafter._reads_slots()
+        require(
+            right,
+            f"drafter.source={config.source!r}: a {drafter.model.config.model_type} "
+            + ("makes its own masks or positions" if plain else "transforms states in its head")
+            + ", so it cannot draft: give a drafter.source of another kind, or a family with a "
+            "head of its own, such as eagle3",
+        )
+        return drafter
+
+    def _reads_slots(self) -> bool:
+        """Whether a small tree after rows of unequal length has the states of whole texts."""
+        device = self.model.get_input_embeddings().weight.device
+        ids = (7 * torch.arange(16, device=device).view(2, 8) + 3) % self.model.config.vocab_size
+        cache, worst = self.new_cache(), 0.0
+
+        def read(some: Tensor, parents_BT: Tensor | None = None) -> Tensor:
+            inputs = model_inputs(
+                self.model.config, cache.place(some, parents_BT), self.model.dtype
+            )
+            return self.step(some, use_cache=True, **inputs, **{self.takes: cache})
+
+        try:
+            read(ids[:, :5])
+            cache.keep([5, 3])
+            tree = read(ids[:, 5:], torch.tensor(2 * [[-1, 0, -1]], device=device))
+            for b, n in enumerate([5, 3]):
+                for path in ([0, 1], [2]):
+                    text = torch.cat([ids[b, :n], ids[b, 5:][path]])[None]
+                    position = torch.arange(text.shape[1], device=device)[None]
+                    theirs = self.over_text(text, position, None)[0, -len(path) :].float()
+                    distance = (tree[b, path].float() - theirs).norm() / theirs.norm()
+                    worst = max(worst, float(distance))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a model may refuse our masks or our cache in any way
+            return False
+        return worst < LIMITS[self.model.dtype]
 
     def start(self, target: Parts) -> None:
         if self.config.source != "target":
@@ -188,7 +243,7 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tupl
 
 def _cut(config: LMConfig, target: Parts) -> list[int]:
     """The target's layers that are kept, ascending."""
-    L = target.config.num_hidden_layers
+    L = target.depth
     kept = sorted(set(config.layers or [0, 1, L - 2, L - 1]))
     if kept[0] < 0 or kept[-1] >= L:
         raise UserError(f"drafter.layers={kept}: layers of this target run from 0 to {L - 1}")

@@ -282,7 +282,6 @@ def _load(source: str, dtype: str, device: str) -> Target:
     lm.new_cache()  # raises UserError if rejected tokens could not be dropped
     require(
         lm.reads_trees,
-        f"drafter.source={source!r} has layers that keep a state, and its rejected tokens could "
-        "not be dropped from it: give a model with attention layers only",
+        f"drafter.source={source!r} {lm.only_chains}: give a model with attention layers only",
     )
     return lm

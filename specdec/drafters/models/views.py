@@ -61,7 +61,7 @@ class View(Predictor, RunsTarget):
         """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
         what they see: the tokens of their text, or the slots of a cache."""
         states: Tensor = self.body.held(input_ids=ids, **attend).last_hidden_state
-        return states
+        return self.target.before_head(states)
 
     def continued(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of tokens that continue what the cache holds."""
@@ -87,7 +87,7 @@ def decoder_layers(target: Parts, name: str) -> int:
     """How many layers a decoder-only target has. Raises UserError if it has an encoder."""
     whole = getattr(target.model.config, "is_encoder_decoder", False)
     require(not whole, f"drafter={name} needs a decoder-only target, not an encoder-decoder")
-    return int(target.config.num_hidden_layers)
+    return target.depth
 
 
 def viewed_layers(target: Parts, name: str) -> int:
@@ -96,7 +96,7 @@ def viewed_layers(target: Parts, name: str) -> int:
     require(
         target.reads_trees,
         f"drafter={name} runs layers of the target itself, but some of this target's keep a state, "
-        "which drafts would move: give another drafter",
+        "which drafts would move, or make their own masks: give another drafter",
     )
     return decoder_layers(target, name)
 

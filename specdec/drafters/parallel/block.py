@@ -102,7 +102,7 @@ class Block(Trainable):
 
     @classmethod
     def plan(cls, config: BlockConfig, target: Parts) -> BlockSizes:
-        L, n = target.config.num_hidden_layers, config.num_layers
+        L, n = target.depth, config.num_layers
         spread = [2 + round(i * (L - 4) / (n - 1)) for i in range(n)] if n > 1 else [L // 2 + 1]
         layers = chosen_layers(config.layers, spread, target)
         llama = llama_of(target, config.intermediate_size)
@@ -119,7 +119,7 @@ class Block(Trainable):
         if self.config.start != "target":
             return
 
-        D, depth = self.llama.hidden_size, target.config.num_hidden_layers
+        D, depth = self.llama.hidden_size, target.depth
         self.fc.weight.zero_()
         self.fc.weight[:, -D:] = torch.eye(D)
         copy_fitting(self.hidden_norm.weight, target.as_llama(-1).get("input_layernorm.weight"))

@@ -119,13 +119,14 @@ class Medusa(Heads, Adapts, Separate):
         if self.adapts_target(self.config):
             assert isinstance(target, Target)
             self.body = Frozen(self.adapters.view(target, len(target.layers)))
+            self.before_head = target.before_head
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
         if not self.adapts_target(self.config):
             return None
         out = self.body.held(input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False)
         weight = self.config.adapter.weight * math.sin(math.pi / 2 * progress)
-        return out.last_hidden_state, weight
+        return self.before_head(out.last_hidden_state), weight
 
     def settled(self, target: Target) -> "tuple[Medusa, Target]":
         if not self.adapts_target(self.config):

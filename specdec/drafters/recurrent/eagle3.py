@@ -91,7 +91,7 @@ class Eagle3(Solved):
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
-        L = target.config.num_hidden_layers
+        L = target.depth
         require(
             config.start == "random" or config.num_layers <= L,
             f"drafter.num_layers={config.num_layers}: this target has only {L} layers to start "

@@ -1,0 +1,77 @@
+"""What a model does between its last hidden state and its logits.
+
+Most models multiply by one matrix. BERT and its relatives transform the state first: that is then a
+part of what comes before the head, as a final norm is, and the head stays linear.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def transform_of(model: Any, body: Any, head: nn.Module) -> nn.Module | None:
+    """The modules that a model calls between its `body` and its linear `head`, as one module that
+    maps [..., D] to [..., D]; None if it calls none. They share their weights with the model."""
+    called = list[nn.Module]()
+    device = model.get_input_embeddings().weight.device
+    with _noting(model, body, head, called):
+        model(input_ids=torch.arange(1, 5, device=device)[None], use_cache=False)
+    parts = [without(module, head) for module in called if module is not head]
+    return nn.Sequential(*parts) if parts else None
+
+
+def without(module: nn.Module, head: nn.Module) -> nn.Module:
+    """A twin of a module, with the same weights, that leaves out the `head` inside it."""
+    if module is head:
+        return nn.Identity()
+    twin = copy.copy(module)
+    inside = {n: m for n, m in module._modules.items() if m is not None and head in m.modules()}
+    twin._modules = {**module._modules, **{n: without(m, head) for n, m in inside.items()}}
+    return twin
+
+
+def flat(head: Any) -> nn.Linear:
+    """A head that multiplies by its weights in a way of its own, such as with a factor for each
+    token, as a plain linear layer: its logits of the D unit vectors are the layer's weights."""
+    D = head.weight.shape[1]
+    with torch.no_grad():
+        bias_V = head(head.weight.new_zeros(1, D))[0]
+        weight_VD = (head(torch.eye(D, device=bias_V.device, dtype=head.weight.dtype)) - bias_V).T
+    plain = nn.Linear(D, len(weight_VD), bias=bool(bias_V.any()), device="meta")
+    plain.weight = nn.Parameter(weight_VD.to(head.weight.dtype).contiguous(), requires_grad=False)
+    if plain.bias is not None:
+        plain.bias = nn.Parameter(bias_V.to(head.weight.dtype), requires_grad=False)
+    return plain
+
+
+@contextmanager
+def _noting(model: Any, body: Any, head: nn.Module, called: list[nn.Module]) -> Iterator[None]:
+    """Note the outermost modules that are called after the body has ended, as far as the head."""
+    inside, ended = list[nn.Module](), list[bool]()
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if ended and not inside and not any(head in m.modules() for m in called):
+            called.append(module)
+        if ended:
+            inside.append(module)
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if inside and inside[-1] is module:
+            inside.pop()
+
+    within = set(body.modules())
+    hooks = [body.register_forward_hook(lambda *_: ended.append(True))]
+    for module in model.modules():
+        if module not in within:
+            hooks.append(module.register_forward_pre_hook(begin))
+            hooks.append(module.register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
