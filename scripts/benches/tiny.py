@@ -177,6 +177,7 @@ PATCHES: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "roc_bert": {"pronunciation_embed_dim": 8, "shape_embed_dim": 8, "shape_vocab_size": 64},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its cache is laid out for 64 · n
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},

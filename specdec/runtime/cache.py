@@ -454,4 +454,6 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
             f"target: {config.model_type} has {strange[0]} layers, which keep more "
             "than keys, values and states: give a target with other layers"
         )
-    return SlotCache(config.num_hidden_layers, capacity, keeps_states(config))
+    of_decoder = getattr(config, "decoder_layers", None) or 0  # BART counts its encoder's first
+    layers = max(config.num_hidden_layers, of_decoder)
+    return SlotCache(layers, capacity, keeps_states(config))

@@ -124,7 +124,12 @@ class Target(Parts, ABC):
         require(0 < k <= L, f"drafter.layers asks for layer {k} of the target: give 1 to {L}")
 
         def keep(_layer: nn.Module, _args: Any, out: Any) -> None:
-            stream = out[0] if type(out) is tuple else out
+            stream = out[0] if type(out) in (tuple, list) else out
+            require(
+                isinstance(stream, Tensor),
+                f"{self.title} passes more than one tensor between layers, so a draft cannot read "
+                "its layers: give a drafter that reads only the target's final state",
+            )
             if stream.dim() == 4 and self.streams is not None:
                 stream = stream.mean(self.streams)
             alike = stream.dim() == 3 and stream.shape[-1] == self.width

@@ -78,7 +78,7 @@ class CausalTarget(Target):
 
         def note(layer: nn.Module, _: Any, out: Any) -> None:
             order.append(layer)
-            stream = out[0] if type(out) is tuple else out
+            stream = out[0] if type(out) in (tuple, list) else out
             if isinstance(stream, Tensor) and stream.dim() == 4:
                 self.streams = 2 if stream.shape[:2] == ids.shape else 0
 

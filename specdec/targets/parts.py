@@ -374,8 +374,11 @@ def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def depth_of(config: Any) -> int:
-    """The length of a model's list of decoder layers. LongCat's config counts two for each, which
-    holds two attentions, and HRM's counts a layer as often as it is passed."""
+    """The length of a model's list of decoder layers. BART's config counts those of its encoder
+    first, LongCat's two for each layer, which holds two attentions, and HRM's a layer as often as
+    it is passed."""
+    if decoder := getattr(config, "decoder_layers", None):
+        return int(decoder)
     derived = isinstance(getattr(type(config), "num_hidden_layers", None), property)
     if derived and hasattr(config, "num_layers"):
         return int(config.num_layers)

@@ -28,10 +28,9 @@ from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
-from specdec.targets import checks
 from specdec.targets.attention import group
 from specdec.targets.base import Target
-from specdec.targets.causal import CausalTarget
+from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, load_parts, load_target
 from specdec.targets.seq2seq import Seq2SeqTarget
 from tests.targets.test_seq2seq import make_target as make_seq2seq
@@ -278,30 +277,94 @@ def test_a_draft_of_another_kind_of_model_is_refused() -> None:
         DRAFTERS["lm"].build(LMConfig(layers=[0, 3]), target)
 
 
-# --- Models that cannot be read with a cache of slots -------------------------------------------
+# --- Heads that transform states, and models with masks or positions of their own ---------------
+
+DECODER = {"is_decoder": True, **SMALL, "num_key_value_heads": 4, "max_position_embeddings": 64}
+BART = {
+    **{"d_model": 32, "decoder_layers": 4, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
+    **{
+        "is_encoder_decoder": False,
+        "is_decoder": True,
+        "init_std": 0.3,
+        "forced_eos_token_id": None,
+    },
+}
+WINDOWS = {"attention_types": [[["global", "local"], 2]], "window_size": 8}
+OWN: dict[str, tuple[Reading, dict[str, Any]]] = {
+    "bert": (Reading.SLOTS, DECODER),
+    "electra": (Reading.SLOTS, DECODER | {"embedding_size": 32}),
+    "roberta": (Reading.SLOTS, DECODER | {"max_position_embeddings": 66, "pad_token_id": 1}),
+    "modernbert-decoder": (Reading.SLOTS, SMALL | {"local_attention": 8}),
+    "bloom": (Reading.ROWS, {"hidden_size": 32, "n_layer": 4, "n_head": 4}),
+    "mpt": (Reading.ROWS, {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64}),
+    "gpt_neo": (Reading.ROWS, {"hidden_size": 32, "num_layers": 4, "num_heads": 4} | WINDOWS),
+    "bart": (Reading.ROWS, BART),
+    "openai-gpt": (Reading.TEXTS, {"n_embd": 32, "n_layer": 4, "n_head": 4}),
+    "rwkv": (
+        Reading.TEXTS,
+        {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32},
+    ),
+    "recurrent_gemma": (
+        Reading.TEXTS,
+        SMALL
+        | {"num_key_value_heads": 1, "head_dim": 8, "lru_width": 32}
+        | {"attention_window_size": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_models_with_ways_of_their_own(kind: str) -> None:
+    """Two rows of unequal length, whose drafts are accepted in part, and features of documents that
+    share a row."""
+    reading, config = OWN[kind]
+    target = target_of(kind, **config)
+    assert isinstance(target, CausalTarget) and target.reading is reading
+    prompts = [words(13), words(6, 4)]
+    expected = [transformers_ids(target, prompt, 16) for prompt in prompts]
+    drafter = DRAFTERS["bigram"].build(BigramConfig(depth=2), target)
+    learn(drafter, [prompts[0] + expected[0], prompts[1] + expected[1][::2]])
+    for shape in (Chain(2), TREE) if target.reads_trees else (Chain(2),):
+        made = decode(target, prompts, Way(drafter, shape), max_new_tokens=16, eos=())
+        assert [answer.ids for answer in made] == expected
+        assert any(r.accepted for answer in made for r in answer.rounds)
+    needs = FeatureSpec(layers=(1, 4))
+    alone = [target.features(torch.tensor([ids]), needs)[0].layers_BTF for ids in prompts]
+    position = torch.tensor([[*range(13), *range(6)]])
+    document = torch.tensor([[0] * 13 + [1] * 6])
+    both, _ = target.features(
+        torch.tensor([prompts[0] + prompts[1]]), needs, position_BT=position, document_BT=document
+    )
+    torch.testing.assert_close(both.layers_BTF, torch.cat(alone, 1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "openai-gpt"])
+def test_trees_of_models_with_masks_of_their_own_are_refused(kind: str) -> None:
+    reading, config = OWN[kind]
+    target = target_of(kind, **config)
+    drafter = DRAFTERS["ngram"].build(NgramConfig(depth=3, min_ngram=1), target)
+    with pytest.raises(UserError, match=f"{reading.value}: draft chains"):
+        generate(target, words(9), Way(drafter, TREE), max_new_tokens=4, eos=())
+    with pytest.raises(UserError, match="not compiled"):
+        target.new_cache(64)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roformer"])
+def test_a_draft_that_would_be_read_wrongly_is_refused(kind: str) -> None:
+    target = target_of(kind, **DECODER)
+    with pytest.raises(UserError, match="so it cannot draft"):
+        DRAFTERS["lm"].build(LMConfig(source="random", overrides={}), target)
 
 
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        (
-            "gpt_neo",
-            {
-                "hidden_size": 32,
-                "num_layers": 4,
-                "num_heads": 4,
-                "attention_types": [[["global", "local"], 2]],
-            },
-        ),
-        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32}),
-        ("openai-gpt", {"n_embd": 32, "n_layer": 4, "n_head": 4}),
-        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("bert", DECODER | {"is_decoder": False}),
         ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": V}),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_would_be_read_wrongly_is_refused(kind: str, config: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"read|not supported") as caught:
+def test_what_is_not_causal_is_refused(kind: str, config: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="is not causal or depends on the length") as caught:
         target_of(kind, **config)
     assert "\n" not in str(caught.value)
 
@@ -418,18 +481,18 @@ def dory() -> Target:
     return CausalTarget(model, None, "dory")
 
 
-def test_a_head_with_factors_of_its_own_is_refused() -> None:
-    """Dory's head scales each token's logit: a part of its weights does not give these logits."""
-    with pytest.raises(UserError, match="turns hidden states into logits in a way that is not"):
-        dory()
+def test_a_head_with_factors_of_its_own_becomes_a_linear_one() -> None:
+    """Dory's head scales each token's logit, and so must a part of its weights."""
+    target, final, vocab = dory(), torch.randn(3, 32), torch.arange(3, 40)
+    expected = target.model.lm_head(final)
+    torch.testing.assert_close(target.logits(final), expected)
+    torch.testing.assert_close(target.unembedding(vocab)(final), expected[:, vocab])
+    torch.testing.assert_close(final @ target.own_head(vocab).T, expected[:, vocab])
 
 
-def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths() -> None:
     """Dory's later loops write to copies of its layers' keys, which it adds to the cache. Rows that
     leave the batch leave them too, and so do the nodes of a tree that are not accepted."""
-    monkeypatch.setattr(checks, "check_head", lambda _: None)
     target = dory()
     prompts = [words(9), words(14, seed=4)]
     expected = [transformers_ids(target, p, 20) for p in prompts]
@@ -442,15 +505,24 @@ def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths(
 
 
 def test_layers_that_pass_other_states_than_the_head_reads_are_refused_in_one_line() -> None:
+    narrow = {"word_embed_proj_dim": 16, "ffn_dim": 48, "max_position_embeddings": 64}
+    target = target_of("opt", **SMALL, **narrow)
+    target.features(torch.tensor([words(5)]), FeatureSpec(final_hidden=True))
+    with pytest.raises(UserError, match="cannot read its layers") as caught:
+        target.features(torch.tensor([words(5)]), FeatureSpec(layers=(2,)))
+    assert "\n" not in str(caught.value)
+
+
+def test_of_several_streams_between_layers_a_draft_reads_the_mean() -> None:
     streams = {"intermediate_size": [48] * 4, "num_kv_shared_layers": 0}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
-    several = target_of("gemma3n_text", **{**SHARED, **streams, **kinds}, laurel_rank=4)
-    narrow = {"word_embed_proj_dim": 16, "ffn_dim": 48, "max_position_embeddings": 64}
-    for target in (several, target_of("opt", **SMALL, **narrow)):
-        target.features(torch.tensor([words(5)]), FeatureSpec(final_hidden=True))
-        with pytest.raises(UserError, match="cannot read its layers") as caught:
-            target.features(torch.tensor([words(5)]), FeatureSpec(layers=(2,)))
-        assert "\n" not in str(caught.value)
+    target = target_of("gemma3n_text", **{**SHARED, **streams, **kinds}, laurel_rank=4)
+    seen, ids = list[torch.Tensor](), torch.tensor([words(4)] * 4)  # as many rows as streams
+    with target.layers[1].register_forward_hook(lambda _, __, out: seen.append(out)):
+        ctx, _ = target.features(ids, FeatureSpec(layers=(2,)))
+    assert seen[0].shape == (4, 4, 4, 32) and target.streams == 0
+    assert ctx.layers_BTF is not None
+    torch.testing.assert_close(ctx.layers_BTF, seen[0].mean(0))
 
 
 # --- Adapters -----------------------------------------------------------------------------------
