@@ -4,13 +4,14 @@ Most models multiply by one matrix. BERT and its relatives transform the state f
 part of what comes before the head, as a final norm is, and the head stays linear.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from specdec.compat import twin
 
 
 @torch.no_grad()
@@ -27,12 +28,11 @@ def transform_of(model: Any, body: Any, head: nn.Module) -> nn.Module | None:
 
 def without(module: nn.Module, head: nn.Module) -> nn.Module:
     """A twin of a module, with the same weights, that leaves out the `head` inside it."""
-    if module is head:
-        return nn.Identity()
-    twin = copy.copy(module)
-    inside = {n: m for n, m in module._modules.items() if m is not None and head in m.modules()}
-    twin._modules = {**module._modules, **{n: without(m, head) for n, m in inside.items()}}
-    return twin
+    path = next((name for name, part in module.named_modules() if part is head), None)
+    same: nn.Module = twin(module)
+    if path is not None:
+        same.set_submodule(path, nn.Identity())
+    return same
 
 
 def flat(head: Any) -> nn.Linear:

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.errors import UserError
 from specdec.targets import checks, loading
-from specdec.targets.causal import CausalTarget
+from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.checks import SHARP, check_causal, few_layers
 from specdec.targets.loading import TargetConfig, load_target, opening
 from tests.targets.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
@@ -99,11 +99,11 @@ def test_what_is_read_rightly_is_accepted_in_bfloat16(kind: str, size: float) ->
 
 @pytest.mark.parametrize("size", [0.02, 2.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_positions_by_slots_are_refused_in_every_precision(dtype: torch.dtype, size: float) -> None:
+def test_positions_by_slots_are_seen_in_every_precision(dtype: torch.dtype, size: float) -> None:
     if dtype is torch.float32 and size > 1:
         return  # attention sees one token whatever its bias: this is read as the model reads it
-    with pytest.raises(UserError, match="makes its own masks or positions"):
-        CausalTarget(model_of("mpt", MPT, size, dtype), None, "mpt")
+    target = CausalTarget(model_of("mpt", MPT, size, dtype), None, "mpt")
+    assert target.reading is Reading.ROWS and not target.reads_trees
 
 
 class Halves(nn.Module):
@@ -130,8 +130,8 @@ def test_quantised_layers_are_checked_as_sharply(kind: str) -> None:
         few = few_layers(CausalTarget(model, None, kind, quantisation="int8"))
         assert few is not None and checks._cache_error(few) < SHARP / 100
     else:
-        with pytest.raises(UserError, match="makes its own masks"):
-            CausalTarget(model, None, kind, quantisation="int8")
+        target = CausalTarget(model, None, kind, quantisation="int8")
+        assert target.reading is Reading.ROWS
 
 
 @pytest.mark.parametrize(("rounding", "accepted"), [(0.01, False), (0.15, True)])
@@ -144,7 +144,7 @@ def test_much_of_little(monkeypatch: pytest.MonkeyPatch, rounding: float, accept
     if accepted:
         check_causal(target)
         return
-    with pytest.raises(UserError, match="makes its own masks"):
+    with pytest.raises(UserError, match="is not causal or depends on the length"):
         check_causal(target)
 
 

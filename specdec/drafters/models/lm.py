@@ -107,7 +107,7 @@ class LM(Pretrained, InTransformers):
             f"drafter.source={config.source!r}: a {drafter.model.config.model_type} "
             + ("makes its own masks or positions" if plain else "transforms states in its head")
             + ", so it cannot draft: give a drafter.source of another kind, or a family with a "
-            "head of its own, such as eagle3",
+            "head of its own",
         )
         return drafter
 
