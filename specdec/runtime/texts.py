@@ -51,3 +51,9 @@ class TextCache(SlotCache):
         super().select(rows)
         if self._committed:
             self._committed = [self._committed[b] for b in rows]
+
+    def replace(self, rows: Sequence[int], other: SlotCache) -> None:
+        assert isinstance(other, TextCache)
+        super().replace(rows, other)
+        for row, ids in zip(rows, other._committed, strict=True):
+            self._committed[row] = ids

@@ -285,7 +285,7 @@ def test_what_needs_branches_is_refused() -> None:
         decode(target, [prompt], Way(lookahead), max_new_tokens=4)
     with pytest.raises(UserError, match=r"decode\.compile=false"):
         decode(target, [prompt], Way(drafter, compiled=True), max_new_tokens=4)
-    with pytest.raises(UserError, match="branch would need a state"):
+    with pytest.raises(UserError, match="cannot read a branch"):
         target.step(torch.tensor([prompt]), FeatureSpec(), target.new_cache(), torch.zeros(1, 6))
     with pytest.raises(UserError, match="which drafts would move"):
         DRAFTERS["early_exit"].build(EarlyExitConfig(layers=2), target)
