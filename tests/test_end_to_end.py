@@ -10,21 +10,25 @@ With -n 2, as in scripts/test, the workers share out the drafters (see conftest.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
 from rich.progress import Progress
+from transformers import AutoTokenizer
 
 import train
 from specdec.decoding.answers import Generation
@@ -46,7 +50,10 @@ from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
 from specdec.theory.alpha import visits
 from tests.tiny import compose, losses
 from train import pipeline
+from train.data.conversations import DataConfig, Tally
+from train.data.records import normal
 from train.data.split import split_prompts
+from train.data.template import Chat
 from train.folder import data_of_run
 
 pytestmark = pytest.mark.slow
@@ -410,3 +417,124 @@ def test_the_counters_of_vllm_give_what_our_decoder_counts(
     assert abs(at.rounds - len(rounds)) <= 0.005 * len(rounds)
     tau = 1 + sum(r.accepted for r in rounds) / len(rounds)
     assert at.tau.value == pytest.approx(tau, rel=0.005)
+
+
+# As Qwen3's: tools in the system turn, calls and results in tags; reasoning stays while tools are
+# called, and goes with the next question; a prompt for none has an empty thought
+TOOLS_AND_THINKING = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nYou may call a function, in <tool_call></tool_call>:\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or m.reasoning_content) %}
+{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n' if m.content }}
+{%- set said = {'name': call.function.name, 'arguments': call.function.arguments} %}
+{{- '<tool_call>\\n' + said | tojson }}
+{{- '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+{%- endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "height_of",
+            "description": "The height of a mountain in metres.",
+            "parameters": {"type": "object", "properties": {"mountain": {"type": "string"}}},
+        },
+    }
+]
+MOUNTAINS = ("Eiger", "Ben Nevis", "K2", "Fuji", "Elbrus", "Olympus", "Triglav", "Teide")
+
+
+def chat_of(n: int) -> dict[str, Any]:
+    """A chat with a call, its result, and another question; every second one has reasoning."""
+    mountain, metres = MOUNTAINS[n % len(MOUNTAINS)], str(1000 + 137 * n)
+    function = {"name": "height_of", "arguments": json.dumps({"mountain": mountain})}
+    call = {"type": "function", "id": f"call{n}", "function": function}
+    thoughts = ("I should look it up.", "The function says so.", "That is thanks.")
+    thinks = [{"reasoning_content": t} if n % 2 else {} for t in thoughts]
+    return {
+        "tools": TOOLS,
+        "messages": [
+            {"role": "user", "content": f"{n}: how high is {mountain}, please?"},
+            {"role": "assistant", "content": "", "tool_calls": [call], **thinks[0]},
+            {"role": "tool", "tool_call_id": f"call{n}", "content": metres},
+            {"role": "assistant", "content": f"{mountain} is {metres} m high.", **thinks[1]},
+            {"role": "user", "content": f"Thank you. Is {mountain} a good place to go in June?"},
+            {"role": "assistant", "content": f"Yes, {mountain} is fine in June.", **thinks[2]},
+        ],
+    }
+
+
+@pytest.mark.serving
+def test_tools_and_thinking_are_served_as_they_are_trained(
+    whole_target: Path, tmp_path: Path
+) -> None:
+    """float32: vLLM's prompts by its own rendering have our ids, with thinking on and off, and it
+    accepts at every position of every answer what our decoder accepts."""
+    shutil.copytree(whole_target, tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(whole_target)
+    tokenizer.chat_template = TOOLS_AND_THINKING
+    tokenizer.save_pretrained(tmp_path / "target")
+    chats = [chat_of(n) for n in range(12)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    of_target = ["target=model", f"target.path={tmp_path / 'target'}"]
+    options = [*of_target, "target.dtype=float32", "data=conversations", "data.answers=data"]
+    options += [f"data.path={tmp_path / 'chats.jsonl'}", "data.thinking=data", "data.held_out=0.2"]
+    options += ["data.max_length=512", "loop.epochs=2", "optim.lr=1e-4", "loop.rows=3"]
+    options += ["loop.eval_every=0", "loop.save_every=0", "decode.prompts=0", "drafter=eagle3"]
+    options += ["name=tools", f"features.root={tmp_path / 'features'}", "track=none"]
+    train.run(compose(options), tmp_path / "run")
+    target = load_target(TargetConfig(path=str(tmp_path / "target"), dtype="float32"))
+    drafter = checkpoint.load(tmp_path / "run" / "best", target)
+    accepted = Counter[bool]()
+    with vllm(
+        tmp_path, *of_target, "--draft", str(tmp_path / "run" / "export"), "--gamma", "3"
+    ) as url:
+        server = Server.of("--engine", url)
+        engine = Engine(server, target, speculates=True)
+        for n, thinking in product((1, 2, 3, 5), (True, False)):  # 2 has no reasoning
+            turns = (1, 3, 5)[n % 3]
+            chat = {"tools": TOOLS, "messages": chats[n]["messages"][:turns]}
+            answered = {"tools": TOOLS, "messages": chats[n]["messages"][: turns + 1]}
+            conversation = normal(answered, str(n), DataConfig(""), Tally())
+            how = "on" if thinking else "off"
+            prompt = Chat(target.tokenizer, thinking=how).prompt(conversation).ids.tolist()
+            kwargs = {"enable_thinking": thinking}
+            # vLLM reads this name alone here, and hands it to the template under both
+            asked = json.loads(json.dumps(chat).replace("reasoning_content", "reasoning"))
+            body = {**asked, "chat_template_kwargs": kwargs, "add_generation_prompt": True}
+            request = urllib.request.Request(
+                url.removesuffix("/v1") + "/tokenize",
+                json.dumps(body | {"add_special_tokens": False}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request) as reply:
+                assert json.load(reply)["tokens"] == prompt
+            ours = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=NEW)
+            theirs = engine.reply(prompt, NEW, Sampler(0.0), 0)
+            assert theirs.ids == ours.ids
+            counts = [sum(r.accepted > k for r in ours.rounds) for k in range(3)]
+            assert (theirs.rounds, list(theirs.accepted)) == (len(ours.rounds), counts)
+            accepted[thinking] += sum(counts)
+    assert min(accepted[True], accepted[False]) > 0
