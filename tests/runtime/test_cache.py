@@ -5,6 +5,8 @@ Run alone: python -m pytest tests/runtime/test_cache.py (about 3 s)
 
 from typing import Any
 
+from torch import nn
+
 from specdec.runtime.cache import cache_argument
 
 
@@ -12,19 +14,26 @@ def test_a_cache_is_given_by_the_keyword_that_the_model_takes() -> None:
     """`cache` since transformers 5.24; some models have another parameter of that name beside the
     older `past_key_values`."""
 
-    class Old:
+    class Old(nn.Module):
         def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...
 
-    class New:
+    class New(nn.Module):
         def forward(self, input_ids: Any, cache: Any = None) -> None: ...
 
-    class Both:
+    class Both(nn.Module):
         def forward(
             self, input_ids: Any, cache: Any = None, past_key_values: Any = None
         ) -> None: ...
 
-    class Wrapper:
+    class Wrapper(nn.Module):
+        """Passes everything on to its part."""
+
+        def __init__(self, *parts: nn.Module) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
         def forward(self, *args: Any, **kwargs: Any) -> None: ...
 
-    found = [cache_argument(kind()) for kind in (Old, New, Both, Wrapper)]
-    assert found == ["past_key_values", "cache", "past_key_values", "past_key_values"]
+    models = (Old(), New(), Both(), Wrapper(), Wrapper(New()))
+    taken = ["past_key_values", "cache", "past_key_values", "past_key_values", "cache"]
+    assert [cache_argument(model) for model in models] == taken
