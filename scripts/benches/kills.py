@@ -1,28 +1,23 @@
 """Runs on two processes that are killed again and again, and end as if nothing had happened."""
 
 import json
-import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import psutil
+from benches.launching import FLAGS, ROOT, launched, require_done
 from benches.turns import show
 
 from specdec.errors import UserError, require
 from specdec.files import make_folder
 from specdec.progress import console
 
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
-LAUNCH += ("--num_processes", "2", "--main_process_port", "0")
-FLAGS = {"DDP": ("--multi_gpu",), "FSDP2": ("--use_fsdp", "--fsdp_version", "2")}
 RANKS, LAUNCHER = ([0], [1], [0, 1]), [-1]  # who is killed
 CHATS = 60  # 12 batches of answers, 30 rows of features, 12 steps an epoch
 # phase → the places at which it can be cut, and up to which call they surely come in every life
@@ -75,7 +70,9 @@ def kills(
         rows = list[list[str]]()
         for run in planned(count, seed):
             whole = _overrides(place, run, "whole")
-            _require(_launched(run, ("train.py", *whole)), f"{run.name}: the run left alone")
+            require_done(
+                launched(("train.py", *whole), kind=run.kind), f"{run.name}: the run left alone"
+            )
             rows += _killed(place, run)
             console.print(f"{run.name}: bit-identical after {len(run.deaths)} kills")
         show(["run", "moment", "killed"], rows)
@@ -97,7 +94,8 @@ def _killed(place: Path, run: Run) -> list[list[str]]:
         for number, planned_death in enumerate(run.deaths):
             death = planned_death | {"delay": planned_death["delay"] / 2**attempt}
             notes = make_folder(place / "notes" / run.name / name / str(number))
-            done = _launched(run, ("-m", "tests.kills", json.dumps(death), str(notes), *overrides))
+            killing = ("-m", "tests.kills", json.dumps(death), str(notes), *overrides)
+            done = launched(killing, kind=run.kind)
             came = (notes / "killed").exists()
             moment = f"{death['place']} {death['call']} + {1000 * death['delay']:.0f} ms"
             failed = f"{run.name}: failed without a kill at {moment}:\n{done.stdout[-2000:]}"
@@ -110,7 +108,8 @@ def _killed(place: Path, run: Run) -> list[list[str]]:
             rows.append([run.name, moment, " and ".join(who)])
             console.print(*rows[-1], sep=" | ")
         else:
-            _require(_launched(run, ("train.py", *overrides)), f"{run.name}: the last life")
+            done = launched(("train.py", *overrides), kind=run.kind)
+            require_done(done, f"{run.name}: the last life")
             paths = [str(place / f"{run.kind}-{run.answers}-{x}") for x in (name, "whole")]
             _python(f"from tests.runs import require_same_run as f; f(*map(Path, {paths}))")
             return rows
@@ -150,23 +149,6 @@ def _overrides(place: Path, run: Run, name: str) -> list[str]:
     code += f"place = Path({str(place)!r}); usual = config.composed([]).drafter.name; "
     code += f"print(json.dumps({tiny}.overrides(usual, *{more})))"
     return [*json.loads(_python(code)), f"hydra.run.dir={folder}"]
-
-
-def _launched(run: Run, command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """The outcome of a command on two processes."""
-    given = {k: v for k, v in os.environ.items() if not k.startswith(("HYDRA_", "ACCELERATE_"))}
-    given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    given |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    with TemporaryDirectory() as folder, (log := Path(folder, "log")).open("w") as file:
-        full = [*LAUNCH, *FLAGS[run.kind], *command]
-        code = subprocess.call(full, cwd=ROOT, env=given, stdout=file, stderr=file)
-        return subprocess.CompletedProcess(full, code, log.read_text())
-
-
-def _require(done: "subprocess.CompletedProcess[str]", what: str) -> None:
-    require(
-        done.returncode == 0, f"{what} ended with code {done.returncode}: {done.stdout[-2000:]}"
-    )
 
 
 def _require_ended(notes: Path, within: float = 60.0) -> None:

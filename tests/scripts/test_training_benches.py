@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/scripts/test_training_benches.py
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -411,3 +412,40 @@ def test_the_memory_of_a_step_is_measured(tmp_path: Path) -> None:
     assert float(before) > 0.1 and float(added) >= 0
     ended = process(["scripts/bench", "memory", *target])
     assert ended.returncode == 2 and "name the families" in ended.stderr
+
+
+def test_several_processes_beside_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Runs take turns, after one that stores the features; two processes are 1.5 times as fast."""
+    from benches import processes
+
+    sizes = list[int]()
+
+    def trained(command: list[str], size: int, pinned: bool) -> Any:
+        assert pinned and "drafter=medusa" in command
+        sizes.append(size)
+        folder = Path(command[-1].removeprefix("hydra.run.dir="))
+        folder.mkdir()
+        train = {"tokens_per_second": 1000 * (1 + size) / 2, "waiting": 0.01}
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 9, "train": train}) + "\n")
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(processes, "launched", trained)
+    processes.processes(["drafter=medusa"], turns=2)
+    assert sizes == [1, 2, 1, 1, 2]
+    out = capfd.readouterr().out
+    assert ["1", "1,000 (waiting 1.00%)", "1,500 (waiting 1.00%)", "1.50"] in tables(out)
+    assert "2 processes train 1.50 times as fast (1.50 to 1.50)" in out
+    with pytest.raises(UserError, match="--count 1: give 2 or more"):
+        processes.processes(count=1)
+
+
+def test_a_command_is_launched_on_one_process_and_on_two() -> None:
+    from benches.launching import launched, require_done
+
+    cores = "import psutil; print(len(psutil.Process().cpu_affinity()))"
+    assert launched(["-c", cores], 1, pinned=True).stdout.strip() == "1"
+    assert launched(["-m", "this"], 2).stdout.count("Beautiful is better than ugly.") == 2
+    with pytest.raises(UserError, match="it ended with code 3"):
+        require_done(launched(["-c", "raise SystemExit(3)"], 1), "it")
