@@ -38,16 +38,18 @@ REFUSED = {
     "granite_swa": set[str](),  # a theta for each layer
     # states that cannot be rolled back
     "qwen3_5": {"lm", "lm lora.rank=4", "lm source=random", "early_exit lora.rank=4"},
+    # positions in the attention's bias, so that rows of equal length are read together
+    "bloom": {"mtp", "lm", "lm lora.rank=4", "lm source=random", "early_exit lora.rank=4"},
+    # a transform before the head, whose bias vLLM leaves out; learned positions
+    "bert": {"mtp", "eagle", "dflash", "lm", "lm lora.rank=4", "lm source=random"},
     # not exported; some families read a causal model's layers
     "t5, encoder-decoder": {"medusa adapter.rank=4", "spire", "early_exit lora.rank=4"}
     | {"lm", "lm lora.rank=4", "lm source=random"},
 }
 AT_LOAD = {
-    "recurrent_gemma": "keeps its states in modules of its own",
-    "bloom": "cannot be read",
-    "bert": "turns hidden states into logits in a way that is not supported",
-    "mpt": "makes its own masks or positions",
-    "dory": "turns hidden states into logits in a way that is not supported",
+    "xlnet": "gives other logits for a text when more tokens follow it",
+    "prophetnet": "turns hidden states into logits in a way that is not supported",
+    "m2m_100, encoder-decoder": "counts its decoder's positions",
 }
 
 

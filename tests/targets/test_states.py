@@ -30,7 +30,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
 from specdec.targets import checks
 from specdec.targets.base import Target
-from specdec.targets.causal import CausalTarget
+from specdec.targets.causal import CausalTarget, Reading
 from tests.laws import law
 from tests.tiny import Tiny, conversations, learn, make_tokenizer, random_drafter, write_jsonl
 
@@ -294,16 +294,22 @@ def test_what_needs_branches_is_refused() -> None:
             DRAFTERS["lm"].build(LMConfig(source=source, layers=None), target)
 
 
-def test_a_model_whose_states_move_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_move_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Zamba 2's, whose steps of one token do not bound what its whole pass bounds."""
     right = checks._step_error
+
+    def wrong(target: CausalTarget) -> float:
+        return right(target) + 0.01 * (target.reading is not Reading.TEXTS)
+
+    monkeypatch.setattr(checks, "_step_error", wrong)
+    assert target_of("lfm2").reading is Reading.TEXTS
     monkeypatch.setattr(checks, "_step_error", lambda target: right(target) + 0.01)
-    with pytest.raises(UserError, match="other logits over a cache") as caught:
+    with pytest.raises(UserError, match="other logits for a text when more tokens") as caught:
         target_of("lfm2")
     assert "\n" not in str(caught.value)
 
 
-def test_states_that_are_not_in_the_cache_are_refused() -> None:
+def test_a_model_whose_states_are_not_in_the_cache_reads_whole_texts() -> None:
     config = {
         "lru_width": 32,
         "attention_window_size": 8,
@@ -311,8 +317,19 @@ def test_states_that_are_not_in_the_cache_are_refused() -> None:
     }
     torch.manual_seed(0)
     made = AutoConfig.for_model("recurrent_gemma", **SHAPE, **config)
-    with pytest.raises(UserError, match="in modules of its own"):
-        CausalTarget(AutoModelForCausalLM.from_config(made), None, "recurrent_gemma")
+    model = AutoModelForCausalLM.from_config(made).eval()
+    target = CausalTarget(model, None, "recurrent_gemma")
+    assert target.reading is Reading.TEXTS
+    prompts = texts(5, 8)
+    drafter = random_drafter(Eagle3Config(depth=2, layers=[1, 2], draft_vocab=None), target, 0.3)
+    for way in (None, Way(drafter)):
+        for g, prompt in zip(
+            decode(target, prompts, way, max_new_tokens=6, eos=()), prompts, strict=True
+        ):
+            ids = torch.tensor([prompt])
+            for token in g.ids:
+                assert token == model(ids, use_cache=False).logits[0, -1].argmax()
+                ids = torch.cat([ids, torch.tensor([[token]])], 1)
 
 
 # --- Training -----------------------------------------------------------------------------------
