@@ -18,8 +18,8 @@ FLAGS = {"DDP": ("--multi_gpu",), "FSDP2": ("--use_fsdp", "--fsdp_version", "2")
 def launched(
     command: Sequence[str], processes: int = 2, kind: str = "DDP", pinned: bool = False
 ) -> "subprocess.CompletedProcess[str]":
-    """The outcome of a command of Python on so many processes of one thread each, on the CPU, which
-    share the draft by `kind`; its stdout has both streams. They may be `pinned` to as many
+    """The outcome of a Python command in this many processes of one thread each, on the CPU. They
+    share the draft by `kind`; stdout has both streams. They may be `pinned` to as many
     cores. One process is started without a launcher."""
     given = {k: v for k, v in os.environ.items() if not k.startswith(("HYDRA_", "ACCELERATE_"))}
     given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

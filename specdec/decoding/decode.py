@@ -50,7 +50,7 @@ def decode(
     at_once: int | None = None,
 ) -> list[Generation]:
     """Continue every prompt in this way (None: greedily, without a draft). Rows that end leave the
-    batch or, with `at_once`, which is the number of rows in plain decoding, make room for the
+    batch or, with `at_once` (the number of rows, for plain decoding only), make room for
     prompts that have none yet. No row's distribution depends on its neighbours, but the draws of a
     sampled row may, if `way.length` looks at the batch or when the longest row is about to use up
     the positions.

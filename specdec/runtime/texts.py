@@ -10,8 +10,8 @@ from specdec.runtime.cache import Place, SlotCache
 
 
 class TextCache(SlotCache):
-    """The tokens of each row, of which every pass reads the whole text anew: it costs more the
-    longer the text is, but keeps nothing that a rejected token could have changed."""
+    """The tokens of each row. Every pass reads the whole text anew, which costs more the longer
+    the text is, but nothing is kept that a rejected token could have changed."""
 
     def __init__(self) -> None:
         super().__init__(0, chains_only=True)

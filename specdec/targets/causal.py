@@ -188,8 +188,8 @@ class CausalTarget(Target):
         return torch.cat(known)[order_B] if known else None, torch.cat(final)[order_B]
 
     def _reread(self, needs: FeatureSpec, cache: TextCache) -> States:
-        """A pass over the whole texts, of which the states of the last tokens are returned. Padding
-        follows them, where no earlier token sees it."""
+        """A pass over the whole texts; it returns the states of the last tokens. Padding follows
+        the texts, where no earlier token sees it."""
         ids_BP, place_BT = cache.texts()
         rows_B1 = torch.arange(len(ids_BP), device=ids_BP.device)[:, None]
         layers, final = (

@@ -46,8 +46,8 @@ def understood(target: Parts) -> Iterator[None]:
 
 
 def check_causal(target: Any) -> None:
-    """Settle how a causal target reads on from a cache: in the first of its `readings` of which the
-    logits are right, with ragged rows and, where it reads trees, a tree of which paths are kept.
+    """Settle how a causal target reads on from a cache: in the first of its `readings` that gives
+    the right logits for ragged rows and, where it reads trees, for a tree whose paths are kept.
     Raise UserError if none is. In 16 bits and with quantised weights, rounding hides errors, so a
     few layers are checked in float32 as well."""
     with understood(target), torch.no_grad():

@@ -242,8 +242,8 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
 
 
 def _note_fingerprint(cfg: TargetConfig) -> None:
-    """Note the fingerprint of a checkpoint whose layers nobody here is to load: that of the whole
-    target or, if it is quantised or its files lack some of its tensors, one of the files."""
+    """Note the fingerprint of a checkpoint whose layers this run does not load: the whole target's
+    or, if it is quantised or its files lack some of its tensors, one that is made of the files."""
     cfg, _, config, _, weights = _opened(cfg)
     if weights is None or config.is_encoder_decoder or weights.fingerprint():
         return

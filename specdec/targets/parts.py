@@ -375,8 +375,8 @@ def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def depth_of(config: Any) -> int:
     """The length of a model's list of decoder layers. BART's config counts those of its encoder
-    first, LongCat's two for each layer, which holds two attentions, and HRM's a layer as often as
-    it is passed."""
+    first. LongCat's counts a layer twice, since it holds two attentions, and HRM's counts a layer
+    as often as a text passes it."""
     if decoder := getattr(config, "decoder_layers", None):
         return int(decoder)
     derived = isinstance(getattr(type(config), "num_hidden_layers", None), property)

@@ -46,7 +46,7 @@ from train.features.store import Store
 from train.processes import ranks_of
 from train.shares import Share
 
-GROUP = 4  # how many times as many prompts as are answered at once have their answers in one file
+GROUP = 4  # answers in one file, as a multiple of the prompts that are answered at once
 
 
 @dataclass

