@@ -19,7 +19,7 @@ WORK = ("data.limit=200", "loop.epochs=100", "loop.max_tokens=40000")
 
 
 def processes(
-    overrides: Annotated[Sequence[str], "of train.py, e.g. drafter=medusa"] = (),
+    overrides: Annotated[Sequence[str], "of train.py, e.g. loop.rows=8"] = (),
     *,
     count: Annotated[int, "processes that are compared with one"] = 2,
     turns: int = 3,
