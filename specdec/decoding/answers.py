@@ -197,8 +197,10 @@ class Answers:
     def refilled(self) -> list[int]:
         """Rows whose answers have ended, each of which now belongs to a prompt that waited; none
         until more than a tenth of the rows have ended, since prompts are read faster together."""
+        if not self._waiting:
+            return []
         ended = [b for b, i in enumerate(self.in_batch) if i in self._done]
-        if not self._waiting or self._waits(len(self.in_batch) - len(ended), patient=True):
+        if self._waits(len(self.in_batch) - len(ended), patient=True):
             return []
         rows = ended[: len(self._waiting)]
         for b in rows:

@@ -6,6 +6,7 @@ from specdec.measure.results import FILE, Measured, Results
 from specdec.measure.served import Served, ServedAt
 from specdec.report import markdown
 from specdec.report.markdown import escaped, table
+from specdec.report.verdict import as_engines_draft
 
 PAGE = "served.md"
 
@@ -65,13 +66,10 @@ def _row(at: ServedAt, deepest: int, prompts: int) -> list[str]:
 
 
 def _chains(results: Results, temperature: float) -> Measured | None:
-    """What was measured with chains of the draft alone, as engines serve it."""
-    for one in results.measured:
-        way = one.way
-        alone = way.drafter == results.drafter and way.chain and way.length == "fixed"
-        if alone and way.lossless and way.temperature == temperature:
-            return one
-    return None
+    """What was measured losslessly at a temperature as engines draft."""
+    chains = as_engines_draft(results)
+    lossless = (x for x in chains if x.way.lossless and x.way.temperature == temperature)
+    return next(lossless, None)
 
 
 def _compared(at: ServedAt, ours: Measured) -> str:

@@ -163,11 +163,16 @@ def _generate(one: Measured, results: Results) -> str:
     return " ".join(["scripts/generate", draft, *options])
 
 
+def as_engines_draft(results: Results) -> list[Measured]:
+    """What was measured with the draft alone in chains of one length, as engines serve it."""
+    chains = [one for one in results.measured if one.way.drafter == results.drafter]
+    return [one for one in chains if one.way.chain and one.way.length == "fixed"]
+
+
 def _vllm(results: Results) -> list[Command]:
     """How vLLM serves the draft, if it does. It drafts chains, whatever is fastest here."""
     layout = LAYOUTS.get((results.drafter, LAYOUT))
-    chains = [one for one in results.measured if one.way.drafter == results.drafter]
-    chains = [one for one in chains if one.way.chain and one.way.length == "fixed"]
+    chains = as_engines_draft(results)
     if layout is None or not layout.served or not chains:
         return []
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma

@@ -39,10 +39,14 @@ def understood(target: Parts) -> Iterator[None]:
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise UserError(
-            f"{target.title} cannot be read ({first_line(error)}): give another causal LM, or "
-            "a T5 or BART"
-        ) from error
+        raise _unread(target, error) from error
+
+
+def _unread(target: Parts, error: Exception) -> UserError:
+    return UserError(
+        f"{target.title} cannot be read ({first_line(error)}): give another causal LM, or a T5 or "
+        "BART"
+    )
 
 
 def check_causal(target: Any) -> None:
@@ -52,18 +56,19 @@ def check_causal(target: Any) -> None:
     few layers are checked in float32 as well."""
     with understood(target), torch.no_grad():
         check_head(target)
-    alone = [(reading, False) for reading in target.readings]
-    if alone[0][0] is not alone[-1][0] and target.takes_positions and not target.holders:
-        alone.insert(1, (alone[0][0], True))
-    for target.reading, target.counted in alone:
+    ways = [(reading, False) for reading in target.readings]
+    if len(ways) > 1 and target.takes_positions and not target.holders:
+        ways.insert(1, (ways[0][0], True))
+    for n, (target.reading, target.counted) in enumerate(ways, 1):
         try:
             with torch.no_grad():
                 if _reads_on(target):
                     return
         except (UserError, torch.OutOfMemoryError):
             raise
-        except Exception:  # a model may refuse our masks or our cache in any way
-            continue
+        except Exception as error:  # a model may refuse our masks or our cache in any way
+            if n == len(ways):  # but not to read a whole text
+                raise _unread(target, error) from error
     raise UserError(
         f"{target.title} gives other logits for a text when more tokens follow it, so it is not "
         "causal or depends on the length of a text, and what it decodes would not follow the p "

@@ -363,8 +363,7 @@ def document_of(
 def _places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
     """The first token of a span, and the first one after it. Raises Unusable if a token crosses an
     edge, or might: some tokenizers leave a token's leading space out of its offsets."""
-    starts = [start for start, _ in offsets]
-    first, last = (bisect_left(starts, edge) for edge in span)
+    first, last = (bisect_left(offsets, edge, key=lambda x: x[0]) for edge in span)
     for i, edge in ((first, span[0]), (last, span[1])):
         if i > 0 and offsets[i - 1][1] != edge:
             raise Unusable(DISAGREE)

@@ -45,7 +45,7 @@ def fill(
     task = progress.add_task("engine's features", total=sum(map(len, texts.values())))
     written, alike, compared = time.monotonic(), list[bool](), False
     try:
-        for i, result in states(engines, texts, [*store.kind.layers, _last(target)], target.width):
+        for i, result in states(engines, texts, [*store.kind.layers, target.depth], target.width):
             if isinstance(result, Failed):
                 raise UserError(
                     f"the features of a text of {len(texts[i])} tokens are missing because of "
@@ -86,11 +86,6 @@ def states(engines: Engines, texts: dict[int, list[int]], layers: Sequence[int],
         return states_of(reply, texts[i], layers, width), after[0]
 
     return engines.results(requests, REQUESTS, read)
-
-
-def _last(target: Parts) -> int:
-    layers = target.depth
-    return layers
 
 
 def _require_own(alike: Sequence[bool], target: Parts) -> None:

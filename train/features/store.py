@@ -237,10 +237,10 @@ class Store:
 
     def record(self, target: Target) -> Record:
         """A record that makes `decode` keep the features that the target computes as it answers, so
-        that it need not read its answers again; `write` then stores what has not been stored by
-        then, which is little. The target never reads
-        the last token of an answer, so that token's features are stored as 0. Nothing uses them:
-        its p is at the position before it, and anchors read only positions before themselves."""
+        that it need not read its answers again. Whatever exceeds `RECORDED` bytes is stored at
+        once, and `write` stores the rest. The target never reads the last token of an answer, so
+        that token's features are stored as 0. Nothing uses them: its p is at the position before
+        it, and anchors read only positions before themselves."""
 
         def keep(text: list[int], ctx: Context) -> None:
             assert ctx.final_BTD is not None

@@ -99,11 +99,14 @@ class LM(Pretrained, InTransformers):
         """Like `Pretrained.build`. Raises UserError for a draft that would be read wrongly."""
         drafter = super().build(config, target, vocab_S, earlier)
         body, head = body_of(drafter.model), drafter.model.get_output_embeddings()
+        modes = [(module, module.training) for module in drafter.modules()]
         drafter.eval()  # without dropout
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        kind = next(drafter.parameters()).device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
             plain = transform_of(drafter.model, body, head) is None
             right = plain and not masks_by_slots(drafter.model.config) and drafter._reads_slots()
-        drafter.train()
+        for module, mode in modes:
+            module.training = mode
         require(
             right,
             f"drafter.source={config.source!r}: a {drafter.model.config.model_type} "
