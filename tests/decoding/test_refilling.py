@@ -17,7 +17,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from tests.drafters.families import V, make_drafter, make_target, text
 from tests.targets import test_states
-from tests.targets.test_architectures import SPARSE
+from tests.targets.test_architectures import OWN, SPARSE
 from tests.targets.test_architectures import target_of as with_index
 from tests.tiny import architectures, random_target
 
@@ -27,6 +27,7 @@ PROMPTS += [text(40, 70)[0].tolist(), text(41, 2)[0].tolist(), PROMPTS[3]]
 SEEDS = [1000 + 7 * i for i in range(len(PROMPTS))]
 KINDS = ["llama", "mistral", "qwen3_5_text", "lfm2", "mamba"]
 KINDS += ["deepseek_v32"]  # chooses its keys by an index that is kept in slots too
+KINDS += ["bloom", "rwkv"]  # rows of one length together; whole texts
 EOS = tuple(range(3, 12))  # of a vocabulary of about 50: answers end at different times
 
 
@@ -34,7 +35,9 @@ def target_of_kind(kind: str) -> Target:
     tiny = architectures(V, 2)
     if kind in tiny:
         return random_target(tiny[kind])
-    return test_states.target_of(kind) if kind in test_states.KINDS else with_index(kind, **SPARSE)
+    if kind in test_states.KINDS:
+        return test_states.target_of(kind)
+    return with_index(kind, **(OWN[kind][1] if kind in OWN else SPARSE))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,7 @@ from specdec.drafters.models.pretrained import LoraOptions, with_adapters
 from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
 from specdec.sampling.trees import Chain, Static
+from specdec.targets import checks
 from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
@@ -367,6 +368,17 @@ def test_what_is_not_causal_is_refused(kind: str, config: dict[str, Any]) -> Non
     with pytest.raises(UserError, match="is not causal or depends on the length") as caught:
         target_of(kind, **config)
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_of_the_model_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no way of reading works, the last one, which is the plainest, tells why."""
+
+    def fail(_: Any) -> bool:
+        raise ValueError("an odd shape")
+
+    monkeypatch.setattr(checks, "_reads_on", fail)
+    with pytest.raises(UserError, match=r"cannot be read \(an odd shape\): give another"):
+        target_of("llama", **SMALL)
 
 
 def test_an_encoder_decoder_of_an_unknown_kind_is_refused() -> None:
