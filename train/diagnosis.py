@@ -46,7 +46,8 @@ class Diagnosis:
     """`lengths` has the quantiles of `QUANTILES`, in tokens; `longer` the number of texts that are
     longer than some limits; `coverage` the share of the held-out answers' tokens that draft
     vocabularies of some sizes have; `stops` the tokens that answers end in, by their text, and how
-    many do; `scripts` the share of letters. `faults` say why a draft trained on this would be
+    many do; `weights` how many answers have each weight in the loss, if not all have 1; `scripts`
+    the share of letters. `faults` say why a draft trained on this would be
     worthless."""
 
     data: str
@@ -58,6 +59,7 @@ class Diagnosis:
     too_long: str = ""
     coverage: dict[int, float] = field(default_factory=dict)
     stops: dict[str, int] = field(default_factory=dict)
+    weights: dict[float, int] = field(default_factory=dict)
     scripts: dict[str, float] = field(default_factory=dict)
     repeated: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -86,6 +88,7 @@ def diagnose(cfg: DataConfig, target: Parts, draft_vocab: int | None, samples: i
     diagnosis.samples = [_sample(text, target, most) for text in split.train[:samples]]
     diagnosis.repeated = len(texts) - len({t.ids.tobytes() for t in texts})
     diagnosis.scripts = _scripts(_said(text, target.tokenizer) for text in texts)
+    diagnosis.weights = _weights(texts)
     if answering:
         if cfg.format not in (*TEXTS, "tokens"):
             diagnosis.faults = _faults_of_template(cfg, target)
@@ -199,6 +202,19 @@ def _coverage(split: Split[Document], whole: int, asked: int | None) -> dict[int
     held = np.concatenate([d.ids[d.mask] for d in split.held_out])
     known = {n: frequent_tokens(train, n).numpy() for n in sizes if n < whole}
     return {n: float(np.isin(held, ids).mean()) for n, ids in known.items()}
+
+
+def _weights(texts: Sequence[Document | Prompt]) -> dict[float, int]:
+    """How many answers have each weight, smallest first; nothing if all have 1."""
+    counts = Counter[float]()
+    for text in texts:
+        if isinstance(text, Prompt):
+            counts[round(text.weight, 6)] += 1
+            continue
+        starts = [start for start, _ in _spans(text.mask)]
+        of_text = [1.0] * len(starts) if text.weight is None else text.weight[starts].tolist()
+        counts.update(round(weight, 6) for weight in of_text)
+    return {} if counts.keys() <= {1.0} else dict(sorted(counts.items()))
 
 
 def _stops(texts: Sequence[Any], target: Parts) -> dict[str, int]:

@@ -248,12 +248,14 @@ def note_date(cfg: Config, folder: Path) -> None:
 
 
 def digest(documents: Sequence[Document]) -> str:
-    """A short hash of documents, their masks and, if they have any, their rounds."""
+    """A short hash of documents, their masks and, if they have any, their rounds and weights."""
     digest = hashlib.blake2b(digest_size=12)
     for document in documents:
         digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
         if document.rounds is not None:
             digest.update(document.rounds.tobytes())
+        if document.weight is not None:
+            digest.update(document.weight.astype("<f4").tobytes())
     return digest.hexdigest()
 
 

@@ -22,6 +22,7 @@ from specdec.context import Moment
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.files import recover
+from specdec.forcing.anchors import divisor
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.measure.results import Training
@@ -222,10 +223,12 @@ def train(
             seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
             of_rows = {i: source.rows[i] for i in chosen}
             anchors = {
-                i: forcing.anchors(row.mask, row.document, row.position, seeds[i], row.drafted)
+                i: forcing.anchors(
+                    *(row.mask, row.document, row.position, seeds[i], row.drafted, row.weight)
+                )
                 for i, row in of_rows.items()
             }
-            count = sum(a.total for a in anchors.values())
+            count = divisor([a.total for a in anchors.values()])
             losses: list[Tensor] = []
             for n in range(cfg.accumulate):
                 mine = _micro_batch(chosen, n, cfg, rank, world)
@@ -236,7 +239,7 @@ def train(
                     _seed_dropout(moment.seeds)
                     with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 none
                         loss, seen = model(batch, [anchors[i] for i in mine], moment)
-                    loss = loss / max(count, 1) * world  # DDP and FSDP average gradients
+                    loss = loss / count * world  # DDP and FSDP average gradients
                     losses.append(loss.detach())
                     accelerator.backward(loss)
                 learner.statistics += accelerator.reduce(seen.detach(), "sum")

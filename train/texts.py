@@ -19,7 +19,7 @@ from train.data.answer_files import AnswersConfig
 from train.data.answers import answered, logged
 from train.data.conversations import TEXTS, DataConfig
 from train.data.split import SHARE, Split, split_documents, split_prompts
-from train.data.template import Document, Prompt
+from train.data.template import Document, Prompt, evenly
 from train.features.store import Store
 from train.plan import FEWEST
 from train.processes import ranks_of
@@ -80,7 +80,7 @@ def texts_of(
         if train:  # engines may leave prompts unanswered
             answered_too = {d.ids[~d.mask].tobytes() for d in train}
             asked = [prompt for prompt in asked if prompt.ids.tobytes() in answered_too]
-        train = train or [Document(p.id, p.ids, np.zeros(len(p.ids), np.bool_)) for p in asked]
+        train = train or [_unanswered(prompt) for prompt in asked]
     if cfg.data.rounds:
         logs = Path(cfg.data.rounds)
         train = ranks.handed(lambda: logged(logs, cfg.drafter.depth, parts, split.prompts))
@@ -90,6 +90,13 @@ def texts_of(
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
     return Texts(train, held_out, split.prompts, measured, split.tally.read, split.share, asked)
+
+
+def _unanswered(prompt: Prompt) -> Document:
+    """What stands for a prompt that only later rounds answer."""
+    ids = prompt.ids
+    silent = np.zeros(len(ids), np.bool_)
+    return Document(prompt.id, ids, silent, weight=evenly(len(ids), prompt.weight))
 
 
 def answer_share(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 ALIKE = 16  # sizes of products are rounded up to a multiple; see `rounded`
+ROUNDING = 1e-5  # by which the total of a single text can miss 1 with per=sequence
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ def together(rows: Sequence[Anchors]) -> Anchors:
     )
 
 
+def divisor(totals: Sequence[float]) -> float:
+    """What the loss over the anchors of several rows is divided by, from their totals: the sum, or
+    1 if there are none."""
+    total = sum(totals)
+    return total if 0 < total <= 1 - ROUNDING else max(total, 1)
+
+
 def anchors_of(
     mask_BT: Tensor,
     document_BT: Tensor,
@@ -82,6 +90,7 @@ def anchors_of(
     weigh: Callable[[Tensor], Tensor] | None = None,
     per: str = "token",
     drafted_BTK: Tensor | None = None,
+    weight_BT: Tensor | None = None,
 ) -> Anchors:
     """Anchors of some rows: positions a >= 1 of a document whose token a + 1 counts.
 
@@ -90,7 +99,9 @@ def anchors_of(
     document. With `drafted_BTK`, which has what a decoder's rounds drafted at their anchors and -1
     elsewhere, it is valid if a token was drafted there. `weigh` maps the valid depths at the
     positions of a row to their weights [T, K] (see `Trainable.anchors`); None: 1 where valid. `per`
-    "sequence" divides every weight by the number of valid positions in its document.
+    "sequence" divides every weight by the number of valid positions in its document. `weight_BT`,
+    if given, is how much each token counts relative to others: an anchor counts as much as the
+    token after it or, in a decoder's round, as the anchor itself.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))
@@ -107,6 +118,9 @@ def anchors_of(
             for document in document_T.unique():
                 of_it = document_T == document
                 share_T[of_it] /= share_T[of_it].sum().clamp_min(1)
+    if weight_BT is not None:
+        after_BT = nn.functional.pad(weight_BT[:, 1:], (0, 1))
+        share_BT = share_BT * (after_BT if drafted_BTK is None else weight_BT)
     weight_BTK = valid_BTK.float() if weigh is None else torch.stack([*map(weigh, valid_BTK)])
     row_N, position_N = (weight_BTK > 0).any(-1).nonzero(as_tuple=True)
     weight_NK = (weight_BTK * share_BT[..., None])[row_N, position_N]

@@ -107,10 +107,12 @@ class TeacherForcing(nn.Module):
         position_T: NDArray[np.int32],
         seed: int,
         drafted_TK: NDArray[np.int32] | None = None,
+        weight_T: NDArray[np.float32] | None = None,
     ) -> Anchors:
         """The anchors of one training row, chosen by the drafter, and the total that a loss over
         them is divided by. The same seed gives the same anchors. `drafted_TK` has the tokens that a
-        decoder drafted at the anchors it visited, -1 elsewhere."""
+        decoder drafted at the anchors it visited, -1 elsewhere; `weight_T` is how much each token
+        counts (None: 1)."""
         generator, drafter = torch.Generator().manual_seed(seed), self.drafter
         assert isinstance(drafter, Trainable)
         mask, document, position = (
@@ -121,6 +123,7 @@ class TeacherForcing(nn.Module):
             lambda valid_TK: drafter.anchors(valid_TK, generator),
             self.objective.per,
             None if drafted_TK is None else torch.from_numpy(drafted_TK)[None],
+            None if weight_T is None else torch.from_numpy(weight_T)[None],
         )
 
     def forward(
@@ -137,7 +140,8 @@ class TeacherForcing(nn.Module):
 
         `anchors` has those of each row; None takes those of `Batch.anchors`, as `measure` always
         does. The loss is Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors'
-        total. If the target's adapters are trained too, it is scaled by the draft's share, and the
+        total. The sums and the `Table` count every anchor once, whatever its weight. If the
+        target's adapters are trained too, the loss is scaled by the draft's share, and the
         divergence of the adapted target from the original is added.
         """
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring
-from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives import chunked
@@ -90,6 +91,49 @@ def test_anchors_by_hand() -> None:
     assert shared.total == pytest.approx(2)  # documents
     both = together([found, shared])
     assert both.row_N.tolist() == [0] * 4 + [1] * 4 and both.total == pytest.approx(6)
+
+
+def test_weighted_anchors_by_hand() -> None:
+    """The texts of `test_anchors_by_hand`; an anchor counts as much as the token after it, in a
+    decoder's round as much as itself. Shares of a text are those of its anchors' number, so that a
+    text of weight .5 counts half."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0]]).bool()
+    document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1]])
+    position = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0]])
+    weight = torch.tensor([[9, 9, 0.5, 2, 2, 9, 0.25, 3, 9]])
+    found = anchors_of(mask, document, position, 2, weight_BT=weight)
+    assert found.weight_NK.tolist() == [[0.5, 0.5], [2, 2], [2, 0], [3, 0]]
+    assert found.total == 7.5
+    shared = anchors_of(mask, document, position, 2, per="sequence", weight_BT=weight)
+    assert shared.weight_NK[:, 0].tolist() == pytest.approx([0.5 / 3, 2 / 3, 2 / 3, 3])
+    assert shared.total == pytest.approx(4.5)
+    drafted = torch.full((1, 9, 2), -1)
+    drafted[0, 3], drafted[0, 7, 0] = 1, 1
+    rounds = anchors_of(mask, document, position, 2, drafted_BTK=drafted, weight_BT=weight)
+    assert rounds.position_N.tolist() == [3, 7]
+    assert rounds.weight_NK.tolist() == [[2, 2], [3, 0]]
+    for totals, expected in (([], 1), ([0.0], 1), ([1 - 1e-7], 1), ([0.25, 0.5], 0.75), ([3.0], 3)):
+        assert divisor(totals) == expected
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_the_gradient_of_half_a_weight_is_half(target: Target, name: str) -> None:
+    """Whatever a family draws or adds; the figures stay as they are."""
+    drafter = make_drafter(name, target)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    batch, found = batch_with(target, drafter, 12), []
+    arrays = [x[0].cpu().numpy() for x in row(batch)]
+    for weight in (None, np.full(20, 0.5, np.float32)):
+        anchors = forcing.anchors(*arrays, 3, None, weight)
+        drafter.zero_grad()
+        loss, seen = forcing(batch, [anchors], Moment(0.5, [3]))
+        loss.backward()
+        grads = [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
+        found.append((anchors.total, [loss.detach(), *grads], seen))
+    (total, whole, seen), (half_total, half, same) = found
+    assert half_total == total / 2 and torch.equal(seen, same)
+    assert any(x.abs().sum() > 0 for x in whole)
+    torch.testing.assert_close(half, [x / 2 for x in whole])
 
 
 def test_drawn_anchors_stand_for_all() -> None:

@@ -116,6 +116,31 @@ def test_the_fault_of_the_script_is_one_line(
     assert "Fault" in (tmp_path / "doctor" / "data.md").read_text()
 
 
+def test_weights_are_shown(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chats = conversations(8)
+    for n, chat in enumerate(chats[:6]):
+        chat["messages"][1]["weight"] = (0.5, 0.1, 0.5, 2, 0, -1)[n]
+    path = write_jsonl(tmp_path / "weighted.jsonl", chats)
+    settings = [f"data={path}", f"target={folder / 'target'}", "data.held_out=0.3"]
+    assert doctor(monkeypatch, tmp_path, *settings, "data.answers=data") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 dropped: an answer whose weight is neither 0 nor a number from 0.001 to 100" in said
+    assert "3 changed: answers that count by their weight" not in said
+    assert "4 changed: answers that count by their weight in the loss" in said
+    table = "Weights of the answers in the loss weight 0.1 1 weight 0.5 2 weight 1 2 weight 2 1"
+    assert table in said
+    assert "weight 0.5" in (tmp_path / "doctor" / "data.md").read_text()
+    assert doctor(monkeypatch, tmp_path, *settings, "data.answers=target") == 0
+    # the target answers in place of an answer of weight 0, and its own answer counts as any
+    said = " ".join(capsys.readouterr().out.split())
+    assert table.replace("weight 1 2", "weight 1 3") in said
+
+
 def test_scripts_and_coverage(tmp_path: Path, folder: Path) -> None:
     parts = TargetOnDemand(TargetConfig(str(folder / "target"))).parts
     diagnosis = of(folder, parts, answers="data")

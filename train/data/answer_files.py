@@ -18,7 +18,7 @@ from specdec.files import sealed_lines
 from specdec.integrity import Damaged
 from specdec.sampling.sampler import require_cutoffs, require_temperature
 from specdec.targets.parts import Parts
-from train.data.template import Document, Prompt
+from train.data.template import Document, Prompt, evenly
 from train.shares import Share
 
 MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
@@ -142,6 +142,7 @@ def documents_of(
             raise Damaged(f"{folder} was damaged while this run answered: start it again")
         document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
         if document is not None:
+            document.weight = evenly(len(document.ids), prompt.weight)
             documents.append(document)
     return documents
 

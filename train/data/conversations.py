@@ -144,15 +144,19 @@ class DataConfig:
 @dataclass(frozen=True)
 class Message:
     """A turn. `beside` has what else a chat template may write of it, under the names that servers
-    use: reasoning_content, tool_calls, tool_call_id, name. The answer is trained on unless its
-    weight in the data is 0. `as_written` is the text with the reasoning that the data have in
-    it."""
+    use: reasoning_content, tool_calls, tool_call_id, name. `weight` is how much an answer counts in
+    the loss, relative to others; with 0 it is not trained on. `as_written` is the text with the
+    reasoning that the data have in it."""
 
     role: str  # system | user | assistant | tool
     content: str
     beside: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    trained: bool = True
+    weight: float = 1.0
     as_written: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.weight > 0
 
     @property
     def blank(self) -> bool:

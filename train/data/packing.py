@@ -20,6 +20,7 @@ class Row:
     document: NDArray[np.int32]  # index into the documents that were packed
     position: NDArray[np.int32]  # from 0 in each document
     rounds: NDArray[np.int32] | None = None  # as in `Document`; all documents have them, or none
+    weight: NDArray[np.float32] | None = None  # as in `Document`; None: 1 for all
 
     @property
     def drafted(self) -> NDArray[np.int32] | None:
@@ -54,6 +55,15 @@ def pack(documents: Sequence[Document], length: int) -> list[Row]:
             np.repeat(np.array(packed, np.int32), lengths[packed]),
             np.concatenate([np.arange(lengths[i], dtype=np.int32) for i in packed]),
             np.concatenate([rounds[i] for i in packed]) if rounds else None,
+            _weight([documents[i] for i in packed]),
         )
         for packed in rows
     ]
+
+
+def _weight(packed: Sequence[Document]) -> NDArray[np.float32] | None:
+    """The weights of the tokens of a row; None if they are all 1."""
+    if all(document.weight is None for document in packed):
+        return None
+    each = [np.ones(len(d.ids), np.float32) if d.weight is None else d.weight for d in packed]
+    return np.concatenate(each)

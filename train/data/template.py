@@ -25,6 +25,7 @@ TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's las
 TAILS = 1000  # ends of prompts that are kept with their tokens
 PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
 LOST = "answers not trained on, since the template writes them, or what comes before, otherwise"
+WEIGHTED = "answers that count by their weight in the loss"
 SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
 
 
@@ -34,7 +35,9 @@ class Document:
     plain text, at every token but the first).
 
     `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the answer: at each
-    round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1."""
+    round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1.
+
+    `weight` [T], if given, is how much each token counts in a loss, relative to others."""
 
     id: str
     ids: NDArray[np.int32]
@@ -43,6 +46,7 @@ class Document:
     rounds: NDArray[np.int32] | None = None
     notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
     chat: str = ""  # the name of its conversation, if that is in several documents
+    weight: NDArray[np.float32] | None = None  # None: 1 for all
 
 
 @dataclass(eq=False)
@@ -55,6 +59,7 @@ class Prompt:
     earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
     thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
     notes: tuple[str, ...] = ()
+    weight: float = 1.0  # of its answer in a loss, relative to others
 
     @property
     def kind(self) -> str:
@@ -96,6 +101,8 @@ class Chat:
         notes, reasons, documents = dict[str, None](), list[str](), list[Document]()
         if any(m.role == "assistant" and not m.trained for m in messages):
             notes["answers of weight 0 not trained on"] = None
+        if any(messages[i].weight != 1 for i in wanted):
+            notes[WEIGHTED] = None
 
         def thinking(i: int) -> bool | None:
             return self._asked(conversation, messages[i])
@@ -149,6 +156,7 @@ class Chat:
         ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         require_short(ids, cfg)
         mask, together, rows = np.zeros(len(ids), np.bool_), -1, dict[int, Document]()
+        weight = np.ones(len(ids), np.float32)
         for turn, span in answers.spans.items():
             try:
                 first, last = _places(offsets, span)
@@ -156,14 +164,16 @@ class Chat:
                 closes = answers.text[span[0] :].lstrip().startswith(CLOSES)
                 raise Unusable(OPENED if closes else str(reason)) from reason
             prompt = self._alone(answers.text[: span[0]], ids[:first], offsets)
+            counts = conversation.messages[turn].weight
             if prompt == ids[:first]:
-                mask[first:last], together = True, turn
+                mask[first:last], weight[first:last], together = True, counts, turn
                 continue
             said = np.arange(len(prompt) + last - first) >= len(prompt)
-            rows[turn] = document_of(conversation.id, prompt + ids[first:last], said, cfg)
+            text = prompt + ids[first:last]
+            rows[turn] = document_of(conversation.id, text, said, cfg, evenly(len(text), counts))
         if together >= 0:
             end = len(ids) if not rows else len(mask) - int(mask[::-1].argmax())
-            rows[together] = document_of(conversation.id, ids[:end], mask[:end], cfg)
+            rows[together] = document_of(conversation.id, ids[:end], mask[:end], cfg, weight[:end])
         return dict(sorted(rows.items()))
 
     def _alone(self, prompt: str, ids: list[int], offsets: Sequence[Span]) -> list[int]:
@@ -208,6 +218,8 @@ class Chat:
                 if message.role == "tool" and best is not None:
                     said, turns = best.words, best.earlier
                 best = Prompt(conversation.id, np.array(ids, np.int32), said, turns, thinking)
+                if answer is not None and answer.trained:
+                    best.weight = answer.weight
                 last, text = i, written
         if best is None:
             raise Unusable(too_long_prompt(most))
@@ -350,14 +362,26 @@ def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
 
 
 def document_of(
-    name: str, ids: Sequence[int], mask: NDArray[np.bool_], cfg: DataConfig
+    name: str,
+    ids: Sequence[int],
+    mask: NDArray[np.bool_],
+    cfg: DataConfig,
+    weight: NDArray[np.float32] | None = None,
 ) -> Document:
     """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
     assistant's."""
     cut = cfg.max_length
     if mask[:cut].sum() < cfg.min_answer:
         raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
-    return Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
+    document = Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
+    if weight is not None and (weight[:cut] != 1).any():
+        document.weight = weight[:cut]
+    return document
+
+
+def evenly(length: int, weight: float) -> NDArray[np.float32] | None:
+    """The weight of a document whose tokens all count alike, as `Document` has it."""
+    return None if weight == 1 else np.full(length, weight, np.float32)
 
 
 def _places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:

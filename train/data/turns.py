@@ -35,6 +35,7 @@ FROM, CONTENT = ("from", "role"), ("value", "content", "text", "parts")  # keys 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLS = ("tool_calls", "function_call")
 WEIGHTS = ("weight", "train", "loss")
+LEAST, MOST = 0.001, 100  # weights of answers that are trained on
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 # reasoning at the beginning of an answer; what opens it may have been a part of the prompt
 THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>(.*)", re.DOTALL)
@@ -126,19 +127,27 @@ def _message(turn: Any, ignored: set[str]) -> Message:
         read.add("name")
     if not contents and role not in ("tool", "system") and "tool_calls" not in beside:
         raise Unusable("a turn without content")
-    trained = True
-    if role == "assistant" and turn.get("weight") not in (None, 0, 1):
-        raise Unusable(
-            "an answer whose weight is neither 0 nor 1, since a loss is not scaled by turn"
-        )
+    weight = 1.0
     for key in WEIGHTS:
-        if isinstance(weight := turn.get(key), bool | int) or (
-            key == "weight" and weight in (0, 1)
-        ):
-            trained = trained and (bool(weight) or role != "assistant")
+        said = turn.get(key)
+        if isinstance(said, bool | int) or (key == "weight" and said in (0, 1)):
             read.add(key)
+        if role != "assistant" or said is None:
+            continue
+        if key == "weight":
+            weight *= _weight(said)
+            read.add(key)
+        elif key in read:
+            weight *= bool(said)
     ignored |= {f"the key {key!r} of turns" for key in turn if key not in read}
-    return Message(role, content.text, beside, trained, as_written)
+    return Message(role, content.text, beside, weight, as_written)
+
+
+def _weight(value: Any) -> float:
+    """How much an answer counts. Raises Unusable for what is no such number."""
+    if not isinstance(value, bool | int | float) or not (value == 0 or LEAST <= value <= MOST):
+        raise Unusable(f"an answer whose weight is neither 0 nor a number from {LEAST} to {MOST}")
+    return float(value)
 
 
 @dataclass
@@ -198,11 +207,11 @@ def joined(one: Message, two: Message) -> Message:
     rest = [{k: x for k, x in m.beside.items() if k != "tool_calls"} for m in (one, two)]
     alike = rest[0] == rest[1] or ("tool_calls" in two.beside and not rest[1])
     moved = "tool_calls" in one.beside and two.content  # a template writes the text first
-    if not alike or moved or one.trained != two.trained:
+    if not alike or moved or one.weight != two.weight:
         raise Unusable("turns of one role in a row with reasoning, calls, names or weights")
     content = "\n\n".join(m.content for m in (one, two) if m.content)
     return Message(
-        one.role, content, rest[0] | ({"tool_calls": calls} if calls else {}), one.trained
+        one.role, content, rest[0] | ({"tool_calls": calls} if calls else {}), one.weight
     )
 
 

@@ -10,6 +10,7 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 from pathlib import Path
 from typing import Any
 
@@ -383,13 +384,22 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     assert len(prompts(none).train) == 1
     with pytest.raises(UserError, match="1 weight 0 for all answers"):
         documents(none)
-    for weight in (0.5, 2, -1, "high"):
-        half = [USER, ANSWER | {"weight": weight}]
-        with pytest.raises(UserError, match="1 an answer whose weight is neither 0 nor 1"):
-            documents(write_lines(tmp_path / "z.jsonl", [{"messages": half}]))
-    assert documents(
-        write_lines(tmp_path / "z.jsonl", [{"messages": [USER, ANSWER | {"weight": 1.0}]}])
-    )
+    for weight in (-1, -0.5, 1e-4, 100.5, math.inf, 10**400, "high", "0.5", [1], {"x": 1}):
+        wrong = [USER, ANSWER | {"weight": weight}]
+        with pytest.raises(UserError, match=r"1 an answer whose weight is neither 0 nor a number"):
+            documents(write_lines(tmp_path / "z.jsonl", [{"messages": wrong}]))
+    # tables write NaN for what is missing
+    same = (1.0, True, None, math.nan)
+    for weight, kept in (*((x, None) for x in same), (0.5, 0.5), (100, 100)):
+        some = [{"messages": [USER, ANSWER | {"weight": weight}]}]
+        path = write_lines(tmp_path / "z.jsonl", some)
+        (document,), (prompt,) = documents(path).train, prompts(path).train
+        assert prompt.weight == (kept or 1)
+        assert (document.weight is None) == (kept is None)
+        assert kept is None or set(document.weight[document.mask].tolist()) == {kept}
+    differ = [USER, ANSWER | {"weight": 0.5}, ANSWER | {"weight": 2}]
+    with pytest.raises(UserError, match="calls, names or weights"):
+        documents(write_lines(tmp_path / "z.jsonl", [{"messages": differ}]))
     assert answers(split) == ["Nothing else.<|im_end|>"]
     assert split.tally.changed == {
         "answers of weight 0 not trained on": 1,

@@ -31,6 +31,16 @@ def test_pack_by_hand() -> None:
     assert rows[1].document.tolist() == [3, 3, 3, 3, 3, 2, 2, 2, 0, 0]
 
 
+def test_rows_have_weights_where_a_document_has() -> None:
+    some = documents(2, 3, 4)
+    assert all(row.weight is None for row in pack(some, 5))
+    some[1].weight = np.array([1, 0.5, 2], np.float32)
+    rows = pack(some, 5)
+    assert [list(dict.fromkeys(r.document.tolist())) for r in rows] == [[2], [1, 0]]
+    assert rows[0].weight is None and rows[1].weight is not None
+    assert rows[1].weight.tolist() == [1, 0.5, 2, 1, 1]
+
+
 def test_pack_keeps_every_token_once_and_whole() -> None:
     rng = random.Random(0)
     given = documents(*(rng.randint(1, 64) for _ in range(500)))

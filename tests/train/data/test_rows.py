@@ -4,6 +4,7 @@ as a server asks for it.
 Run alone: python -m pytest tests/train/data/test_rows.py (about 10 s)
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from specdec.errors import UserError
 from tests.train.data.chats import ASK, CHATML, said, talk, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data.conversations import Conversation, DataConfig, Message, Unusable
+from train.data.packing import pack
 from train.data.reader import Reader
 from train.data.spans import OPENED
 from train.data.split import split_documents, split_prompts
-from train.data.template import LOST, SEVERAL, Chat, Document
+from train.data.template import LOST, SEVERAL, WEIGHTED, Chat, Document
 
 # The parts of Qwen3's template that are about reasoning: that of answers before the last prompt is
 # left out, an answer after it always has a thought, and a prompt for none closes an empty one.
@@ -239,11 +241,38 @@ def test_rows_have_lengths_and_weights_of_their_own(tmp_path: Path) -> None:
     assert [len(d.ids) for d in short] == [lengths[0]] + [lengths[2]] * (lengths[2] < lengths[1])
     assert LOST in short[-1].notes
     messages = list(chat.messages)
-    messages[3] = Message("assistant", messages[3].content, messages[3].beside, trained=False)
+    messages[3] = Message("assistant", messages[3].content, messages[3].beside, weight=0)
     weighted = Conversation("x", tuple(messages), "q")
     some = Chat(tokenizer_of(QWEN3)).documents(weighted, DataConfig())
     assert [len(d.ids) for d in some] == [lengths[0], lengths[2]]
     assert "answers of weight 0 not trained on" in some[-1].notes
+    for n, weight in ((1, 0.5), (3, 2.0), (5, 1.0)):
+        messages[n] = replace(messages[n], weight=weight)
+    each = Chat(tokenizer_of(QWEN3)).documents(
+        replace(weighted, messages=tuple(messages)), DataConfig()
+    )
+    assert [d.weight is None or set(d.weight[d.mask].tolist()) for d in each] == [{0.5}, {2}, True]
+    assert WEIGHTED in each[-1].notes and WEIGHTED not in some[-1].notes
+
+
+def test_answers_of_one_row_have_weights_of_their_own() -> None:
+    tokenizer, chat = tokenizer_of(CHATML), talk("q", "a", "r", "bb", "s", "ccc")
+    turns = list(chat.messages)
+    for n, weight in ((1, 0.25), (3, 0), (5, 3.0)):
+        turns[n] = replace(turns[n], weight=weight)
+    (row,) = Chat(tokenizer).documents(
+        replace(chat, messages=tuple(turns)), DataConfig(min_answer=1)
+    )
+    assert said(row, tokenizer) == "a<|im_end|>|ccc<|im_end|>"
+    assert row.weight is not None
+    assert row.weight[row.mask].tolist() == [0.25] * 2 + [3] * 4
+    (packed,) = pack([row, *Chat(tokenizer).documents(chat, DataConfig(min_answer=1))], 1000)
+    assert packed.weight is not None and sorted(packed.weight[packed.mask].tolist()) == (
+        [0.25] * 2 + [1] * 9 + [3] * 4
+    )
+    short = DataConfig(min_answer=1, max_length=int(row.mask.argmax()) + 3, too_long="truncate")
+    (cut,) = Chat(tokenizer).documents(replace(chat, messages=tuple(turns)), short)
+    assert cut.weight is not None and len(cut.weight) == len(cut.ids)
 
 
 def test_a_chat_that_is_too_long_gives_no_shorter_row() -> None:

@@ -61,7 +61,8 @@ def described(conversation: Conversation) -> str:
             arguments = call["function"]["arguments"].items()
             said = ", ".join(f"{k}={x}" for k, x in arguments)
             turn = f"{turn.rstrip()} → {call['function']['name']}({said})"
-        turns.append(turn + " (not trained on)" * (not m.trained))
+        weight = f" (weight {m.weight:g})" if m.trained and m.weight != 1 else ""
+        turns.append(turn + weight + " (not trained on)" * (not m.trained))
     tools = [tool["function"]["name"] for tool in conversation.tools]
     return f"tools {', '.join(tools)}; " * bool(tools) + ", ".join(turns)
 
