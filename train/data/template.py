@@ -200,27 +200,31 @@ class Chat:
         return conversation.thinking
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
-        """The longest beginning of a conversation that ends with a user turn, or with the result of
-        a tool, and has at most `most` tokens (None: any number), including the generation prompt.
-        Unusable if there is none."""
+        """The longest beginning of a conversation that a server would be asked to answer, and that
+        has at most `most` tokens (None: any number), including the generation prompt: it ends with
+        a user turn, or with the results of all tools that were called together. Unusable if there
+        is none."""
         messages, tools = conversation.messages, conversation.tools
         _require_no_control(_texts(messages, tools), self.writer.control)
-        best, last, text = None, 0, ""
+        best, last, text, question = None, 0, "", 0
         for i, message in enumerate(messages, 1):
-            if message.role == "user" or (message.role == "tool" and messages[i:][:1] != ()):
-                answer = next(iter(messages[i:]), None)
-                thinking = self._asked(conversation, answer)
-                written, _ = self.writer.render(messages[:i], tools, True, thinking)
-                ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
-                if most is not None and len(ids) > most:
-                    break
-                said, turns = message.content, _earlier(messages[: i - 1])
-                if message.role == "tool" and best is not None:
-                    said, turns = best.words, best.earlier
-                best = Prompt(conversation.id, np.array(ids, np.int32), said, turns, thinking)
-                if answer is not None and answer.trained:
-                    best.weight = answer.weight
-                last, text = i, written
+            answer = next(iter(messages[i:]), None)
+            if message.role == "user":
+                question = i - 1
+            elif message.role != "tool":
+                continue
+            if answer is not None and answer.role != "assistant":
+                continue
+            thinking = self._asked(conversation, answer)
+            written, _ = self.writer.render(messages[:i], tools, True, thinking)
+            ids = np.array(self.tokenizer(written, add_special_tokens=False)["input_ids"], np.int32)
+            if most is not None and len(ids) > most:
+                break
+            said, turns = messages[question].content, _earlier(messages[:question])
+            best = Prompt(conversation.id, ids, said, turns, thinking)
+            if answer is not None and answer.trained:
+                best.weight = answer.weight
+            last, text = i, written
         if best is None:
             raise Unusable(too_long_prompt(most))
         marks = self.writer.marks
@@ -400,9 +404,10 @@ def whole_prompts(
     room: int | None,
     thinking: str = "template",
 ) -> list[Prompt]:
-    """The prompts of a file, each complete up to its last user turn. Without a chat template, they
-    are read as plain text. `thinking` is that of `Chat`. Raises UserError naming the first that is
-    unusable or has more than `room` tokens (None: any number)."""
+    """The prompts of a file, each complete up to its last user turn, or to the results of tools
+    that follow it. Without a chat template, they are read as plain text. `thinking` is that of
+    `Chat`. Raises UserError naming the first that is unusable or has more than `room` tokens
+    (None: any number)."""
     chat: Chat | Plain = Plain(tokenizer)
     if tokenizer.chat_template:
         chat = Chat(tokenizer, thinking=thinking)

@@ -17,11 +17,12 @@ from specdec.errors import UserError
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, TargetOnDemand
 from tests.engine import FakeEngine, Fault
-from tests.tiny import Tiny, compose, save_target
+from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
 from tests.told import require_one_line, told
 from train.data import engines
 from train.data.answer_files import AnswersConfig
 from train.data.answers import answered
+from train.data.conversations import DataConfig
 from train.data.engines import ids_of
 from train.data.split import split_prompts
 from train.data.template import Document, Prompt
@@ -91,6 +92,37 @@ def test_engines_write_what_this_process_writes(
     assert len(documents) == len(engine.asked) == PROMPTS
     body = engine.asked[0]
     assert body["repetition_penalty"] == 1.0 and body["model"] == "tiny"
+
+
+def test_the_logs_of_agents_are_answered_after_the_last_result(
+    target: TargetOnDemand, serve: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
+    """In this process and by an engine, which is sent what transformers writes of the log."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}.{% endfor %}<|im_end|>"
+    tokenizer = make_tokenizer(TEMPLATE.replace("<|im_end|>", calls))
+    call = {"type": "function", "function": {"name": "wind", "arguments": {}}}
+    logs = [
+        [
+            {"role": "user", "content": f"is it {word} by the sea"},
+            {"role": "assistant", "content": "", "tool_calls": [call, call]},
+            {"role": "tool", "content": "cold"},
+            {"role": "tool", "content": "wind and rain"},
+        ]
+        for word in ("hot", "cold", "blue")
+    ]
+    path = write_jsonl(tmp_path / "logs.jsonl", [{"messages": log} for log in logs])
+    asked = split_prompts(DataConfig(str(path), answers="target", held_out=0), tokenizer).train
+    engine, documents = serve(), []
+    for urls in ([], [engine.url]):
+        cfg = AnswersConfig(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
+        with Progress(disable=True) as bar:
+            documents.append(answered(target, asked, cfg, Accelerator(cpu=True), bar))
+    assert texts(documents[0]) == texts(documents[1])
+    written = [tokenizer.apply_chat_template(log, add_generation_prompt=True) for log in logs]
+    prompts = {tuple(ids["input_ids"]) for ids in written}
+    assert {tuple(body["prompt"]) for body in engine.asked} == prompts
+    for document in documents[0]:
+        assert tuple(document.ids[~document.mask].tolist()) in prompts and document.mask.any()
 
 
 def test_nothing_is_asked_twice(

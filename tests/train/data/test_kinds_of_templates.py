@@ -4,6 +4,7 @@ what a document has before an answer is what a server reads, and its end is a st
 Run alone: python -m pytest tests/train/data/test_kinds_of_templates.py (about 10 s)
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ OPENS_A_THOUGHT = """\
 {{- '<|start|>assistant<|message|><think>\\n' }}
 {%- if enable_thinking is false %}{{ '\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
+# Qwen3: tools, calls and results, several of which share a turn
+QWEN = """\
+{%- if tools %}{{ '<|start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|end|>\n' }}{% endif %}
+{%- else %}
+{{- '<|start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"""
 # models that see images: texts are parts
 PARTS = """\
 {%- for m in messages %}
@@ -217,6 +236,58 @@ def test_a_call_and_the_answer_after_it_share_a_row() -> None:
     one, two = chat.documents(calling(), DataConfig(min_answer=1))
     assert len(answers(one)) == len(answers(two)) == 2
     assert chat.tokenizer.decode(two.ids).count("Ask.") == 1
+
+
+def agent(*contents: tuple[str, str]) -> Conversation:
+    """A log of turns with these roles and texts; one that begins with "call" calls tools."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+    beside = {"call": {"tool_calls": [call]}, "calls": {"tool_calls": [call, call]}}
+    turns = [Message(role, text, beside.get(text, {})) for role, text in contents]
+    turns = [replace(m, content="" if m.beside else m.content) for m in turns]
+    tools = ({"type": "function", "function": {"name": "weather", "parameters": {}}},)
+    return Conversation("x", tuple(turns), "q", tools=tools)
+
+
+USER, CALL, RESULT, ANSWER = (
+    *(("user", "Cold?"), ("assistant", "call"), ("tool", "four")),
+    ("assistant", "Rather."),
+)
+PARALLEL, OTHER = ("assistant", "calls"), ("tool", "nine")
+
+
+@pytest.mark.parametrize(
+    ("turns", "asked"),
+    [
+        ([USER, CALL, RESULT], 3),
+        ([USER, PARALLEL, RESULT, OTHER], 4),
+        ([USER, PARALLEL, RESULT, OTHER, ANSWER], 4),
+        ([USER, CALL, RESULT, PARALLEL, OTHER, RESULT], 6),
+        ([USER, ANSWER, USER, CALL, ("tool", "")], 5),
+        ([USER, CALL, RESULT, ANSWER, USER], 5),
+        ([USER, CALL, RESULT, USER], 4),  # as Anthropic's turns with results and a question
+        ([USER, CALL], 1),
+    ],
+)
+def test_a_prompt_is_what_an_agent_s_server_is_asked(
+    turns: list[tuple[str, str]], asked: int
+) -> None:
+    """The tokens of transformers' own rendering up to there; with less room, an earlier such place,
+    but never one between the results of parallel calls."""
+    tokenizer, chat = tokenizer_for(QWEN), agent(*turns)
+
+    def tokens(turn: int) -> list[int]:
+        ids = tokenizer(served(tokenizer, chat, turn, None), add_special_tokens=False).input_ids
+        return list(ids)
+
+    prompt = Chat(tokenizer).prompt(chat)
+    assert prompt.ids.tolist() == tokens(asked)
+    assert prompt.words == "Cold?"
+    question = max(n for n in range(asked) if turns[n] == USER)
+    assert [role for role, _ in prompt.earlier] == [role for role, _ in turns[:question]][-4:]
+    places = [n for n in range(1, len(turns)) if turns[n][0] == "assistant"]
+    for most in range(len(tokens(1)), len(prompt.ids)):
+        fitting = [n for n in places if len(tokens(n)) <= most]
+        assert Chat(tokenizer).prompt(chat, most).ids.tolist() == tokens(fitting[-1])
 
 
 def test_an_answer_without_reasoning_does_not_follow_a_prompt_that_opens_a_thought() -> None:
