@@ -4,12 +4,16 @@ All of them run the same code and go on with the same results. What does not dep
 (answers, acceptance, texts) is shared out, and all get the union, in order. Times do depend on it:
 processes of one machine that compute at the same time slow each other down. So the first process
 alone measures time, by its own clock, while the others wait, idle.
+
+If the processes hold one target together (specdec/targets/divided.py), they are a team: the first
+then does all work that is shared out otherwise, and the others compute their parts of its passes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -19,6 +23,20 @@ S = TypeVar("S")
 T = TypeVar("T")
 AT_ONCE = 4096  # items that are handed over at a time
 WORKING = ContextVar("WORKING", default=False)  # whether others wait for what this process does now
+
+
+class Team(Protocol):
+    """Processes that hold one target together. They are `broken` if a pass has failed in the
+    middle, so that they cannot exchange anything any more."""
+
+    @property
+    def broken(self) -> bool: ...
+
+    def lead(self) -> AbstractContextManager[None]:
+        """Have the others help with what the first does inside."""
+
+    def help(self) -> str | None:
+        """Help the first until it has led; returns the error in which that ended, if any."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
+    team: Team | None = None
 
     @property
     def alone(self) -> bool:
@@ -49,6 +68,10 @@ class Ranks:
         outcome: Any = None
         if self.rank == 0:
             error, outcome = self._tried(work)
+            if error is not None and self.team is not None and self.team.broken:
+                raise error  # the launcher ends the others
+        elif self.team is not None:
+            self.team.help()
         held: list[Any] = [outcome]
         dist.broadcast_object_list(held)
         _require_done(error, held)
@@ -58,14 +81,28 @@ class Ranks:
     def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
         """What `work` makes of each item, in their order. The processes take turns at the items; a
         process for which none is left waits for the others."""
-        if self.alone:
-            return [work(item) for item in items]
+        if self.alone or self.team is not None:
+            return self.first(lambda: [work(item) for item in items])
         error, outcome = self._tried(lambda: [work(x) for x in items[self.rank :: self.world]])
         held: list[Any] = [None] * self.world
         dist.all_gather_object(held, outcome)
         _require_done(error, held)
         held[self.rank] = outcome
         return [held[i % self.world][i // self.world] for i in range(len(items))]
+
+    @contextmanager
+    def part(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        """This process's part of the items: every n-th of them or, in a team, all for the first and
+        none for the others, which help it before they go on."""
+        if self.alone or self.team is None:
+            yield items[self.rank :: self.world]
+        elif self.rank != 0:
+            if (failure := self.team.help()) is not None:
+                raise Elsewhere(failure)
+            yield []
+        else:
+            with self._working(), self.team.lead():
+                yield items
 
     def handed(self, make: Callable[[], Sequence[T]]) -> list[T]:
         """The items that the first process makes, returned in every process. A limited number is
@@ -84,11 +121,17 @@ class Ranks:
 
     def _tried(self, work: Callable[[], Any]) -> tuple[Exception | None, Any]:
         """The error that `work` raises, if any, and what is given to the others."""
-        before = WORKING.set(True)
         try:
-            return None, work()
+            with self._working(), nullcontext() if self.team is None else self.team.lead():
+                return None, work()
         except Exception as error:
             return error, _Failed(first_line(error))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        before = WORKING.set(True)
+        try:
+            yield
         finally:
             WORKING.reset(before)
 

@@ -9,9 +9,13 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from socket import socket
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 from tests.tiny import REPOSITORY
@@ -63,7 +67,46 @@ def process(
         )
 
 
-def _run(arguments: list[str], out: Path, err: Path) -> None:
+@contextmanager
+def launched(arguments: Sequence[str], count: int, folder: Path) -> Iterator[list[Any]]:
+    """`count` processes of `python ARGUMENTS` that form a group, as a launcher starts them. What
+    they print is in `folder`/RANK.out and .err. Whichever still run at the end are killed."""
+    folder.mkdir(exist_ok=True)
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = []
+    for rank in range(count):
+        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        written = [folder / f"{rank}.{kind}" for kind in ("out", "err")]
+        child = FORKS.Process(target=_run, args=(list(arguments), *written, own))
+        with patch.dict(os.environ, environment(), clear=True):
+            child.start()
+        children.append(child)
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def together(arguments: Sequence[str], count: int, folder: Path, timeout: float = 120) -> None:
+    """Run `launched` processes to their end; fails as soon as one of them does."""
+    with launched(arguments, count, folder) as children:
+        until = time.monotonic() + timeout
+        while any(child.exitcode is None for child in children):
+            ended = [child.exitcode for child in children]
+            if set(ended) - {0, None} or time.monotonic() > until:
+                time.sleep(1)  # until the others have said why
+                said = [(folder / f"{rank}.err").read_text()[-2000:] for rank in range(count)]
+                raise AssertionError(f"exit codes {ended}: {said}")
+            time.sleep(0.05)
+
+
+def _run(arguments: list[str], out: Path, err: Path, more: Mapping[str, str] | None = None) -> None:
+    os.environ.update(more or {})
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(REPOSITORY)

@@ -33,7 +33,7 @@ from train.data.packing import pack
 from train.data.template import Document, Prompt
 from train.features.source import Online
 from train.plan import SAID, Plan, Speeds, Work, fitted, minutes
-from train.processes import from_main
+from train.processes import from_main, ranks_of
 from train.stages import StageConfig, starting
 
 # tokens of each timed text if the target answers none, and new tokens timed after a batch of them
@@ -75,12 +75,17 @@ def planned(
     answering, whole = cfg.data.answers == "target", target.whole()
     on_gpu = whole.device.type != "cpu"
     batch = cfg.answers.at_once(on_gpu) if answering else cfg.decode.counting
-    rehearsed, regresses = rehearsal(cfg, whole, train, accelerator)
     context = TOKENS  # a text that is being answered has on average half an answer so far
     if answering:
         asked = statistics.mean(len(t.ids) for t in train)
         context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
-    speeds = timed(whole, [t.ids.tolist() for t in train], batch, rehearsed, context)
+
+    def here() -> tuple[Speeds, bool]:
+        rehearsed, regresses = rehearsal(cfg, whole, train, accelerator)
+        return timed(whole, [t.ids.tolist() for t in train], batch, rehearsed, context), regresses
+
+    ranks = ranks_of(accelerator, target)
+    speeds, regresses = here() if ranks.team is None else ranks.first(here)
     regresses = regresses and cfg.stage.draft is None
     work = work_of(cfg, len(held_out), accelerator.num_processes, regresses)
     used = cfg.budget.spent + time.monotonic() - started

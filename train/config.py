@@ -174,6 +174,22 @@ class Config:
             f"features.from fills a store that drafter={drafter.name} does not read, since it has "
             "nothing to train or runs the target's layers: leave features.from out",
         )
+        divided = self.target.tensor_parallel
+        require(
+            not (divided and self.needs_layers),
+            f"drafter={drafter.name} runs the target's layers in training, and "
+            "target.tensor_parallel holds them only in parts: leave one of them out",
+        )
+        require(
+            not (divided and self.trains and not self.stores_features),
+            "target.tensor_parallel computes features once, before training: give "
+            "features.cache=disk, or leave target.tensor_parallel out",
+        )
+        require(
+            not (divided and self.decode.compile),
+            "decode.compile=true compiles the target in one piece: leave it or "
+            "target.tensor_parallel out",
+        )
         require(
             not self.answers.engines or self.data.answers == "target",
             f"answers.from lets engines answer, but data.answers={self.data.answers}: give "

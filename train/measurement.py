@@ -2,6 +2,7 @@
 the report is written and the draft exported."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -51,6 +52,10 @@ def finished(
     """Calibrate and measure the best draft, unless that was done before in the same way; write and
     log a report, and export. Processes that do not see the run's folder (they may have disks of
     their own) take no part, and get None; then the first measures alone."""
+    if ranks.team is not None and not ranks.alone:  # the others help wherever the target computes
+        return ranks.first(
+            partial(finished, cfg, folder, texts, training, on_demand, ranks, tracker, progress)
+        )
     sees = ranks.shared(range(ranks.world), lambda _: (folder / "best").is_dir())
     if not all(sees):
         if ranks.rank != 0:

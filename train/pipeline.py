@@ -98,6 +98,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             placed = replace(cfg.target, device=str(accelerator.device))
             target = TargetOnDemand(placed, alone=bool(cfg.features.engines))
             fingerprint = target.parts.fingerprint()
+        ranks = ranks_of(accelerator, target)
         if cfg.needs_layers:
             target.whole()
         console.print(opening(target.parts, cfg.target, reason))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from specdec.compat import forget_precision
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
-from specdec.targets.loading import TargetConfig, device_of
+from specdec.targets.loading import TargetConfig, TargetOnDemand, device_of
 from train.launcher import end_with_launcher
 
 T = TypeVar("T")
@@ -90,9 +90,10 @@ def accelerator_of(target: TargetConfig, precision: str = "auto") -> Accelerator
     return accelerator
 
 
-def ranks_of(accelerator: Accelerator) -> Ranks:
-    """The processes as `specdec` knows them."""
-    return Ranks(accelerator.process_index, accelerator.num_processes)
+def ranks_of(accelerator: Accelerator, target: TargetOnDemand | None = None) -> Ranks:
+    """The processes as `specdec` knows them; they may hold the target together."""
+    team = None if target is None else target.team
+    return Ranks(accelerator.process_index, accelerator.num_processes, team)
 
 
 def _placed(device: torch.device, options: InitProcessGroupKwargs) -> torch.device:

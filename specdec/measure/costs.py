@@ -103,8 +103,10 @@ def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float |
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()
         drafted = counter.get_total_flops()
-        target.step(rows.anchors(), FeatureSpec(), cache, None)
-        step = counter.get_total_flops() - drafted
+        _, final_BTD = target.features(rows.anchors(), FeatureSpec(), cache=cache)
+        of_layers = counter.get_total_flops() - drafted  # those of this process
+        target.logits(final_BTD)
+        step = counter.get_total_flops() - drafted + (target.processes - 1) * of_layers
     return (drafted / gamma / step if step else None), step
 
 

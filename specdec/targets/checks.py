@@ -115,8 +115,8 @@ def _head_right(target: Parts) -> bool:
     final = target.before_head(state).to(target.dtype)
     theirs = target.model(input_ids=ids, use_cache=False).logits
     return (
-        _distance(target.logits(final), theirs) <= SAME
-        and _distance(target.unembedding(some_S)(final), theirs[..., some_S]) <= SAME
+        distance(target.logits(final), theirs) <= SAME
+        and distance(target.unembedding(some_S)(final), theirs[..., some_S]) <= SAME
     )
 
 
@@ -134,7 +134,7 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
         ours = target.logits(final[:, len(encoder) :])
         theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits
     require(
-        _distance(ours, theirs)
+        distance(ours, theirs)
         <= (SAME if target.dtype in (torch.float32, torch.float64) else ROUGH),
         f"{target.title} decodes in a way that is not supported: give a T5, T5-v1.1, mT5 or BART",
     )
@@ -195,7 +195,7 @@ def _cache_error(target: Target) -> float:
             theirs = _by_steps(target, text[None], lengths[b])[0]
         else:
             theirs = _whole(target, text[None])[0]
-        return _distance(logits_TV, theirs[-len(logits_TV) :])
+        return distance(logits_TV, theirs[-len(logits_TV) :])
 
     logits(ids[:, :9])
     cache.keep(lengths)
@@ -223,7 +223,7 @@ def _step_error(target: Target) -> float:
     """The distance of logits over states from those of a pass over the whole text, if the states
     move by one token at a time. A layer may compute such a step in another way."""
     text = (11 * torch.arange(28, device=target.device)[None] + 5) % target.vocab_size
-    return _distance(_by_steps(target, text, 4), _whole(target, text))
+    return distance(_by_steps(target, text, 4), _whole(target, text))
 
 
 def _by_steps(target: Target, ids_1T: Tensor, first: int) -> Tensor:
@@ -246,7 +246,7 @@ def _rounding_error(target: Target) -> float:
         return out * (1 + torch.finfo(out.dtype).eps * sign)
 
     with target.embedding.register_forward_hook(disturbed):
-        return _distance(target.model(input_ids=ids, use_cache=False).logits, before)
+        return distance(target.model(input_ids=ids, use_cache=False).logits, before)
 
 
 def few_layers(target: Target) -> Target | None:
@@ -254,6 +254,8 @@ def few_layers(target: Target) -> Target | None:
     of its embeddings and head. Its matrices are rescaled to the size of new ones: with large
     weights attention sees only one token, and errors in positions and masks would not show. None
     for a model that cannot be taken apart in this way."""
+    if target.processes > 1:  # a plain copy of some layers was checked before (see divided.py)
+        return None
     model, layers = target.model, target.layers
     kept = _of_each_kind(target)
     left = {id(m) for k, layer in enumerate(layers) if k not in kept for m in layer.modules()}
@@ -326,7 +328,7 @@ def _of_each_kind(target: Target) -> list[int]:
     return kept if len(kept) > 1 or not small else list(range(min(2, len(kinds))))
 
 
-def _distance(ours: Tensor, theirs: Tensor) -> float:
+def distance(ours: Tensor, theirs: Tensor) -> float:
     """The distance of logits [..., V], relative to their spread; infinite if shapes differ."""
     if ours.shape != theirs.shape:
         return math.inf

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -37,6 +39,16 @@ from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.checks import check_head
+from specdec.targets.divided import (
+    FREE,
+    LOAD,
+    DividedTarget,
+    Team,
+    compared,
+    require_same,
+    rules_of,
+    state_after,
+)
 from specdec.targets.gguf import dense, find_package_file
 from specdec.targets.parts import Parts, checksum, config_of_layers, depth_of
 from specdec.targets.seq2seq import Seq2SeqTarget
@@ -61,6 +73,8 @@ class TargetConfig:
     device_map: str | None = None
     # such as {0: 70GB, cpu: 100GB}; empty: nine tenths of what is free on each
     max_memory: dict[Any, str] = field(default_factory=dict)
+    # the processes of a launch hold one target together, each a part of every layer (divided.py)
+    tensor_parallel: bool = False
     revision: str | None = None
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
@@ -81,6 +95,11 @@ def resolved(cfg: TargetConfig) -> TargetConfig:
     require(
         cfg.device_map is not None or not cfg.max_memory,
         "target.max_memory is read only with target.device_map=auto: give both, or leave it out",
+    )
+    require(
+        not (cfg.tensor_parallel and cfg.device_map),
+        "target.tensor_parallel divides every layer over processes, and target.device_map spreads "
+        "whole layers over the devices of one: leave one of them out",
     )
     return replace(cfg, device=device, dtype=dtype)
 
@@ -121,8 +140,11 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     _, after = target.turn_ends
     endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
     kind, layers = type(target.model).__name__, target.depth
-    pack = cfg.packed and target.device.type == "cpu" and not is_spread(target.model)
+    whole = not is_spread(target.model) and not cfg.tensor_parallel
+    pack = cfg.packed and target.device.type == "cpu" and whole
     spread = f"; {in_words(target.model)}" if is_spread(target.model) else ""
+    if cfg.tensor_parallel:
+        spread = f"; each of {dist.get_world_size()} processes holds its part of every layer"
     alone = isinstance(target, CausalTarget) and target.reading is not Reading.SLOTS
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
@@ -167,6 +189,8 @@ def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = _opened(cfg)
     stored, quantisation = None, method(config)
+    if cfg.tensor_parallel:
+        return _divided(cfg, path, config, tokenizer, weights)
     if cfg.device_map and weights and not config.is_encoder_decoder:
         _note_fingerprint(cfg)
         stored = weights.fingerprint()
@@ -182,6 +206,71 @@ def load_target(cfg: TargetConfig) -> Target:
     target = whole(model, tokenizer, named(cfg), cfg.revision, quantisation)
     target.stored, target.weights = stored, weights
     return target
+
+
+def _divided(
+    cfg: TargetConfig, path: str, config: Any, tokenizer: Any, weights: Weights | None
+) -> DividedTarget:
+    """This process's part of the target, of a resolved configuration. All processes load theirs at
+    the same time. The first layers are also loaded in one piece, to compare the divided ones."""
+    rules = _division(cfg, config, weights)
+    name, alone = named(cfg), replace(cfg, tensor_parallel=False, packed=False)
+    text = config.get_text_config(decoder=True)
+    k, first = compared(text, depth_of(text)), copy.deepcopy(config)
+    of_first = first.get_text_config(decoder=True)
+    few = config_of_layers(of_first.to_dict(), list(range(k)))
+    of_first.update(few | {"num_hidden_layers": k})
+    try:
+        with quiet():  # about the weights of the other layers
+            plain = CausalTarget(_model(alone, path, first), tokenizer, name, cfg.revision)
+        k = len(plain.layers)
+        expected, reading = state_after(plain, k), (plain.reading, plain.counted)
+        del plain
+        model = _model(cfg, path, config, rules=rules)
+        target = DividedTarget(model, tokenizer, name, cfg.revision)
+    except UserError as error:
+        raise UserError(
+            f"target.path={cfg.path!r} cannot be read with only its first {k} layers, or with "
+            f"divided ones, which are compared to them ({first_line(error)}): leave out "
+            "target.tensor_parallel"
+        ) from error
+    require_same(target, k, expected)
+    require(
+        reading == (target.reading, target.counted),
+        f"{target.title} reads on in another way when its layers are divided: leave out "
+        "target.tensor_parallel",
+    )
+    target.stored, target.weights = weights.fingerprint() if weights else None, weights
+    return target
+
+
+def _division(cfg: TargetConfig, config: Any, weights: Weights | None) -> dict[str, str]:
+    """How transformers' plan is changed to divide the layers alone (`rules_of`). Raises UserError
+    if the processes of this launch cannot divide this target."""
+    count, title = int(os.environ.get("WORLD_SIZE", "1")), f"target.path={cfg.path!r}"
+    require(
+        count > 1,
+        "target.tensor_parallel=true divides the target over the processes of a launch, and there "
+        "is one: start several with accelerate launch --num_processes N, or leave it out",
+    )
+    accelerator = torch.accelerator.current_accelerator()
+    usual = "cpu" if accelerator is None else accelerator.type
+    require(
+        torch.device(cfg.device).type == usual,
+        f"target.tensor_parallel uses the devices that torch finds ({usual}), not target.device="
+        f"{cfg.device}: leave target.device out",
+    )
+    require(
+        method(config) is None,
+        f"{title} is stored quantised ({method(config)}), which has not been tried with "
+        "target.tensor_parallel: leave it out, or give a checkpoint that is not quantised",
+    )
+    require(
+        weights is not None and not config.is_encoder_decoder,
+        f"{title} cannot be divided over processes: target.tensor_parallel needs a causal LM in "
+        "safetensors: leave it out",
+    )
+    return rules_of(_empty(cfg, config), title, count)
 
 
 def load_source(kind: Any, source: str, device: str) -> Any:
@@ -219,26 +308,44 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     cfg, path, config, tokenizer, weights = _opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None
-    in_one = replace(cfg, device_map=None, max_memory={})
-    bare, verbosity = copy.deepcopy(config), logging.get_verbosity()
-    logging.set_verbosity_error()  # no warnings about the layers' weights, which are left unread
+    in_one = replace(cfg, device_map=None, max_memory={}, tensor_parallel=False)
+    bare = copy.deepcopy(config)
     try:
         text = bare.get_text_config(decoder=True)
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
-        of_parts = _model(in_one, path, bare), tokenizer, named(cfg), cfg.revision, method(config)
+        with quiet():  # about the layers' weights, which are left unread
+            model = _model(in_one, path, bare)
+        of_parts = model, tokenizer, named(cfg), cfg.revision, method(config)
         parts = StoredParts(
             *of_parts,
             config=config,
             weights=weights,
             empty=partial(_empty, cfg, config),
-            whole=partial(load_target, cfg),
+            whole=partial(_in_one_piece if cfg.tensor_parallel else load_target, cfg),
         )
         check_head(parts)
         return parts
     except Exception:  # a model without layers may raise anything, even if the whole one does not
         return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _in_one_piece(cfg: TargetConfig) -> Parts:
+    raise UserError(
+        f"target.path={cfg.path!r}: a draft reads its layers' weights, which its files hold under "
+        "other names, and target.tensor_parallel never loads them in one piece: give a draft that "
+        "starts afresh (drafter.start=…), or leave target.tensor_parallel out"
+    )
 
 
 def _note_fingerprint(cfg: TargetConfig) -> None:
@@ -260,9 +367,18 @@ class TargetOnDemand:
     def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
         self.cfg = cfg
         self._whole: Target | None = None
-        if alone:
+        if cfg.tensor_parallel:
+            opened, _, config, _, weights = _opened(cfg)
+            _division(opened, config, weights)
+        if alone := alone or cfg.tensor_parallel:
             _note_fingerprint(cfg)
         self._stored = load_parts(cfg)
+        require(
+            not cfg.tensor_parallel or self._stored is not None,
+            f"target.path={cfg.path!r}: target.tensor_parallel needs a model whose parts can be "
+            "loaded without its layers: leave it out",
+        )
+        self.team = Team(self) if cfg.tensor_parallel else None
         if alone and self._stored is None:
             tell(
                 f"target.path={cfg.path!r}: its parts cannot be loaded alone, as its checkpoint is "
@@ -271,13 +387,21 @@ class TargetOnDemand:
 
     @property
     def parts(self) -> Parts:
-        """The parts, available at any time; the whole target if it is loaded."""
+        """The parts, available at any time; the whole target if it is loaded in one piece."""
+        if self.team is not None and self._stored is not None:
+            return self._stored
         return self._whole or self._stored or self.whole()
 
     def whole(self) -> Target:
-        """The target with its layers. Raises UserError if its weights changed in the meantime."""
+        """The target with its layers, or with this process's part of them, which all processes load
+        at the same time. Raises UserError if its weights changed in the meantime."""
         if self._whole is None:
+            if self.team is not None:
+                self.team.tell(LOAD)
             self._whole = load_target(self.cfg)
+            if isinstance(self._whole, DividedTarget) and isinstance(self._stored, StoredParts):
+                self._whole.team = self.team
+                self._whole.take_parts(self._stored)
             fingerprint, noted = self._whole.fingerprint(), None
             if self._stored is not None and self._whole.weights:
                 noted = self._stored.fingerprint()
@@ -297,6 +421,8 @@ class TargetOnDemand:
         """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""
         self._stored = self._stored or load_parts(self.cfg)
         if self._stored is not None and self._whole is not None:
+            if self.team is not None:
+                self.team.tell(FREE)
             self._whole = None
             gc.collect()
             if torch.cuda.is_available():
@@ -322,9 +448,16 @@ def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | N
     return cfg, path, config, tokenizer, weights
 
 
-def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
+def _model(
+    cfg: TargetConfig,
+    path: str,
+    config: Any,
+    kind: Any = None,
+    rules: dict[str, str] | None = None,
+) -> Any:
     """The model of a resolved configuration, on its device and packed if `cfg` says so, of the auto
-    class `kind` (None: the config's own). Raises UserError if it cannot be loaded, or if the
+    class `kind` (None: the config's own). With `rules` (see `rules_of`) it is this process's part
+    of the model. Raises UserError if it cannot be loaded, or if the
     checkpoint does not hold all of its weights."""
     kind = kind or auto_class(config)
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
@@ -340,11 +473,12 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
             attn_implementation=None if grouped else cfg.attn_implementation,
             output_loading_info=True,
             device_map=places,
+            distributed_config=None if rules is None else _over_processes(rules),
             **_options(cfg),
         )
         if quantised:
             _unpack(model, cfg, config)
-        elif places is None:
+        elif places is None and rules is None:
             model.to(torch.device(cfg.device))
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
@@ -354,9 +488,13 @@ def _model(cfg: TargetConfig, path: str, config: Any, kind: Any = None) -> Any:
     if grouped:
         group(model)
     alone = places is None or (not cfg.device_map and packed.all_plain(model))
-    if cfg.packed and alone:  # then drafts loaded for this target are packed too
+    if cfg.packed and alone and rules is None:  # then drafts loaded for this target are packed too
         packed.pack(model)
     return model
+
+
+def _over_processes(rules: dict[str, str]) -> DistributedConfig:
+    return DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan=rules)
 
 
 def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def answered(
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
-    ranks = ranks_of(accelerator)
+    ranks = ranks_of(accelerator, target)
 
     def read() -> dict[str, dict[str, Any]]:
         known, damage = read_answers(folder, key, target.parts.vocab_size, asked)
@@ -112,10 +112,8 @@ def answered(
     groups = _groups_of(share, asked, known, whole) if share else _groups(asked, known, whole)
     if not refills:
         groups = _cut(groups, size)
-    groups = groups[ranks.rank :: ranks.world]
-    total = sum(map(len, groups)) * cfg.max_new_tokens
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
-    task = progress.add_task(f"{whose} answers", total=total)
+    task = progress.add_task(f"{whose} answers", total=None)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     way = Way(sampler=sampler)
     if author and author.rule is not None:
@@ -146,40 +144,47 @@ def answered(
                 entry["rounds"] = rounds_of(answer)
         return entries
 
-    written = 0  # tokens in files
-    while groups:
-        group = groups.pop(0)
-        try:
-            records, reason = write(group), ""
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            records, reason = [], first_line(error)[:120]
-        if reason:  # out here, where the error no longer holds the memory of the failed batch
-            size = min(size, len(group))
-            if size == 1:
-                raise UserError(
-                    f"memory ran out while answering a single prompt ({reason}): lower "
-                    "answers.max_new_tokens or data.max_prompt, or give target.dtype=bfloat16; "
-                    "answers written so far are kept"
+    def write_all(groups: list[list[str]]) -> None:
+        """Write the answers to these groups of prompts."""
+        nonlocal size
+        written = 0  # tokens in files
+        progress.update(task, total=sum(map(len, groups)) * cfg.max_new_tokens)
+        while groups:
+            group = groups.pop(0)
+            try:
+                records, reason = write(group), ""
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                records, reason = [], first_line(error)[:120]
+            if reason:  # out here, where the error no longer holds the memory of the failed batch
+                size = min(size, len(group))
+                if size == 1:
+                    raise UserError(
+                        f"memory ran out while answering a single prompt ({reason}): lower "
+                        "answers.max_new_tokens or data.max_prompt, or give target.dtype=bfloat16; "
+                        "answers written so far are kept"
+                    )
+                release()
+                progress.update(task, completed=written)
+                console.print(
+                    f"memory ran out for {size} answers at once: from now on {size // 2} are tried"
                 )
-            release()
-            progress.update(task, completed=written)
-            console.print(
-                f"memory ran out for {size} answers at once: from now on {size // 2} are tried"
-            )
-            size //= 2
-            groups = [group, *groups]
-            groups = groups if refills else _cut(groups, size)
-            continue
-        written += sum(len(entry["ids"]) for entry in records)
-        if keep:
-            keep.write()
-        lines = [
-            json.dumps(sealed({"prompt": name} | entry, key))
-            for name, entry in zip(group, records, strict=True)
-        ]
-        write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
+                size //= 2
+                groups = [group, *groups]
+                groups = groups if refills else _cut(groups, size)
+                continue
+            written += sum(len(entry["ids"]) for entry in records)
+            if keep:
+                keep.write()
+            lines = [
+                json.dumps(sealed({"prompt": name} | entry, key))
+                for name, entry in zip(group, records, strict=True)
+            ]
+            write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
+
+    with ranks.part(groups) as mine:
+        write_all([*mine])
     progress.remove_task(task)
     accelerator.wait_for_everyone()
     if share is not None:  # the other shares may not be written yet

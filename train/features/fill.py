@@ -17,8 +17,9 @@ from rich.progress import Progress
 from specdec.context import FeatureSpec
 from specdec.drafters import family
 from specdec.drafters.proposer import Drafter
-from specdec.errors import memory_for
+from specdec.errors import memory_for, require
 from specdec.progress import bars, console
+from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetOnDemand
 from specdec.targets.parts import Parts
@@ -88,11 +89,7 @@ class Features:
         if missing:
             console.print(store.announced(sum(len(row.ids) for row in missing)))
         self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        if mine := missing[rank::world]:
-            with memory_for("computing the target's features", "lower data.max_length"):
-                self._fill(needs, mine, self.progress)
-        self.accelerator.wait_for_everyone()
+        self._fill_parts(needs, missing)
         store.refresh()
         if not self.keeps_layers:
             self.target.release()
@@ -106,14 +103,25 @@ class Features:
         store, needs = self.store, self.needs
         assert store is not None and needs is not None
         rows = [row for side in texts for row in pack(side, self.length)]
-        ranks = ranks_of(self.accelerator)
         store.refresh()
-        missing = store.missing(share.part(rows)[ranks.rank :: ranks.world])
+        missing = store.missing(share.part(rows))
         console.print(store.announced(sum(len(row.ids) for row in missing)))
-        if missing:
-            with memory_for("computing the target's features", "lower data.max_length"):
-                self._fill(needs, missing, self.progress)
+        self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
+        self._fill_parts(needs, missing)
+
+    def _fill_parts(self, needs: FeatureSpec, missing: Sequence[Row]) -> None:
+        """Store the features of rows; each process does a part of them."""
+        with (
+            memory_for("computing the target's features", "lower data.max_length"),
+            self._ranks.part(missing) as mine,
+        ):
+            if mine:
+                self._fill(needs, mine, self.progress)
         self.accelerator.wait_for_everyone()
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks_of(self.accelerator, self.target)
 
     def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> Online:
         return Online(self.target.whole(), needs, self.sampler, rows)
@@ -125,7 +133,7 @@ class Features:
             return
         groups = shared.chats(documents, store)
         # another run may fill the store at this moment: all processes go by what the first has seen
-        agreed = ranks_of(self.accelerator).first(lambda: bool(groups))
+        agreed = self._ranks.first(lambda: bool(groups))
         if not agreed or self.target.whole().new_cache().chains_only:
             return
         total = sum(len(d.ids) for group in groups for d in group)
@@ -135,15 +143,24 @@ class Features:
             f"beginnings: the target reads {once:,.0f} of them"
         )
         self.accelerator.wait_for_everyone()  # until all have seen which are missing
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        with memory_for("computing the target's features", "lower data.max_length"):
-            shared.fill(store, self.target.whole(), needs, groups[rank::world], self.progress)
+        with (
+            memory_for("computing the target's features", "lower data.max_length"),
+            self._ranks.part(groups) as mine,
+        ):
+            if mine:
+                shared.fill(store, self.target.whole(), needs, mine, self.progress)
         self.accelerator.wait_for_everyone()
         store.refresh()
 
     def _again(self, needs: FeatureSpec, row: Row) -> None:
-        """Store the features of a row that turned out to be damaged."""
+        """Store the features of a row that turned out to be damaged. Raises UserError where one
+        process alone cannot."""
         assert self.store is not None
+        require(
+            self.target.team is None,
+            f"a document's features in {self.store.folder} were damaged, and this process holds "
+            "only a part of the target: run the same command again, which computes them anew",
+        )
         with bars(console, False) as quiet:
             self._fill(needs, [row], quiet)
         if not self.keeps_layers:

@@ -1,0 +1,332 @@
+"""A target whose layers the processes of a launch hold together, by tensor parallelism as
+transformers plans it. Each process holds its part of every layer, and all of the parts around them.
+
+All processes compute every pass together, but only the first decides which passes there are: as it
+leads, it tells the others what it reads and what it does to its caches, and they do the same with
+their parts of the layers. So whatever works with a target in one piece works with a divided one,
+and no two processes can come to different decisions.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specdec.context import FeatureSpec
+from specdec.errors import UserError, first_line, require
+from specdec.runtime.cache import SlotCache
+from specdec.runtime.texts import TextCache
+from specdec.targets.base import States
+from specdec.targets.causal import CausalTarget
+from specdec.targets.checks import ROUGH, SHARP, distance
+from specdec.targets.stored import StoredParts
+
+MOST = 8  # layers of a plain copy at most, to which the divided ones are compared
+END, LOAD, FREE, CACHE, KEEP, SELECT, REPLACE, DROP, READ, CONTINUE = range(10)  # what is told
+
+
+class Held(Protocol):
+    """What loads and frees a process's part of a target."""
+
+    def whole(self) -> Any: ...
+    def release(self) -> None: ...
+
+
+class Team:
+    """The processes that hold a target together, as this one sees them. While the first one leads,
+    the others `help`."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.leads = False
+        self.broken = False  # whether a pass failed in the middle, so that no more can follow
+        self._count = 0  # of caches so far
+        self._gone = list[int]()  # caches of the leader that the others may drop
+        self._caches: dict[int, SlotCache] = {}  # the others' own
+
+    @contextmanager
+    def lead(self) -> Iterator[None]:
+        """Have the others help with what the first process does inside."""
+        self.leads, failure = True, None
+        try:
+            yield
+        except BaseException as error:
+            failure = first_line(error)
+            raise
+        finally:
+            if not self.broken:
+                self.tell(END, failure)
+            self.leads = False
+
+    def tell(self, *command: Any) -> None:
+        """Tell the others what to do, if this process leads."""
+        if not self.leads:
+            return
+        gone, self._gone = self._gone, []
+        dist.broadcast_object_list([(gone, _moved(command, torch.device("cpu")))])
+
+    @contextmanager
+    def together(self, *command: Any) -> Iterator[None]:
+        """Have the others compute what is computed inside. Once it fails, the processes are out of
+        step, and no more can be computed together: raises UserError then."""
+        self.tell(*command)
+        try:
+            yield
+        except Exception as error:
+            self.broken = self.leads
+            if not self.leads or isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"a pass of the target, which {self.size} processes hold together, failed "
+                f"({first_line(error)}): if memory ran out, lower answers.batch, data.max_length "
+                "or decode.counting; the same command continues from what is written"
+            ) from error
+
+    def help(self) -> str | None:
+        """Do what the first process tells until it ends; returns the error in which it ended."""
+        while True:
+            held: list[Any] = [None]
+            dist.broadcast_object_list(held)
+            gone, (what, *arguments) = held[0]
+            for number in gone:
+                self._caches.pop(number, None)
+            if what == END:
+                self._caches.clear()
+                failure: str | None = arguments[0]
+                return failure
+            if what == LOAD:
+                self._held.whole()
+            elif what == FREE:
+                self._held.release()
+            else:
+                self._follow(what, arguments)
+
+    @torch.inference_mode()
+    def _follow(self, what: int, arguments: Sequence[Any]) -> None:
+        target: DividedTarget = self._held.whole()
+        if what == READ:
+            target.follow(*_moved(arguments, target.device))
+            return
+        number, *others = arguments
+        if what == CACHE:
+            self._caches[number] = target.new_cache()
+            return
+        cache = self._caches[number]
+        if what == CONTINUE:
+            target.follow_on(cache, *_moved(others, target.device))
+        elif what == KEEP:
+            cache.keep(*_moved(others, target.device))
+        elif what == SELECT:
+            cache.select(*others)
+        elif what == REPLACE:
+            rows, other = others
+            cache.replace(rows, self._caches[other])
+        else:
+            cache.drop()
+
+    def watch(self, cache: SlotCache) -> SlotCache:
+        """A cache of the leader, from now on mirrored by the others."""
+        if self.leads:
+            cache.__class__ = _MirroredTexts if isinstance(cache, TextCache) else _MirroredSlots
+            assert isinstance(cache, _Mirrored)
+            cache.team, cache.number, cache.within = self, self._count, False
+            self._count += 1
+            finalize(cache, self._gone.append, cache.number)
+            self.tell(CACHE, cache.number)
+        return cache
+
+
+class _Mirrored(SlotCache):
+    """A cache whose changes the other processes make as well."""
+
+    team: Team
+    number: int
+    within: bool  # whether a change is part of another one
+
+    @contextmanager
+    def _told(self, what: int, *arguments: Any) -> Iterator[None]:
+        if self.within:
+            yield
+            return
+        self.within = True
+        try:
+            with self.team.together(what, self.number, *arguments):
+                yield
+        finally:
+            self.within = False
+
+    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+        with self._told(KEEP, list(counts), path_BK):
+            super().keep(counts, path_BK)
+
+    def drop(self) -> None:
+        with self._told(DROP):
+            super().drop()
+
+    def select(self, rows: Sequence[int]) -> None:
+        with self._told(SELECT, list(rows)):
+            super().select(rows)
+
+    def replace(self, rows: Sequence[int], other: SlotCache) -> None:
+        assert isinstance(other, _Mirrored)
+        with self._told(REPLACE, list(rows), other.number):
+            super().replace(rows, other)
+
+
+class _MirroredSlots(_Mirrored):
+    """Of keys and values."""
+
+
+class _MirroredTexts(_Mirrored, TextCache):
+    """Of texts."""
+
+
+class DividedTarget(CausalTarget):
+    """This process's part of a causal target. Its embedding, head and norms are whole. What drafts
+    read of the layers, they read from the checkpoint's files (`parts`)."""
+
+    lean_allowed = False  # it packs weights, which would have to be whole
+    team: Team | None = None
+    parts: StoredParts
+
+    def __init__(self, *of_target: Any) -> None:
+        self.processes = dist.get_world_size()
+        super().__init__(*of_target)
+
+    def _read(
+        self,
+        ids_BT: Tensor,
+        needs: FeatureSpec,
+        position_BT: Tensor | None,
+        document_BT: Tensor | None,
+    ) -> States:
+        with self._together(READ, ids_BT, position_BT, document_BT):
+            return super()._read(ids_BT, needs, position_BT, document_BT)
+
+    def _continued(
+        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
+    ) -> States:
+        number = cache.number if isinstance(cache, _Mirrored) else None
+        with self._together(CONTINUE, number, ids_BT, parents_BT):
+            return super()._continued(ids_BT, needs, cache, parents_BT)
+
+    @contextmanager
+    def _together(self, *command: Any) -> Iterator[None]:
+        if self.team is None or not self.team.leads:
+            yield
+            return
+        with self.team.together(*command):
+            yield
+
+    def follow(
+        self, ids_BT: Tensor, position_BT: Tensor | None, document_BT: Tensor | None
+    ) -> None:
+        """Read what the first process reads."""
+        self._read(ids_BT, FeatureSpec(), position_BT, document_BT)
+
+    def follow_on(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> None:
+        """Read on where the first process does."""
+        self._continued(ids_BT, FeatureSpec(), cache, parents_BT)
+
+    def new_cache(self, capacity: int | None = None) -> SlotCache:
+        require(
+            capacity is None,
+            f"{self.title} is divided over processes, so its passes are not compiled: give "
+            "decode.compile=false",
+        )
+        cache = super().new_cache()
+        return cache if self.team is None else self.team.watch(cache)
+
+    def layer(self, k: int) -> dict[str, Tensor]:
+        return self.parts.layer(k)
+
+    def _state(self, module: Any, without: str | None = None) -> dict[str, Tensor]:
+        raise UserError(
+            f"{self.title} is divided over processes, but its layers are needed in one piece here: "
+            "leave out target.tensor_parallel"
+        )
+
+    def take_parts(self, parts: StoredParts) -> None:
+        """Share the embedding and the head with these parts, so that a process holds them once."""
+        pairs = [(self.embedding, parts.embedding), (self.head, parts.head)]
+        pairs.append((self.model.get_output_embeddings(), parts.model.get_output_embeddings()))
+        for ours, theirs in pairs:
+            if ours.weight.shape == theirs.weight.shape:
+                ours.weight = theirs.weight
+        self.parts = parts
+
+
+def rules_of(model: Any, title: str, count: int) -> dict[str, str]:
+    """The changes to transformers' plan for a model (on the meta device) with which `count`
+    processes divide its layers, and nothing else. Raises UserError if there is no plan for its
+    layers, or if the heads cannot be shared out evenly."""
+    plan, config = model.tp_plan or {}, model.config.get_text_config(decoder=True)
+    require(
+        any("*" in name for name in plan),
+        f"{title} ({type(model).__name__}) has no plan in transformers by which its layers are "
+        "divided: leave out target.tensor_parallel (target.device_map=auto spreads whole layers)",
+    )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        counts = heads if isinstance(heads, list | tuple) else [heads or count]
+        odd = next((n for n in counts if n % count), None)
+        require(
+            odd is None,
+            f"{title}: {count} processes cannot share {odd} heads ({name}) evenly: start a number "
+            f"of processes that divides {odd}",
+        )
+    return {name: "replicate" for name in plan if "*" not in name}
+
+
+def compared(config: Any, count: int) -> int:
+    """How many of a config's `count` layers, from the first on, are compared to plain ones: as many
+    as have all kinds of layers among them, at least two, and `MOST` at most."""
+    by_layer = [
+        kind_of_layer
+        for name in ("layer_types", "mlp_layer_types", "no_rope_layers")
+        if len(kind_of_layer := getattr(config, name, None) or ()) == count
+    ]
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    kinds = [(k < dense, *map(str, kind)) for k, kind in enumerate(zip(range(count), *by_layer))]
+    kinds = [(first, *others) for first, _, *others in kinds]
+    last = max(kinds.index(kind) for kind in set(kinds))
+    return min(max(2, last + 1), MOST, count)
+
+
+@torch.no_grad()
+def state_after(target: CausalTarget, k: int) -> Tensor:
+    """What the k-th layer gives for a text: [1, T, D], or more for a model with several streams."""
+    ids = (7 * torch.arange(24, device=target.device)[None] + 3) % target.vocab_size
+    seen = list[Tensor]()
+
+    def keep(_layer: Any, _args: Any, out: Any) -> None:
+        seen.append(out[0] if isinstance(out, list | tuple) else out)
+
+    with target.layers[k - 1].register_forward_hook(keep):
+        target.body(input_ids=ids, use_cache=False)
+    return seen[-1]
+
+
+def require_same(target: DividedTarget, k: int, plain: Tensor) -> None:
+    """Raise UserError unless the divided layers compute what `plain` ones did, but for rounding."""
+    exact = target.dtype in (torch.float32, torch.float64)
+    off = distance(state_after(target, k), plain)
+    require(
+        off <= (SHARP if exact else ROUGH),
+        f"{target.title} computes something else when transformers divides its layers, or when it "
+        f"has fewer of them (off by {off:.1g}): leave out target.tensor_parallel",
+    )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value with all tensors in it on this device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(x, device) for x in value)
+    return value
