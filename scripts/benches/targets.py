@@ -67,6 +67,8 @@ VERDICTS = (
 ALONE = {
     Reading.SLOTS: "",
     Reading.ROWS: ", rows by length",
+    Reading.REPLAY: ", replayed",
+    Reading.APART: ", replayed row by row",
     Reading.TEXTS: ", whole texts",
 }
 OK, REFUSED, NONE, FAULT = "ok", "refused", "not made", "FAULT"
@@ -479,10 +481,12 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
         "## Read and trained for",
         "",
         'The third column says what it decodes: "rows by length" are models that make their own '
-        'masks or positions, of which only rows of equal length are read together; of "whole '
-        'texts" no cache can be used here, so every pass reads the whole text anew (right, but '
-        "slower the longer a text is). The fourth counts the drafters that were trained "
-        "and exported, and the last names those that were refused, for the reasons below.",
+        'masks or positions, of which only rows of equal length are read together; "replayed" are '
+        "those that keep what they have read in a way of their own, so each pass begins with the "
+        'tokens accepted before it; of "whole texts" no cache can be used here, so every pass '
+        "reads the whole text anew (right, but slower the longer a text is). The fourth counts "
+        "the drafters that were trained and exported, and the last names those that were "
+        "refused, for the reasons below.",
         "",
         *(
             f"For {kind}, always refused: {', '.join(sorted(names))}."

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from specdec.drafters.nn.rope import share_of
 from specdec.errors import require
-from specdec.targets.parts import Parts
+from specdec.targets.parts import Parts, soft_cap
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served
@@ -77,7 +77,7 @@ def one_layer(drafter: Any) -> Description:
 def shared_head(target: Parts) -> Description:
     """How the target's own head, which an engine shares with the draft, is scaled. Soft caps are
     read by SGLang alone, and change no greedy draft."""
-    cap = getattr(target.config, "final_logit_softcapping", None)
+    cap = soft_cap(target.config)
     scale = {"logit_scale": target.head_factor}
     return scale | ({"final_logit_softcapping": cap} if cap else {})
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-Key = tuple[str, int, int]  # conv or recurrent, the layer, and the number of the state in the layer
+# conv, recurrent or held (by a module itself), the layer, and the number of the state in the layer
+Key = tuple[str, int, int]
 
 
 class States:
@@ -142,6 +143,52 @@ def holders(model: Any, states: States, run: Callable[[], object]) -> list[Any]:
     return outer
 
 
+def bring_in(model: Any, run: Callable[[int], object]) -> None:
+    """Have states that modules keep as attributes of their own be kept in a cache. `run(B)` has the
+    model read B rows over a new cache. An attribute is such a state if the pass makes it a tensor
+    [B, …]. It is moved by the innermost module around it that is called with the cache."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    called = list[Any]()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(_states_in(args, kwargs)):
+            called.append(module)
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in before]
+    try:
+        run(3)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    held: dict[Any, list[tuple[nn.Module, str]]] = {}
+    for module, attributes in before.items():
+        for name, value in list(vars(module).items()):
+            new = isinstance(value, Tensor) and value is not attributes.get(name)
+            if name in attributes and new and value.dim() > 1 and len(value) == 3:
+                setattr(module, name, attributes[name])
+                around = [m for m in called if any(part is module for part in m.modules())]
+                if around:
+                    held.setdefault(around[-1], []).append((module, name))
+    for n, (module, of_parts) in enumerate(held.items()):
+        module.forward = partial(_brought_in, module, n, of_parts)
+
+
+def _brought_in(
+    module: Any, number: int, held: Sequence[tuple[nn.Module, str]], *args: Any, **kwargs: Any
+) -> Any:
+    """Lend a module the states that it keeps as attributes of its parts, and take them back."""
+    states = next(_states_in(args, kwargs), None)
+    if states is None:
+        return type(module).forward(module, *args, **kwargs)
+    for i, (part, name) in enumerate(held):
+        setattr(part, name, states.of(("held", number, i)))
+    out = type(module).forward(module, *args, **kwargs)
+    for i, (part, name) in enumerate(held):
+        states.move(("held", number, i), getattr(part, name))
+        setattr(part, name, None)
+    return out
+
+
 def bounds_steps(module: Any) -> bool:
     """Whether a module's own steps of one token are not those of its pass over several: Mamba 2's
     are bounded (`time_step_limit`) only over several."""
@@ -191,11 +238,12 @@ def _watching(model: nn.Module, calls: list[nn.Module]) -> Iterator[None]:
 def in_steps(module: Any) -> None:
     """Have a module with states read one token at a time, except at the beginning of a text: some
     (Mamba's first version) go on from a state by one token only, and forget it before several."""
-    module.forward = partial(_stepwise, module)  # a partial, so that a deep copy runs the copy
+    own = vars(module).get("forward", partial(type(module).forward, module))
+    module.forward = partial(_stepwise, module, own)  # a partial, so that a deep copy runs the copy
 
 
-def _stepwise(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own, states = partial(type(module).forward, module), next(_states_in(args, kwargs), None)
+def _stepwise(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    states = next(_states_in(args, kwargs), None)
     first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == 3)
     T = first.shape[1]
     if states is None or not states.begun(module) or T == 1:
@@ -232,8 +280,8 @@ def _changed(x: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
 def _joined(first: Any, then: Any) -> Any:
     """Arguments or results of a module over some tokens and those that follow them."""
     if isinstance(first, Tensor):
-        whole = first.dim() >= 2 and first.shape[0] == then.shape[0]
-        return torch.cat([first, then], 1) if whole else then
+        alike = first.shape[:1] + first.shape[2:] == then.shape[:1] + then.shape[2:]
+        return torch.cat([first, then], 1) if first.dim() >= 2 and alike else then
     if isinstance(first, tuple | list):
         return type(first)(map(_joined, first, then))
     if type(first) is dict:

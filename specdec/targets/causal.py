@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from specdec.runtime.cache import (
 )
 from specdec.runtime.compiled import Compiled, Pass
 from specdec.runtime.packed import PackedLinear
-from specdec.runtime.states import holders
+from specdec.runtime.replay import Memory, ReplayCache
+from specdec.runtime.states import bring_in, holders
 from specdec.runtime.texts import TextCache
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
@@ -36,6 +37,14 @@ class Reading(Enum):
 
     SLOTS = "reads rows of any length together"
     ROWS = "makes its own masks or positions, so only rows of equal length are read together"
+    REPLAY = (
+        "keeps what it has read in a way of its own, so accepted tokens are read again from the "
+        "start of their round"
+    )
+    APART = (
+        "keeps what it has read in a way of its own, so rows are read one by one, and accepted "
+        "tokens again from the start of their round"
+    )
     TEXTS = "has no cache that can be used here, so every pass reads the whole text anew"
 
 
@@ -98,32 +107,55 @@ class CausalTarget(Target):
 
     def _readings(self) -> list[Reading]:
         """The ways in which passes over a cache may be right, the fastest first."""
+        last = [Reading.REPLAY, Reading.APART, Reading.TEXTS]
         if keeps_states(self.config):
             require(
                 not is_spread(self.model),
                 f"{self.title} keeps states that cannot be rolled back, and target.device_map is "
                 "not supported for such layers: leave it out",
             )
-            return [Reading.SLOTS, Reading.TEXTS] if self._watch_states() else [Reading.TEXTS]
+            return [Reading.SLOTS, *last] if self._watch_states() else last
         if not cacheable(self.config):
-            return [Reading.TEXTS]
-        own = [Reading.ROWS, Reading.TEXTS]
+            return last
+        own = [Reading.ROWS, *last]
         return own if masks_by_slots(self.config) else [Reading.SLOTS, *own]
 
     @torch.no_grad()
     def _watch_states(self) -> bool:
         """Have the modules that hold states tell a cache what they read (see states.py). False if
         they keep them elsewhere."""
-        cache = new_cache(self.config) if cacheable(self.config) else None
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        run = partial(self.features, ids, FeatureSpec(), cache=cache)
+
+        def run(rows: int, cache: SlotCache) -> None:
+            self.features(ids.expand(rows, -1), FeatureSpec(), cache=cache)
+
+        def asking() -> list[Any]:
+            cache = new_cache(self.config)
+            return holders(self.model, cache.states, partial(run, 1, cache))
+
         try:
-            self.holders = [] if cache is None else holders(self.model, cache.states, run)
+            if cacheable(self.config) and not (some := asking()):
+                bring_in(self.model, lambda rows: run(rows, new_cache(self.config)))
+                some = asking()
+            self.holders = some if cacheable(self.config) else []
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception:  # a model may want a kind of cache of its own
             self.holders = []
         return bool(self.holders)
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        """What the model keeps of a text by itself, if it returns it."""
+
+        def kept(rows: int) -> Any:
+            ids = (torch.arange(16, device=self.device) + 1) % self.vocab_size
+            return self.body(input_ids=ids.expand(rows, -1), use_cache=True)
+
+        with torch.no_grad():
+            out, taken = kept(1), inspect.signature(type(self.body).forward).parameters
+            name = next((key for key in out if key in taken and out[key] is not None), None)
+            return None if name is None else Memory.of(name, lambda rows: kept(rows)[name])
 
     @property
     def only_chains(self) -> str:
@@ -153,6 +185,9 @@ class CausalTarget(Target):
         )
         if self.reading is Reading.TEXTS:
             return TextCache()
+        if self.reading in (Reading.REPLAY, Reading.APART):
+            assert self.memory is not None
+            return ReplayCache(self.memory, self.reading is Reading.REPLAY)
         cache = new_cache(self.config, capacity)
         cache.chains_only |= self.reading is not Reading.SLOTS
         return cache
@@ -161,12 +196,12 @@ class CausalTarget(Target):
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> States:
         place = cache.place(ids_BT, parents_BT)
-        if self.reading is not Reading.SLOTS:
-            return (
-                self._reread(needs, cache)
-                if isinstance(cache, TextCache)
-                else self._by_length(ids_BT, needs, cache)
-            )
+        if isinstance(cache, ReplayCache):
+            return cache.read(partial(self._after_memory, needs))
+        if isinstance(cache, TextCache):
+            return self._reread(needs, cache)
+        if self.reading is Reading.ROWS:
+            return self._by_length(ids_BT, needs, cache)
         lean = self.lean
         if lean is None or not lean.takes(ids_BT, self._graph_hooks):
             return self._pass(ids_BT, needs, cache, **model_inputs(self.config, place, self.dtype))
@@ -186,6 +221,17 @@ class CausalTarget(Target):
         order_B = torch.cat(rows).argsort()
         known = [x for x in layers if x is not None]
         return torch.cat(known)[order_B] if known else None, torch.cat(final)[order_B]
+
+    def _after_memory(self, needs: FeatureSpec, ids_NT: Tensor, kept: Any) -> tuple[States, Any]:
+        """A pass that goes on from what the model has kept, and what it has kept then."""
+        assert self.memory is not None
+        name = self.memory.argument
+        with self._watched(needs) as seen:
+            out = self.body(
+                input_ids=ids_NT, use_cache=True, **({} if kept is None else {name: kept})
+            )
+        final = self.before_head(out.last_hidden_state).to(self.dtype)
+        return (concatenated(seen, needs), final), out[name]
 
     def _reread(self, needs: FeatureSpec, cache: TextCache) -> States:
         """A pass over the whole texts; it returns the states of the last tokens. Padding follows

@@ -17,6 +17,7 @@ from specdec.compat import attention_of, set_attention
 from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
+from specdec.runtime.replay import ReplayCache
 from specdec.runtime.states import bounds_steps, in_steps
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts, config_of_layers
@@ -209,6 +210,13 @@ def _cache_error(target: Target) -> float:
     cache.select([1, 0])
     after = logits(ids[[1, 0], 12:])
     worst = max(worst, error(after[0], 1, texts[1]), error(after[1], 0, texts[0]))
+    if isinstance(cache, ReplayCache):  # rows of one length are put together
+        cache.keep([2, 2])
+        cache.select([0, 0])
+        for begin, end in (0, 2), (2, 3):  # a model may read single tokens in another way
+            for ours_TV, some in zip(logits(ids[:, begin:end]), ids[:, :end], strict=True):
+                worst = max(worst, error(ours_TV, 1, torch.cat([texts[1], some])))
+            cache.keep([end - begin] * 2)
     return worst if target.reads_trees or steps else max(worst, _step_error(target))
 
 

@@ -388,12 +388,18 @@ def depth_of(config: Any) -> int:
 def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     """A model's scaling of its head's output: Gemma's soft cap, Cohere's factor or Granite's
     divisor; most models have none."""
-    if cap := getattr(config, "final_logit_softcapping", None):
+    if cap := soft_cap(config):
         return lambda z: cap * torch.tanh(z / cap)
     if factor := getattr(config, "logit_scale", None):
         return lambda z: z * factor
     divisor = _divisor(config)
     return lambda z: z / divisor if divisor else z
+
+
+def soft_cap(config: Any) -> float | None:
+    """The most that a model's logits can be, if it caps them."""
+    keys = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((float(x) for key in keys if (x := getattr(config, key, None))), None)
 
 
 def head_factor(config: Any) -> float:

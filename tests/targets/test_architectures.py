@@ -302,11 +302,15 @@ OWN: dict[str, tuple[Reading, dict[str, Any]]] = {
     "bart": (Reading.ROWS, BART),
     "openai-gpt": (Reading.TEXTS, {"n_embd": 32, "n_layer": 4, "n_head": 4}),
     "rwkv": (
-        Reading.TEXTS,
+        Reading.APART,
         {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32},
     ),
+    "xlstm": (
+        Reading.REPLAY,
+        {"hidden_size": 128, "num_hidden_layers": 4, "num_blocks": 4, "num_heads": 4},
+    ),
     "recurrent_gemma": (
-        Reading.TEXTS,
+        Reading.SLOTS,
         SMALL
         | {"num_key_value_heads": 1, "head_dim": 8, "lru_width": 32}
         | {"attention_window_size": 8},
@@ -339,7 +343,19 @@ def test_models_with_ways_of_their_own(kind: str) -> None:
     torch.testing.assert_close(both.layers_BTF, torch.cat(alone, 1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bloom", "openai-gpt"])
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "xlstm"])
+def test_a_soft_cap_of_any_name_is_obeyed(kind: str) -> None:
+    target = target_of(kind, **OWN[kind][1])
+    ids, head = torch.tensor([words(9)]), target.model.get_output_embeddings()
+    head.weight.data *= 20
+    with torch.no_grad():
+        theirs = target.model(ids, use_cache=False).logits
+        ours = target.logits(target.features(ids, FeatureSpec())[1])
+    assert theirs.abs().max() > 15
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "openai-gpt", "xlstm"])
 def test_trees_of_models_with_masks_of_their_own_are_refused(kind: str) -> None:
     reading, config = OWN[kind]
     target = target_of(kind, **config)
