@@ -1,17 +1,23 @@
-"""Fixtures of several test files."""
+"""Fixtures of several test files.
 
+What takes seconds to import is imported where it is used: the process that only hands tests to
+workers does without.
+"""
+
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.device import DEVICE, Placed
-from tests.tiny import Tiny, make_tiny
-from train import pipeline
+if TYPE_CHECKING:
+    from tests.tiny import Tiny
 
 HERE = Path(__file__).parent
-if DEVICE.type != "cpu":
+if os.environ.get("DRAFTSMITH_TEST_DEVICE", "cpu") != "cpu":
+    from tests.device import DEVICE, Placed
+
     Placed(DEVICE).__enter__()  # from here on: tests make tensors when they are imported, too
 
 # Files that take long, though each of their tests is short: scripts/test --fast leaves them out.
@@ -52,6 +58,8 @@ LONG = {
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Sums in one order, so that runs can be compared bit for bit."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +67,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
+    from tests.tiny import make_tiny
+
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
@@ -85,4 +95,6 @@ def _drafter(item: pytest.Item) -> str:
 @pytest.fixture
 def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what follows training: decoding, report and export have tests of their own."""
+    from train import pipeline
+
     monkeypatch.setattr(pipeline, "finished", lambda *_: None)
