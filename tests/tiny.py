@@ -8,7 +8,9 @@
 import json
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -367,11 +369,18 @@ def make_tiny(root: Path, count: int = 29) -> Tiny:
     return Tiny(root, target, write_jsonl(root / "chats.jsonl", conversations(count)))
 
 
-def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
-    """A `Config` as `train.py` would be given it; with `hydra`, what Hydra composes for that."""
+@cache
+def _composed_once(overrides: tuple[str, ...]) -> Config:
     register()
+    return composed(overrides)
+
+
+def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
+    """A `Config` as `train.py` would be given it; with `hydra`, what Hydra composes for that. It
+    takes a fifth of a second, half the time of a short job, unless it was composed before."""
     if not hydra:
-        return composed(overrides)
+        return deepcopy(_composed_once(tuple(overrides)))
+    register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra_compose("config", quoted(overrides), return_hydra_config=True)
