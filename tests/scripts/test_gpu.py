@@ -76,7 +76,7 @@ def test_a_call_ends_in_time_and_the_next_goes_on(run: Run, tmp_path: Path) -> N
     ran = tmp_path / "ran"
     sleepy = counted(ran, f"import time; len(open({str(ran)!r}).read()) > 1 or time.sleep(600)")
     with pytest.raises(SystemExit) as stopped:
-        run(minutes=(bench.GRACE + 15) / 60, one=sleepy)  # within which Python has started
+        run(minutes=(bench.GRACE + 5) / 60, one=sleepy)  # within which Python has started
     assert stopped.value.code == 3
     kept = json.loads((tmp_path / "one.json").read_text())
     assert kept["status"] is None and kept["calls"] == 1
