@@ -19,8 +19,9 @@ from specdec.drafters import DRAFTERS, family, with_copying
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
 from specdec.sampling.trees import Chain, Dynamic
-from tests.tiny import architectures, compose, random_drafter, random_target
+from tests.tiny import architectures, random_drafter, random_target
 from tests.told import told
+from train.config import Config, composed, register
 
 WHOLE = "from examples.family import LastToken as Family\n"
 COPYING = """
@@ -63,11 +64,17 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         del sys.modules[name]
 
 
+def registered_and_composed(overrides: list[str]) -> Config:
+    """As `train.py` does, with what is installed now."""
+    register()
+    return composed(overrides)
+
+
 def test_an_installed_family_is_composed_built_saved_and_decoded_with(
     install: Install, tmp_path: Path
 ) -> None:
     install("last_token", WHOLE)
-    config = compose(["drafter=last_token", "drafter.rank=8", "export=null"])
+    config = registered_and_composed(["drafter=last_token", "drafter.rank=8", "export=null"])
     assert config.family is family("last_token") is DRAFTERS["last_token"]
     assert config.family.__name__ == "LastToken" and config.drafter.rank == 8
 
@@ -105,7 +112,7 @@ def test_a_broken_one_is_told_only_to_those_who_ask_for_it(
     install: Install, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("odd_one", source)
-    assert compose(["drafter=medusa"]).drafter.name == "medusa"
+    assert registered_and_composed(["drafter=medusa"]).drafter.name == "medusa"
     for overrides in (["drafter=odd_one"], ["drafter=odd_one", "loop.rows=2"]):
         said = told(capsys, overrides)
         assert "'odd_one' of the installed package odd_one_package" in said
@@ -134,5 +141,5 @@ def test_installed_families_are_suggested(install: Install) -> None:
 
 def test_a_package_cannot_replace_a_family_of_ours(install: Install) -> None:
     install("medusa", WHOLE)
-    compose(["drafter=medusa"])
+    registered_and_composed(["drafter=medusa"])
     assert family("medusa").__module__.startswith("specdec.")
