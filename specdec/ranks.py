@@ -21,6 +21,7 @@ from specdec.errors import Elsewhere, first_line
 
 S = TypeVar("S")
 T = TypeVar("T")
+U = TypeVar("U")
 AT_ONCE = 4096  # items that are handed over at a time
 WORKING = ContextVar("WORKING", default=False)  # whether others wait for what this process does now
 
@@ -67,7 +68,7 @@ class Ranks:
         error: Exception | None = None
         outcome: Any = None
         if self.rank == 0:
-            error, outcome = self._tried(work)
+            error, outcome = self._tried(work, self.team)
             if error is not None and self.team is not None and self.team.broken:
                 raise error  # the launcher ends the others
         elif self.team is not None:
@@ -83,7 +84,52 @@ class Ranks:
         process for which none is left waits for the others."""
         if self.alone or self.team is not None:
             return self.first(lambda: [work(item) for item in items])
-        error, outcome = self._tried(lambda: [work(x) for x in items[self.rank :: self.world]])
+        return self._shared(items, work)
+
+    def led(
+        self, lead: Callable[[Callable[[Sequence[S]], list[T]]], U], work: Callable[[S], T]
+    ) -> U | None:
+        """What `lead` returns in the first process, which alone runs it; None in the others. It is
+        passed a function that returns what `work` makes of items, which all processes share. None
+        of this may need a target that a team holds."""
+        if self.alone:
+            return lead(lambda items: [work(item) for item in items])
+        if self.rank > 0:
+            while (items := self._told(None)) is not None:
+                self._shared(items, work)
+            return None
+        waiting = True  # whether the others do, for what comes next
+
+        def share(items: Sequence[S]) -> list[T]:
+            nonlocal waiting
+            self._told(items)
+            waiting = False
+            results = self._shared(items, work)
+            waiting = True
+            return results
+
+        try:
+            with self._working():
+                outcome = lead(share)
+        except Exception as error:
+            if waiting:
+                self._told(_Failed(first_line(error)))
+            raise
+        self._told(None)
+        return outcome
+
+    def _told(self, said: Any) -> Any:
+        """What the first process says to all. Raises `Elsewhere` in the others if it failed."""
+        held = [said]
+        dist.broadcast_object_list(held)
+        if self.rank > 0:
+            _require_done(None, held)
+        return held[0]
+
+    def _shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
+        error, outcome = self._tried(
+            lambda: [work(x) for x in items[self.rank :: self.world]], None
+        )
         held: list[Any] = [None] * self.world
         dist.all_gather_object(held, outcome)
         _require_done(error, held)
@@ -119,10 +165,11 @@ class Ranks:
             parts += self.first(lambda at=start: items[at : at + AT_ONCE])  # type: ignore[misc]
         return list(items) if self.rank == 0 or self.alone else parts
 
-    def _tried(self, work: Callable[[], Any]) -> tuple[Exception | None, Any]:
-        """The error that `work` raises, if any, and what is given to the others."""
+    def _tried(self, work: Callable[[], Any], team: Team | None) -> tuple[Exception | None, Any]:
+        """The error that `work` raises, if any, and what is given to the others. With a `team`,
+        these help meanwhile."""
         try:
-            with self._working(), nullcontext() if self.team is None else self.team.lead():
+            with self._working(), nullcontext() if team is None else team.lead():
                 return None, work()
         except Exception as error:
             return error, _Failed(first_line(error))

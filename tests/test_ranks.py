@@ -3,6 +3,8 @@
 Run alone: python -m pytest tests/test_ranks.py
 """
 
+from typing import Any
+
 import pytest
 
 from specdec import errors, ranks
@@ -103,3 +105,48 @@ def test_one_process_alone_prints_the_line(
     assert end(UserError("bad data")) == 2
     assert capsys.readouterr().err == "error: bad data\n"
     assert waited == [errors.GRACE, errors.PATIENCE]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_first_leads_and_all_share(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """As often as it likes; within it a process counts as alone, and afterwards it shares again."""
+    done: list[tuple[int, int]] = []
+
+    def work(us: Ranks) -> tuple[int | None, list[int]]:
+        def lead(share: Any) -> int:
+            some = share([1, 2, 3, 4])
+            return int(sum(share(some)) + us.first(lambda: 100) + sum(share([])))
+
+        led = us.led(lead, lambda n: (done.append((us.rank, n)), n * n)[1])
+        return led, us.shared(range(world), lambda n: n)
+
+    every = list(range(world))
+    others = [(None, every)] * (world - 1)
+    assert together(monkeypatch, world, work) == [(1 + 16 + 81 + 256 + 100, every), *others]
+    items = ([1, 2, 3, 4], [1, 4, 9, 16])
+    assert sorted(done) == sorted((i % world, n) for part in items for i, n in enumerate(part))
+
+
+@pytest.mark.parametrize("failing", ["before", "between", "item 0", "item 1", "after"])
+def test_an_error_while_the_first_leads_ends_all(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def work(us: Ranks) -> int | None:
+        def at(place: str) -> int:
+            if place == failing:
+                raise UserError("no such file")
+            return 1
+
+        def lead(share: Any) -> int:
+            at("before")
+            share(["item 2", "item 3"])
+            at("between")
+            share(["item 0", "item 1"])
+            return at("after")
+
+        return us.led(lead, at)
+
+    ends = together(monkeypatch, 2, work)
+    own = 1 if failing == "item 1" else 0
+    assert [type(end) for end in ends][own] is UserError
+    assert type(ends[1 - own]) is Elsewhere and str(ends[0]) == str(ends[1]) == "no such file"

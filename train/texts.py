@@ -1,5 +1,6 @@
 """The texts that a run reads: conversations, pairs or plain texts, with the data's answers or the
-target's own. Of several processes, the first reads the data and hands the texts to the others."""
+target's own. Of several processes, the first reads the data, all of them render and tokenise, and
+all get the same texts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from train.config import Config
 from train.data.answer_files import AnswersConfig
 from train.data.answers import answered, logged
 from train.data.conversations import TEXTS, DataConfig
+from train.data.reader import Share as DataShare
+from train.data.reader import Work
 from train.data.split import SHARE, Split, split_documents, split_prompts
 from train.data.template import Document, Prompt, evenly
 from train.features.store import Store
@@ -42,14 +45,13 @@ class Texts:
 def split_of(data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Ranks) -> Split[Any]:
     """The data of a run, split: prompts if the target answers them, else documents. Raises
     UserError if a side is empty, or if its texts cannot be used."""
-    split: Split[Any] = Split()
+    alone = ranks.alone
 
-    def read() -> list[Any]:
-        nonlocal split
-        split = _split(data, answers, parts)
-        return split.train
+    def read(share: DataShare) -> Split[Any]:
+        return _split(data, answers, parts, None if alone else share)
 
-    train, held_out = ranks.handed(read), ranks.handed(lambda: split.held_out)
+    split = ranks.led(read, Work(data, parts.tokenizer)) or Split()
+    train, held_out = ranks.handed(lambda: split.train), ranks.handed(lambda: split.held_out)
     prompts = ranks.handed(lambda: split.prompts)
     return Split(train, held_out, prompts, *ranks.first(lambda: (split.tally, split.share)))
 
@@ -118,13 +120,16 @@ def answer_share(
     console.print(f"answers: {share} is done; {AFTERWARDS} answers.shard")
 
 
-def _split(data: DataConfig, answers: AnswersConfig, parts: Parts) -> Split[Any]:
+def _split(
+    data: DataConfig, answers: AnswersConfig, parts: Parts, share: DataShare | None
+) -> Split[Any]:
     require(
         not (data.format in TEXTS and parts.model.config.is_encoder_decoder),
         f"{parts.title} is an encoder-decoder, which does not read plain text: give data=pairs",
     )
     answering = data.answers == "target"
-    split: Split[Any] = (split_prompts if answering else split_documents)(data, parts.tokenizer)
+    read = split_prompts if answering else split_documents
+    split: Split[Any] = read(data, parts.tokenizer, share)
     console.print(f"data from {data.name}\n{split.tally}")
     if split.share > SHARE and data.held_out is None:
         console.print(

@@ -202,6 +202,9 @@ MOST_REASONS = 100  # of a counter
 LONGEST_REASON = 160  # characters
 
 
+COUNTERS = ("dropped", "changed", "ignored", "unread")  # of a `Tally`
+
+
 class Tally:
     """What happened to the records. Each record that was read is either kept, or dropped for one
     reason."""
@@ -235,8 +238,43 @@ class Tally:
 
     def __str__(self) -> str:
         lines = [f"{self.read:>9,}  read"]
-        for name in ("dropped", "changed", "ignored", "unread"):
+        for name in COUNTERS:
             for reason, n in getattr(self, name).most_common():
                 where = "; ".join(self.examples[reason])
                 lines.append(f"{n:>9,}  {name}: {reason}{f' ({where})' if where else ''}")
         return "\n".join([*lines, f"{self.kept:>9,}  kept"])
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What happened to the records that were read for one conversation."""
+
+    read: int
+    counted: tuple[tuple[str, str, str], ...]  # counter, reason and example
+
+    def add_to(self, tally: Tally) -> None:
+        tally.read += self.read
+        for name, reason, example in self.counted:
+            tally.count(getattr(tally, name), reason, example)
+
+
+class Journal(Tally):
+    """A tally that keeps what it is told, for a source that is read before its turn comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before, self._counted = 0, list[tuple[str, str, str]]()
+
+    def count(self, counter: Counter[str], reason: str, example: str = "") -> None:
+        name = next(name for name in COUNTERS if getattr(self, name) is counter)
+        self._counted.append((name, reason, example))
+
+    def begin(self, read: int) -> None:
+        """Go on where so many records have been read from all sources."""
+        self.read = self._before = read
+
+    def noted(self) -> Noted:
+        """What was told since the last call."""
+        noted = Noted(self.read - self._before, tuple(self._counted))
+        self._before, self._counted = self.read, []
+        return noted

@@ -1,6 +1,9 @@
-"""Conversations → what a run reads of them: documents to train on, and prompts to answer."""
+"""Conversations → what a run reads of them: documents to train on, and prompts to answer; one by
+one, or many by several processes."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +17,11 @@ from train.data.template import (
     require_short,
     too_long_prompt,
 )
+
+T = TypeVar("T")
+Task = tuple[str, Conversation]  # the name of a `Reader`'s method, and what it is to read
+Share = Callable[[Sequence[Task]], list[Any]]  # has `Task`s done, as `Work` does them
+AT_ONCE = 1024  # conversations that several processes read together
 
 
 class Reader:
@@ -53,6 +61,39 @@ class Reader:
             raise Unusable(too_long_prompt(most))
         ids = np.array(tokens.ids[: ends[-1]], np.int32)
         return Prompt(conversation.id, ids, self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def tried(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:
+    """What `use` makes of a conversation, or the reason why it is unusable."""
+    try:
+        return use(conversation)
+    except Unusable as reason:
+        return reason
+
+
+class Work:
+    """Does the tasks that a process is given by the first one, with a reader of its own."""
+
+    def __init__(self, cfg: DataConfig, tokenizer: Any) -> None:
+        self._made_from = cfg, tokenizer
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(*self._made_from)
+
+    def __call__(self, task: Task) -> Any:
+        name, conversation = task
+        return tried(getattr(self._reader, name), conversation)
+
+
+def used(
+    use: Callable[[Conversation], T], conversations: Sequence[Conversation], share: Share | None
+) -> list[T | Unusable]:
+    """What `use`, a method of a `Reader` if there are several processes to `share` the
+    conversations, makes of each of them, or the reason why it is unusable."""
+    if share is None:
+        return [tried(use, conversation) for conversation in conversations]
+    return share([(use.__name__, conversation) for conversation in conversations])
 
 
 def _given(conversation: Conversation) -> Tokens:

@@ -1,6 +1,7 @@
 """Splits conversations into training and held-out ones, and turns both into what a run reads."""
 
 import hashlib
+import math
 import re
 import unicodedata
 import zlib
@@ -15,8 +16,8 @@ import torch
 
 from specdec.errors import UserError
 from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable
-from train.data.mixture import Mixture, shuffled
-from train.data.reader import Reader
+from train.data.mixture import Ahead, Mixture, shuffled
+from train.data.reader import AT_ONCE, Reader, Share, used
 from train.data.records import normal
 from train.data.sources import files_of, records
 from train.data.template import PATIENCE, Document, Prompt, require_spans
@@ -47,24 +48,41 @@ class Split(Generic[T]):
 
 
 def read(
-    cfg: DataConfig, tally: Tally, use: Callable[[Conversation], T]
+    cfg: DataConfig,
+    tally: Tally,
+    use: Callable[[Conversation], T],
+    share: Share | None = None,
 ) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg` in order, each with a unique id, and what `use` makes of it.
-    Unusable ones are counted and left out. Raises UserError if there is no conversation, and as
+    """The conversations of `cfg` in order, each with a unique id, and what `use` makes of it, a
+    method of a `Reader` if several processes `share` the work. They change nothing but the time:
+    conversations are read ahead, but no more than may be needed, and are counted in turn. Unusable
+    ones are counted and left out. Raises UserError if there is no conversation, and as
     `require_spans` does if the first ones have no certain mask."""
     usable, wrong, seen = 0, list[str](), Counter[str]()
-    mixture = Mixture(
-        [shuffled(_normalised(one, tally, wrong), one.shuffle, one.seed) for one, _ in cfg.parts],
-        [weight for _, weight in cfg.parts],
-    )
-    for n, conversation in mixture:
+    weights = [weight for _, weight in cfg.parts]
+
+    def room(weight: float | None) -> int:
+        """How many conversations of a source with this weight to read at once."""
+        if share is None or (weight is not None and cfg.records is not None):
+            return 1  # of mixed sources, which records are read depends on what is usable
+        left = AT_ONCE if cfg.limit is None else min(AT_ONCE, cfg.limit - usable)
+        return math.ceil(left if weight is None else left * weight / sum(filter(None, weights)))
+
+    def source(one: DataConfig, weight: float | None) -> Ahead[T]:
+        return Ahead(
+            lambda journal: shuffled(_normalised(one, journal, wrong), one.shuffle, one.seed),
+            tally,
+            lambda conversations: used(use, conversations, share),
+            lambda: room(weight),
+        )
+
+    mixture = Mixture([source(*part) for part in cfg.parts], weights)
+    for n, (conversation, item) in mixture:
         seen[conversation.id] += 1
         if (number := seen[conversation.id]) > 1:
-            conversation = replace(conversation, id=f"{conversation.id}#{number}")
-        try:
-            item = use(conversation)
-        except Unusable as reason:
-            tally.count(tally.dropped, str(reason))
+            conversation, item = _renamed(conversation, item, number)
+        if isinstance(item, Unusable):
+            tally.count(tally.dropped, str(item))
             if not usable:
                 require_spans(tally, PATIENCE)
             continue
@@ -91,6 +109,20 @@ def read(
         elif cfg.format in TEXTS:
             what, accepted = "text", 'plain text in .txt files, or JSON records {"text": "…"}'
         raise UserError(f"{cfg.name}: no {what} in it ({why}); accepted: {accepted}")
+
+
+def _renamed(conversation: Conversation, item: T, number: int) -> tuple[Conversation, T]:
+    """The conversation whose id is the `number`-th of its kind, and what was made of it."""
+    before, after = conversation.id, f"{conversation.id}#{number}"
+    renamed = replace(conversation, id=after)
+    if item is conversation:
+        return renamed, renamed  # type: ignore[return-value]
+    for one in item if isinstance(item, list) else [item]:
+        if isinstance(one, Document | Prompt):
+            one.id = after + one.id.removeprefix(before)
+        if isinstance(one, Document) and one.chat:
+            one.chat = after
+    return renamed, item
 
 
 def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Conversation]:
@@ -139,16 +171,19 @@ def load(
     cfg: DataConfig,
     use: Callable[[Conversation], T],
     ask: Callable[[Conversation], Prompt] | None = None,
+    share: Share | None = None,
 ) -> Split[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
-    the held-out ones. The side of a conversation depends only on its opening prompt
+    the held-out ones. Both are methods of a `Reader` if several processes `share` the work. The
+    side of a conversation depends only on its opening prompt
     (`is_held_out`), so it stays the same when data or a limit is added, unless the share that is
     held out is left to be chosen (`chosen_share`) and the data was small. Training conversations
     that nearly duplicate a held-out one are dropped. Raises UserError if the data is missing or
     holds no usable conversation."""
     split, train, opened = Split[T](), list[T](), list[str]()
     kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
-    for conversation, item in read(cfg, split.tally, use):
+    conversation: Conversation | None
+    for conversation, item in read(cfg, split.tally, use, share):
         large = len(opened) * SHARE >= ENOUGH  # then no more than SHARE is held out
         most = cfg.held_out if cfg.held_out is not None else SHARE if large else 1.0
         asks = ask is not None and is_held_out(conversation.opening, most)
@@ -156,16 +191,21 @@ def load(
         opened.append(conversation.opening)
     split.share = chosen_share(opened) if cfg.held_out is None else cfg.held_out
     openings: dict[bool, list[str]] = {True: [], False: []}
-    for opening, (asked, item) in zip(opened, kept, strict=True):
+    asked = list[Conversation]()
+    for opening, (conversation, item) in zip(opened, kept, strict=True):
         held = is_held_out(opening, split.share)
         (split.held_out if held else train).append(item)
         openings[held].append(opening)
-        if held and ask is not None and asked is not None:
-            try:
-                split.prompts.append(ask(asked))
-            except Unusable as reason:
-                what = f"held out, but not decoded: {reason}"
+        if held and conversation is not None:
+            asked.append(conversation)
+    for start in range(0, len(asked) if ask is not None else 0, AT_ONCE):
+        assert ask is not None
+        for prompt in used(ask, asked[start : start + AT_ONCE], share):
+            if isinstance(prompt, Unusable):
+                what = f"held out, but not decoded: {prompt}"
                 split.tally.count(split.tally.changed, what)
+            else:
+                split.prompts.append(prompt)
     if not train and not split.held_out:
         require_spans(split.tally, 1)
         raise UserError(f"{cfg.name}: no usable conversation: {split.tally.reasons()}")
@@ -177,10 +217,10 @@ def load(
     return split
 
 
-def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
+def split_documents(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -> Split[Document]:
     """The split of `load`, as documents with the data's own answers."""
     reader = Reader(cfg, tokenizer)
-    rows = load(cfg, reader.documents, reader.prompt)
+    rows = load(cfg, reader.documents, reader.prompt, share)
     train, held_out = (list(chain.from_iterable(side)) for side in (rows.train, rows.held_out))
     split = Split(train, held_out, rows.prompts, rows.tally, rows.share)
     if cut := sum(document.truncated for document in split.train + split.held_out):
@@ -188,10 +228,10 @@ def split_documents(cfg: DataConfig, tokenizer: Any) -> Split[Document]:
     return split
 
 
-def split_prompts(cfg: DataConfig, tokenizer: Any) -> Split[Prompt]:
+def split_prompts(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -> Split[Prompt]:
     """The split of `load`, as prompts for the target to answer."""
     reader = Reader(cfg, tokenizer)
-    split = load(cfg, reader.prompt)
+    split = load(cfg, reader.prompt, share=share)
     split.prompts = split.held_out
     return split
 
