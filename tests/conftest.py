@@ -44,6 +44,7 @@ LONG = {
     "train/test_configs.py",
     "train/test_continued.py",
     "train/test_damage.py",
+    "train/test_divided.py",
     "train/test_engine_features.py",
     "train/test_engine_kills.py",
     "train/test_launcher.py",

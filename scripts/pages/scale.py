@@ -35,22 +35,28 @@ def tables() -> str:
 
 @cache
 def of(target: str, devices: int) -> Outlook:
-    """What the job needs for a target on so many devices."""
+    """What the job needs for a target on so many devices, which hold it together if it does not fit
+    one of them and can be divided by their number."""
     register()
     path = (TARGETS / target).relative_to(CONF.parent)
-    return outlook(composed([*JOB, f"target.path={path}", f"planning.devices={devices}"]))
+    job = [*JOB, f"target.path={path}", f"planning.devices={devices}"]
+    alone = outlook(composed(job))
+    if devices_for(alone.target, alone.device) == 1 or not alone.target.divides(devices):
+        return alone
+    return outlook(composed([*job, "target.tensor_parallel=true"]))
 
 
 def _memory() -> str:
     names = [stage.name for stage in of(next(iter(NAMES)), 1).stages]
-    lines = [f"| target | {DEVICE.upper()}s | {' | '.join(names)} | disk |"]
-    lines.append("| --- " * (len(names) + 3) + "|")
+    lines = [f"| target | {DEVICE.upper()}s | each holds | {' | '.join(names)} | disk |"]
+    lines.append("| --- " * (len(names) + 4) + "|")
     for target, title in NAMES.items():
         for devices in COUNTS:
             o = of(target, devices)
             cells = (_cell(stage) for stage in o.stages)
             disk = gibibytes(sum(o.disk.values()))
-            lines.append(f"| {title} | {devices} | {' | '.join(cells)} | {disk} |")
+            holds = "a part" if o.divided else "a target"
+            lines.append(f"| {title} | {devices} | {holds} | {' | '.join(cells)} | {disk} |")
     return "\n".join(lines)
 
 

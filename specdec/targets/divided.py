@@ -7,6 +7,7 @@ their parts of the layers. So whatever works with a target in one piece works wi
 and no two processes can come to different decisions.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.quantised import method
 from specdec.runtime.texts import TextCache
 from specdec.targets.base import States
 from specdec.targets.causal import CausalTarget
@@ -26,6 +28,9 @@ from specdec.targets.checks import ROUGH, SHARP, distance
 from specdec.targets.stored import StoredParts
 
 MOST = 8  # layers of a plain copy at most, to which the divided ones are compared
+# the styles of transformers' plans that divide weights
+DIVIDING = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output"}
+DIVIDING |= {"colwise_rep", "rowwise_rep", "rowwise_split_input"}
 END, LOAD, FREE, CACHE, KEEP, SELECT, REPLACE, DROP, READ, CONTINUE = range(10)  # what is told
 
 
@@ -281,6 +286,25 @@ def rules_of(model: Any, title: str, count: int) -> dict[str, str]:
             f"of processes that divides {odd}",
         )
     return {name: "replicate" for name in plan if "*" not in name}
+
+
+def require_plain(config: Any, title: str) -> None:
+    """Raise UserError for a checkpoint that is stored quantised."""
+    require(
+        method(config) is None,
+        f"{title} is stored quantised ({method(config)}), which has not been tried with "
+        "target.tensor_parallel: leave it out, or give a checkpoint that is not quantised",
+    )
+
+
+def divided_weights(model: Any) -> int:
+    """How many of a model's weights `rules_of` divides over processes; 0 if there is no plan."""
+    plan, count = model.tp_plan or {}, 0
+    for name, weight in model.named_parameters():
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        style = plan.get(generic) or plan.get(generic.rpartition(".")[0])
+        count += weight.numel() if "*" in generic and style in DIVIDING else 0
+    return count
 
 
 def compared(config: Any, count: int) -> int:

@@ -45,6 +45,7 @@ from specdec.targets.divided import (
     DividedTarget,
     Team,
     compared,
+    require_plain,
     require_same,
     rules_of,
     state_after,
@@ -260,11 +261,7 @@ def _division(cfg: TargetConfig, config: Any, weights: Weights | None) -> dict[s
         f"target.tensor_parallel uses the devices that torch finds ({usual}), not target.device="
         f"{cfg.device}: leave target.device out",
     )
-    require(
-        method(config) is None,
-        f"{title} is stored quantised ({method(config)}), which has not been tried with "
-        "target.tensor_parallel: leave it out, or give a checkpoint that is not quantised",
-    )
+    require_plain(config, title)
     require(
         weights is not None and not config.is_encoder_decoder,
         f"{title} cannot be divided over processes: target.tensor_parallel needs a causal LM in "

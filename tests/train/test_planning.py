@@ -221,6 +221,40 @@ def test_more_devices_take_less_time(tmp_path: Path) -> None:
     assert sum(within.disk.values()) < sum(one.disk.values())
 
 
+def test_devices_that_hold_a_target_together_each_need_a_part_of_its_layers(
+    tmp_path: Path,
+) -> None:
+    """Experts too; embedding, head, norms and routers are whole."""
+    folder = config_folder(tmp_path / "target", experts())
+    fixed = ["planning.device=h100", "planning.tokens=9000", "data.path=x"]
+
+    def of(*more: str) -> Outlook:
+        return outlook(compose([*EAGLE, f"target.path={folder}", *fixed, *more]))
+
+    together = "target.tensor_parallel=true"
+    alone, two = of("planning.devices=2"), of("planning.devices=2", together)
+    layers = 4 * (32 * 8 * (4 + 2 + 2 + 4) + 8 * 3 * 32 * 16)
+    assert two.target.divided == layers
+    less = {a.name: a.bytes - b.bytes for a, b in zip(alone.stages, two.stages, strict=True)}
+    assert less["features"] == layers * 4 / 2 and less["training"] == 0
+    cfg = compose([*EAGLE, f"target.path={folder}", "data.path=x"])
+    rows = max(cfg.decode.batch, min(cfg.decode.counting, cfg.decode.prompts))
+    tokens = cfg.data.max_prompt + cfg.decode.max_new_tokens
+    of_cache = demand.GROWTH * two.target.cached * tokens * rows / 2
+    assert less["measuring"] == pytest.approx(layers * 4 / 2 + of_cache)
+    assert "which hold the target together" in str(two)
+    small = replace(two.device, memory=two.target.bytes * 0.9)
+    assert all(
+        "target.tensor_parallel=true lets 2 processes" in stage.remedy
+        for stage in stages(cfg, two.target, two.draft, small, 2)
+        if stage.name != "training"
+    )
+    with pytest.raises(UserError, match=r"planning\.devices=1: .* give their number"):
+        of(together)
+    with pytest.raises(UserError, match="3 processes cannot share 4 heads"):
+        of(together, "planning.devices=3")
+
+
 def test_engines_that_answer_take_no_memory_here(tmp_path: Path) -> None:
     folder = config_folder(tmp_path / "target", architectures(64, layers=6)["llama"])
     fixed = ["planning.device=h100", "planning.tokens=9000", "data.path=x", "data.answers=target"]

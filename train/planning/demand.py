@@ -48,29 +48,29 @@ def stages(
     cfg: Config, target: Outline, draft: DraftOutline | None, device: Device, devices: int
 ) -> list[Stage]:
     """The stages of a run and their memory on each of so many devices, each of which holds a copy
-    of what a stage needs."""
+    of what a stage needs, or its part of the target with `target.tensor_parallel`."""
     room, new = ROOM * device.memory, cfg.answers.max_new_tokens
+    together = devices if cfg.target.tensor_parallel else 1
+    weights = target.held(together)
     whole, listed = _whole(target, device, devices), []
     if cfg.data.answers == "target" and not cfg.answering.engines:
-        row = _row(target, cfg.data.max_prompt, new)
-        fitting = int((SHARE * device.memory - target.bytes) / row)
+        row = _row(target, cfg.data.max_prompt, new, together)
+        fitting = int((SHARE * device.memory - weights) / row)
         rows = max(1, min(cfg.answers.at_once(device.gpu), fitting))
-        remedy = (
-            f"answers.from=URL lets an engine answer; {whole}" if target.bytes > room else whole
-        )
-        listed.append(Stage("answers", target.bytes + rows * row, room, remedy))
+        remedy = f"answers.from=URL lets an engine answer; {whole}" if weights > room else whole
+        listed.append(Stage("answers", weights + rows * row, room, remedy))
     if cfg.stores_features and not cfg.features.engines:
         read = ACTIVATIONS * target.width * target.state * cfg.data.max_length
         logits = LOGITS * 4 * target.vocab * 128
-        listed.append(Stage("features", target.bytes + read + logits, room, whole))
+        listed.append(Stage("features", weights + read + logits, room, whole))
     if cfg.trains and draft is not None:
         needed = training_bytes(cfg, target, draft)
         remedy = _smaller(cfg, target, draft, room, devices, whole)
         listed.append(Stage("training", needed, room, remedy))
     held = 0.0 if draft is None else draft.weights * target.state
-    row = _row(target, cfg.data.max_prompt, cfg.decode.max_new_tokens)
+    row = _row(target, cfg.data.max_prompt, cfg.decode.max_new_tokens, together)
     rows = max(cfg.decode.batch, min(cfg.decode.counting, cfg.decode.prompts))
-    listed.append(Stage("measuring", target.bytes + held + rows * row, room, whole))
+    listed.append(Stage("measuring", weights + held + rows * row, room, whole))
     return listed
 
 
@@ -92,9 +92,10 @@ def training_bytes(cfg: Config, target: Outline, draft: DraftOutline, shards: in
     return frozen + states + kept + read + logits
 
 
-def _row(target: Outline, prompt: int, new: int) -> float:
-    """Memory of a row of a batch that is being answered, as `rows_that_fit` counts it."""
-    kept = target.cached * (prompt + new) * GROWTH
+def _row(target: Outline, prompt: int, new: int, together: int = 1) -> float:
+    """Memory of a row of a batch that is being answered, as `rows_that_fit` counts it, in each of
+    so many processes that hold the target together."""
+    kept = target.cached * (prompt + new) * GROWTH / together
     return kept + LOGITS * 4 * target.vocab + ACTIVATIONS * target.width * target.state * prompt
 
 
@@ -103,6 +104,8 @@ def _whole(target: Outline, device: Device, devices: int) -> str:
     needed = devices_for(target, device)
     if needed == 1:
         return "lower data.max_length, answers.batch or decode.counting"
+    if target.divides(devices) and 1.1 * target.held(devices) <= ROOM * device.memory:
+        return f"target.tensor_parallel=true lets {devices} processes hold the target together"
     if needed <= devices:
         return f"target.device_map=auto spreads the target over {needed} devices"
     eight = replace(target, itemsize=target.itemsize / 2)
@@ -176,7 +179,7 @@ def speeds_of(
     cfg: Config, target: Outline, draft: DraftOutline | None, device: Device, devices: int
 ) -> Speeds:
     """The speeds of so many devices by arithmetic: of all of them together, but for `step`."""
-    together = devices_for(target, device)
+    together = devices if cfg.target.tensor_parallel else devices_for(target, device)
     copies = max(1, devices // together)
     launch = PYTHON if device.gpu else 0.0
     context = cfg.data.max_prompt + cfg.answers.max_new_tokens // 2

@@ -1,6 +1,7 @@
 """The sizes of a target and of a draft, counted from their configs without any weights: both are
 made on torch's meta device, where tensors have shapes alone."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from specdec.drafters import family
 from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.trainable import Trainable, trains
 from specdec.errors import UserError, first_line
+from specdec.targets.divided import divided_weights
 from specdec.targets.loading import DTYPES, TargetConfig, auto_class, located
 from specdec.targets.parts import Parts
 
@@ -40,10 +42,20 @@ class Outline:
     itemsize: float
     cached: float
     state: int = 2  # bytes of a number in a hidden state
+    divided: int = 0  # of the weights, those that `target.tensor_parallel` divides
+    heads: int = 0  # it does so over as many processes as this number can be divided by
 
     @property
     def bytes(self) -> float:
         return self.weights * self.itemsize
+
+    def held(self, processes: int) -> float:
+        """The bytes of the weights in each of so many processes that hold the target together."""
+        return (self.weights - self.divided * (1 - 1 / processes)) * self.itemsize
+
+    def divides(self, processes: int) -> bool:
+        """Whether so many processes can hold the target together."""
+        return processes > 1 and self.divided > 0 and self.heads % processes == 0
 
     @property
     def parts_bytes(self) -> float:
@@ -127,7 +139,17 @@ def outline_of(parts: Parts, dtype: torch.dtype) -> Outline:
         itemsize=_itemsize(parts.model.config, dtype, weights, embedding),
         cached=_cached(config) * dtype.itemsize,
         state=dtype.itemsize,
+        divided=divided_weights(parts.model),
+        heads=_heads(config),
     )
+
+
+def _heads(config: Any) -> int:
+    """The largest number that divides all numbers of heads of a config."""
+    names = ("num_attention_heads", "num_key_value_heads")
+    counts = (getattr(config, name, None) or 0 for name in names)
+    flat = [n for x in counts for n in (x if isinstance(x, list | tuple) else [x])]
+    return math.gcd(*flat)
 
 
 def draft_outline(config: Any, parts: Parts) -> DraftOutline | None:

@@ -21,6 +21,7 @@ from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
+from specdec.targets.divided import require_plain, rules_of
 from specdec.targets.loading import TargetOnDemand, located, resolved
 from specdec.theory.leviathan import pass_cost
 from train.budget import rehearsal, timed, work_of
@@ -83,6 +84,7 @@ class Outlook:
     alpha: float
     measured: bool  # whether the times are this machine's own
     engines: bool  # whether engines answer
+    divided: bool = False  # whether the devices hold the target together
 
     @property
     def fits(self) -> bool:
@@ -102,7 +104,8 @@ class Outlook:
             self._of_draft(),
             f"texts: {self.amount.conversations:,} conversations to train on, "
             f"{_count(self.amount.tokens)} tokens ({self.amount.known})",
-            f"memory on each device, {where}, {gibibytes(self.device.memory)} each:",
+            f"memory on each device, {where}, {gibibytes(self.device.memory)} each"
+            f"{', which hold the target together' * self.divided}:",
             *(f"  {self._of_stage(stage)}" for stage in self.stages),
             f"disk: {gibibytes(sum(self.disk.values()))} "
             f"({', '.join(f'{name} {gibibytes(size)}' for name, size in self.disk.items())})"
@@ -177,10 +180,19 @@ def outlook(cfg: Config) -> Outlook:
         target = replace(cfg.target, dtype=dtype, device="cpu")
     cfg = replace(cfg, target=target)
     of_target, parts = outline(cfg.target, cfg.target.dtype)
+    if cfg.target.tensor_parallel:
+        require(
+            planning.devices > 1,
+            "planning.devices=1: target.tensor_parallel divides the target over several devices: "
+            "give their number, or leave target.tensor_parallel out",
+        )
+        title = f"target.path={cfg.target.path!r}"
+        require_plain(parts.model.config, title)
+        rules_of(parts.model, title, planning.devices)
     of_draft = draft_outline(cfg.drafter, parts) if cfg.trains else None
     device = DEVICES[planning.device] if not here else measured(accelerator.device, parts.dtype)
-    whole = None
-    if here and _has_weights(cfg) and of_target.bytes < 0.8 * device.memory:
+    whole, divided = None, cfg.target.tensor_parallel  # then it is not loaded in one piece here
+    if here and not divided and _has_weights(cfg) and of_target.bytes < 0.8 * device.memory:
         whole = TargetOnDemand(cfg.target).whole()
     amount, texts = _amount(cfg, parts if whole is None else whole)
     speeds = speeds_of(cfg, of_target, of_draft, device, planning.devices)
@@ -204,6 +216,7 @@ def outlook(cfg: Config) -> Outlook:
         alpha=planning.alpha,
         measured=timed_here,
         engines=bool(cfg.answering.engines),
+        divided=divided,
         **_time_and_disk(cfg, of_target, of_draft, amount, speeds, regresses),
     )
 
