@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specdec.context import FeatureSpec
-from specdec.errors import UserError, first_line, require
+from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
+from specdec.runtime.replay import ReplayCache
 from specdec.runtime.texts import TextCache
 from specdec.targets.base import States
 from specdec.targets.causal import CausalTarget
@@ -86,6 +87,8 @@ class Team:
             self.broken = self.leads
             if not self.leads or isinstance(error, UserError):
                 raise
+            if _is_lost(error):
+                raise Elsewhere("another process of the launch has ended") from error
             raise UserError(
                 f"a pass of the target, which {self.size} processes hold together, failed "
                 f"({first_line(error)}): if memory ran out, lower answers.batch, data.max_length "
@@ -94,6 +97,14 @@ class Team:
 
     def help(self) -> str | None:
         """Do what the first process tells until it ends; returns the error in which it ended."""
+        try:
+            return self._help()
+        except RuntimeError as error:
+            if _is_lost(error):
+                raise Elsewhere("the first process of the launch has ended") from error
+            raise
+
+    def _help(self) -> str | None:
         while True:
             held: list[Any] = [None]
             dist.broadcast_object_list(held)
@@ -137,7 +148,7 @@ class Team:
     def watch(self, cache: SlotCache) -> SlotCache:
         """A cache of the leader, from now on mirrored by the others."""
         if self.leads:
-            cache.__class__ = _MirroredTexts if isinstance(cache, TextCache) else _MirroredSlots
+            cache.__class__ = MIRRORED[type(cache)]
             assert isinstance(cache, _Mirrored)
             cache.team, cache.number, cache.within = self, self._count, False
             self._count += 1
@@ -189,6 +200,17 @@ class _MirroredSlots(_Mirrored):
 
 class _MirroredTexts(_Mirrored, TextCache):
     """Of texts."""
+
+
+class _MirroredReplay(_Mirrored, ReplayCache):
+    """Of what a model keeps in a way of its own."""
+
+
+MIRRORED: dict[type[SlotCache], type[_Mirrored]] = {
+    SlotCache: _MirroredSlots,
+    TextCache: _MirroredTexts,
+    ReplayCache: _MirroredReplay,
+}
 
 
 class DividedTarget(CausalTarget):
@@ -345,6 +367,11 @@ def require_same(target: DividedTarget, k: int, plain: Tensor) -> None:
         f"{target.title} computes something else when transformers divides its layers, or when it "
         f"has fewer of them (off by {off:.1g}): leave out target.tensor_parallel",
     )
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether an error says that another process has gone; it has told why, if it could."""
+    return isinstance(error, dist.DistError) or "Connection closed by peer" in str(error)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
