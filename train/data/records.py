@@ -140,8 +140,8 @@ def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
 def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
     """A record as at most one system turn, then user and assistant turns in alternation, with the
     results of tools after their calls. No turn is blank, and there is no white space around any
-    text: a space before an answer would become part of the answer's first token. `name` is its id
-    if it has none of its own. Raises Unusable."""
+    text but the results of tools: a space before an answer would become part of the answer's first
+    token. `name` is its id if it has none of its own. Raises Unusable."""
     record, changes = _unwrapped(record), list[str]()
     turns, read = _turns(record, format)
     record = record if isinstance(record, dict) else {}

@@ -136,7 +136,7 @@ class Answers:
         history = self.writer.without(self.messages[:i], self.tools, thinking)
         other = self.writer.without([*self.messages[:i], _probe(message)], self.tools, thinking)
         edge = _alike(self.written, other)  # from here on is what the answer says
-        earlier = [x for x in _forms(self.messages[i - 1].content) if x]
+        earlier = [x for x in _forms(self.messages[i - 1].content.strip()) if x]
         header = before[_alike(before, history) :]
         prompts = bool(header.strip())
         if not prompts:  # as Mistral's template, which writes answers after [/INST]

@@ -249,7 +249,7 @@ class Chat:
             bare = self.writer.without(messages, ())
             if any(bare.count(x) >= text.count(x) for x in _names(tools)):
                 raise Unusable(f"tools, {UNWRITTEN}")
-        if any(m.role == "tool" and m.content not in text for m in messages):
+        if not all(_written(m.content.strip(), text, "") for m in messages if m.role == "tool"):
             raise Unusable(f"results of tools, {UNWRITTEN}")
         thoughts = [m for m in messages if "reasoning_content" in m.beside]
         if thoughts:

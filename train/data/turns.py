@@ -76,7 +76,7 @@ def messages_of(turn: Any, ignored: set[str]) -> list[Message]:
 def _result(part: Mapping[str, Any]) -> Message:
     """The result of a tool, of those that a turn of the user may have as a part."""
     id = part.get("tool_use_id")
-    content = "" if absent(part.get("content")) else _content(part["content"]).text
+    content = "" if absent(part.get("content")) else _content(part["content"], whole=True).text
     return Message("tool", content, {"tool_call_id": id} if isinstance(id, str) else {})
 
 
@@ -93,7 +93,7 @@ def _message(turn: Any, ignored: set[str]) -> Message:
     require_no_media(turn)
     role = str(roles.pop())
     called = role == "assistant" and "function_call" in {x.replace("-", "_") for x in theirs}
-    contents = [_content(turn[key]) for key in CONTENT if key in turn]
+    contents = [_content(turn[key], whole=role == "tool") for key in CONTENT if key in turn]
     if any(content.text != contents[0].text for content in contents):
         raise Unusable("a turn with two different contents")
     content = contents[0] if contents else Content()
@@ -159,10 +159,12 @@ class Content:
     calls: list[Any] = field(default_factory=list)
 
 
-def _content(value: Any) -> Content:
-    """A text, or parts that are texts, thoughts and calls. Raises Unusable for other parts."""
+def _content(value: Any, whole: bool) -> Content:
+    """A text, or parts that are texts, thoughts and calls; with the white space around it if it is
+    to be `whole`, as the results of tools are. Raises Unusable for other parts."""
+    read = _whole if whole else plain
     if not isinstance(value, list):
-        return Content(plain(value))
+        return Content(read(value))
     content, texts = Content(), list[str]()
     for part in value:
         if isinstance(part, str):
@@ -184,7 +186,7 @@ def _content(value: Any) -> Content:
             raise Unusable(f"content that is not text: {kind[:40]}")
     if content.thoughts:
         content.thoughts = [plain("\n\n".join(map(plain, content.thoughts)))]
-    content.text = plain("".join(map(_whole, texts)))
+    content.text = read("".join(map(_whole, texts)))
     return content
 
 

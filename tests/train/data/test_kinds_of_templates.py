@@ -115,6 +115,16 @@ QWEN = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"""
+# Llama 3.1: results as JSON texts
+QUOTED = """\
+{%- for m in messages %}
+{{- '<|start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|message|>' }}
+{%- if m.tool_calls %}
+{{- m.tool_calls[0].function | tojson }}
+{%- else %}{{ m.content | tojson if m.role == 'tool' else m.content | trim }}{% endif %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}"""
 # models that see images: texts are parts
 PARTS = """\
 {%- for m in messages %}
@@ -288,6 +298,42 @@ def test_a_prompt_is_what_an_agent_s_server_is_asked(
     for most in range(len(tokens(1)), len(prompt.ids)):
         fitting = [n for n in places if len(tokens(n)) <= most]
         assert Chat(tokenizer).prompt(chat, most).ids.tolist() == tokens(fitting[-1])
+
+
+RESULTS = [
+    "four",
+    "  four\n",
+    "\tx = 1\n\n",
+    "",
+    "\n",
+    '{"degrees": "4", "town": "Zürich"}\n```py\nprint("\\n")\n```',
+]
+
+
+@pytest.mark.parametrize("name", ["QWEN", "QUOTED"])
+@pytest.mark.parametrize("result", RESULTS)
+def test_results_of_tools_are_read_to_the_letter(name: str, result: str) -> None:
+    """With the white space around them, as a server does."""
+    tokenizer = tokenizer_for(KINDS[name])
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Cold?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": "Rather."},
+    ]
+    chat = normal({"messages": turns}, "x", DataConfig(""), Tally())
+    messages = [turn | {"content": turn["content"] or ""} for turn in turns[:3]]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert Chat(tokenizer).prompt(chat).ids.tolist() == expected
+    documents = Chat(tokenizer).documents(chat, DataConfig(min_answer=1))
+    found = [pair for document in documents for pair in answers(document)]
+    assert [before for before, _ in found][-1] == expected and len(found) == 2
+    parts = [{"type": "tool_result", "tool_use_id": "c", "content": result}]
+    anthropic = [*turns[:2], {"role": "user", "content": parts}]
+    assert (
+        normal({"messages": anthropic}, "x", DataConfig(""), Tally()).messages[2].content == result
+    )
 
 
 def test_an_answer_without_reasoning_does_not_follow_a_prompt_that_opens_a_thought() -> None:
