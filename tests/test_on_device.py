@@ -41,7 +41,7 @@ JOBS = {  # one family of each kind
 
 @pytest.mark.parametrize("kind", list(JOBS))
 def test_a_job_trains_measures_and_exports_on_a_device(tiny: Tiny, tmp_path, kind: str) -> None:
-    tiny.job(tmp_path / "run", *JOBS[kind], f"target.device={NAME}")
+    tiny.job(tmp_path / "run", *JOBS[kind], f"target.device={NAME}", "loop.epochs=1")
     assert (tmp_path / "run" / "report" / "report.md").exists()
     exported = bool(layout_names(JOBS[kind][0]))
     assert (tmp_path / "run" / "export").exists() == exported

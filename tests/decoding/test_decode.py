@@ -396,8 +396,9 @@ def test_a_tree_path_needs_its_parent_and_prompts_their_room(target: Target) -> 
 def test_compiled_passes_decode_the_same(
     config: Any, shape: Shape, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target and the draft have few layers, since each graph takes seconds. The draft's passes
-    really are compiled."""
+    """The target and the draft have few layers and two graphs each, since a graph takes seconds:
+    what comes after these runs uncompiled. The draft's passes really are compiled."""
+    monkeypatch.setattr("specdec.runtime.compiled.GRAPHS", 2)
     target = random_target(architectures(V, 2)["llama"])
     drafter = random_drafter(config, target, 0.05, VOCAB)
     passes: list[int] = []

@@ -88,7 +88,7 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
     """It stops by the calibration of its own variant of α alone. At T = 0 the answers remain those
     of plain decoding."""
     drafter = make_drafter(name, target, noise=0.05)
-    plain, lengths = decode(target, PROMPTS, max_new_tokens=12), dict[str, set[int]]()
+    plain, lengths = decode(target, PROMPTS, max_new_tokens=8), dict[str, set[int]]()
     cases = (NEVER, variant, {1}), (ALWAYS, variant, {3}), (NEVER, "greedy_draft", None)
     for shift, of, drafted in cases:
         made = decode(
@@ -99,7 +99,7 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
                 sampler=SAMPLERS[variant],
                 length=Confidence(3, threshold=0.3),
             ),
-            max_new_tokens=12,
+            max_new_tokens=8,
         )
         lengths[of] = {r.drafted for g in made for r in g.rounds}
         assert drafted is None or lengths[of] == drafted
@@ -113,7 +113,7 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
             sampler=SAMPLERS[variant],
             length=Confidence(3, threshold=0.3),
         ),
-        max_new_tokens=12,
+        max_new_tokens=8,
     )
     assert {r.drafted for g in raw for r in g.rounds} == lengths["greedy_draft"]
 
