@@ -102,7 +102,7 @@ class Shared(TargetOnDemand):
     loaded: Target | None = None
 
     def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
-        self.cfg, self._stored = cfg, None
+        self.cfg, self._stored, self.team = cfg, None, None
         self._whole = Shared.loaded = Shared.loaded or load_target(cfg)
 
     def release(self) -> None:
