@@ -92,7 +92,7 @@ def launched(arguments: Sequence[str], count: int, folder: Path) -> Iterator[lis
             child.join()
 
 
-def together(arguments: Sequence[str], count: int, folder: Path, timeout: float = 120) -> None:
+def together(arguments: Sequence[str], count: int, folder: Path, timeout: float = 240) -> None:
     """Run `launched` processes to their end; fails as soon as one of them does."""
     with launched(arguments, count, folder) as children:
         until = time.monotonic() + timeout
