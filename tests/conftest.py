@@ -83,17 +83,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `LONG` files. Tests of one drafter on the real target stand together, so
-    that a worker seldom waits for a draft that another one trains."""
+    """Mark the tests of `LONG` files, and put the tests on the real target in the order in which
+    two workers share them out best."""
     long = {HERE / name for name in LONG}
     assert all(path.exists() for path in long), "LONG names a file that is not there"
     for item in items:
         if item.path in long:
             item.add_marker(pytest.mark.long)
     at = [n for n, item in enumerate(items) if item.path.name == "test_end_to_end.py"]
-    together = sorted((items[n] for n in at), key=_drafter)
-    for n, item in zip(at, together, strict=True):
+    for n, item in zip(at, _shared_out([items[n] for n in at]), strict=True):
         items[n] = item
+
+
+def _shared_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Each of two workers begins with a half of the tests. Those of one drafter stand together, so
+    that a worker seldom waits for a draft that another one trains; and each half begins with a long
+    test that needs no draft, as the first to need one waits for the answers that all learn."""
+    first, second, rest = [], [], []
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "tools" in fixtures:
+            second.append(item)
+        else:
+            (rest if "runs" in fixtures else first).append(item)
+    rest.sort(key=_drafter)
+    half = len(items) // 2 - len(first)
+    return first + rest[:half] + second + rest[half:]
 
 
 def _drafter(item: pytest.Item) -> str:

@@ -18,12 +18,12 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from filelock import FileLock
@@ -31,8 +31,8 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 import train
-from specdec.decoding.answers import Generation
-from specdec.decoding.decode import generate
+from specdec.decoding.answers import Generation, Round
+from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.engines.client import Server
@@ -78,7 +78,7 @@ OVERRIDES = {
     "medusa": FROM_NOTHING,
     "peagle": FROM_NOTHING,
     "dflash": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
-    "lm": ["optim.lr=3e-4", "loop.epochs=20", "drafter.layers=[0,1,2,3,26,27,28,29]"],
+    "lm": ["optim.lr=3e-4", "loop.epochs=10", "drafter.layers=[0,1,2,3,26,27,28,29]"],
 }
 TRAINING = [  # one step an epoch, over the same three rows or all but one or two of them
     "data.limit=12",
@@ -178,12 +178,18 @@ def asked(runs: Runs, target: Target) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(target: Target, asked: list[list[int]]) -> list[list[int]]:
-    return [generate(target, p, max_new_tokens=NEW).ids for p in asked]
+    return [g.ids for g in decode(target, asked, max_new_tokens=NEW)]
 
 
 def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Generation]:
-    gamma = min(3, drafter.depth)
-    return [generate(target, p, Way(drafter, Chain(gamma)), max_new_tokens=NEW) for p in asked]
+    """The first prompt by itself, the others together."""
+    way, (first, *others) = Way(drafter, Chain(min(3, drafter.depth))), asked
+    alone = generate(target, first, way, max_new_tokens=NEW)
+    return [alone, *decode(target, others, way, max_new_tokens=NEW)]
+
+
+def accepted_by_depth(rounds: Sequence[Round]) -> list[int]:
+    return [sum(r.accepted > k for r in rounds) for k in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +326,8 @@ def test_vllm_accepts_what_our_decoder_accepts(
     else:
         target = loaded(dtype)
         drafter = checkpoint.load(runs(name) / "best", target)
-        results = decoded(target, drafter, asked)
+        way = Way(drafter, Chain(min(3, drafter.depth)))  # one by one: batches flip near-ties
+        results = [generate(target, p, way, max_new_tokens=NEW) for p in asked]
     export.write(tmp_path / "draft", drafter, target)
     layout = export.layout_of(drafter.config.name, "hf")
     engine.serve(whole_target, tmp_path / "draft", layout, 3, dtype)
@@ -329,8 +336,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
         assert [s.ids for s in theirs] == [g.ids for g in results]
         rounds = [r for g in results for r in g.rounds]
         assert abs(sum(s.rounds for s in theirs) - len(rounds)) <= 0.005 * len(rounds)
-        for k in range(3):
-            ours = sum(r.accepted > k for r in rounds)
+        for k, ours in enumerate(accepted_by_depth(rounds)):
             accepted = sum(s.accepted[k] for s in theirs)
             assert abs(ours - accepted) <= 0.005 * len(rounds)
     else:
@@ -403,22 +409,6 @@ def test_answers_and_features_of_vllm_train_as_those_of_this_process(
     assert not list((tmp_path / "states").iterdir())
 
 
-@pytest.mark.serving
-def test_the_counters_of_vllm_give_what_our_decoder_counts(
-    runs: Runs, target: Target, served: Served, asked: list[list[int]], tmp_path: Path
-) -> None:
-    drafter, results = served("eagle3")
-    export.write(tmp_path / "draft", drafter, target)
-    with vllm(tmp_path, "--draft", str(tmp_path / "draft"), "--gamma", "3") as url:
-        engine = Engine(Server.of("--engine", url), target, speculates=True)
-        with Progress(disable=True) as bar:
-            (at,) = measure_served(engine, None, asked, [Sampler(0.0)], NEW, 0, bar)
-    rounds = [r for g in results for r in g.rounds]
-    assert abs(at.rounds - len(rounds)) <= 0.005 * len(rounds)
-    tau = 1 + sum(r.accepted for r in rounds) / len(rounds)
-    assert at.tau.value == pytest.approx(tau, rel=0.005)
-
-
 # As Qwen3's: tools in the system turn, calls and results in tags; reasoning stays while tools are
 # called, and goes with the next question; a prompt for none has an empty thought
 TOOLS_AND_THINKING = """\
@@ -486,55 +476,83 @@ def chat_of(n: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.serving
-def test_tools_and_thinking_are_served_as_they_are_trained(
-    whole_target: Path, tmp_path: Path
-) -> None:
-    """float32: vLLM's prompts by its own rendering have our ids, with thinking on and off, and it
-    accepts at every position of every answer what our decoder accepts."""
-    shutil.copytree(whole_target, tmp_path / "target")
+class Tools(NamedTuple):
+    """vLLM with a target whose template has tools and thinking, and a draft trained on such chats.
+    Both decoders answer the prompts, with thinking on and off by turns; these are our answers."""
+
+    engine: Engine
+    asked: list[dict[str, Any]]
+    prompts: list[list[int]]
+    ours: list[Generation]
+
+
+@pytest.fixture(scope="module")
+def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+    """Starting vLLM takes half a minute, so two tests share it."""
+    folder = tmp_path_factory.mktemp("tools")
+    shutil.copytree(whole_target, folder / "target")
     tokenizer = AutoTokenizer.from_pretrained(whole_target)
     tokenizer.chat_template = TOOLS_AND_THINKING
-    tokenizer.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(folder / "target")
     chats = [chat_of(n) for n in range(12)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    of_target = ["target=model", f"target.path={tmp_path / 'target'}"]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    of_target = ["target=model", f"target.path={folder / 'target'}"]
     options = [*of_target, "target.dtype=float32", "data=conversations", "data.answers=data"]
-    options += [f"data.path={tmp_path / 'chats.jsonl'}", "data.thinking=data", "data.held_out=0.2"]
+    options += [f"data.path={folder / 'chats.jsonl'}", "data.thinking=data", "data.held_out=0.2"]
     options += ["data.max_length=512", "loop.epochs=2", "optim.lr=1e-4", "loop.rows=3"]
     options += ["loop.eval_every=0", "loop.save_every=0", "decode.prompts=0", "drafter=eagle3"]
-    options += ["name=tools", f"features.root={tmp_path / 'features'}", "track=none"]
-    train.run(compose(options), tmp_path / "run")
-    target = load_target(TargetConfig(path=str(tmp_path / "target"), dtype="float32"))
-    drafter = checkpoint.load(tmp_path / "run" / "best", target)
+    options += ["name=tools", f"features.root={folder / 'features'}", "track=none"]
+    train.run(compose(options), folder / "run")
+    target = load_target(TargetConfig(path=str(folder / "target"), dtype="float32"))
+    drafter = checkpoint.load(folder / "run" / "best", target)
+    asked, prompts = [], []
+    for n, thinking in product((1, 2, 3, 5), (True, False)):  # 2 has no reasoning
+        turns = (1, 3, 5)[n % 3]
+        answered = {"tools": TOOLS, "messages": chats[n]["messages"][: turns + 1]}
+        conversation = normal(answered, str(n), DataConfig(""), Tally())
+        how = "on" if thinking else "off"
+        prompts.append(Chat(target.tokenizer, thinking=how).prompt(conversation).ids.tolist())
+        chat = {"tools": TOOLS, "messages": chats[n]["messages"][:turns]}
+        # vLLM reads this name alone here, and hands it to the template under both
+        body = json.loads(json.dumps(chat).replace("reasoning_content", "reasoning"))
+        asked.append(body | {"chat_template_kwargs": {"enable_thinking": thinking}})
+    ours = decode(target, prompts, Way(drafter, Chain(3)), max_new_tokens=NEW)
+    draft = ["--draft", str(folder / "run" / "export"), "--gamma", "3"]
+    with vllm(folder, *of_target, *draft) as url:
+        yield Tools(
+            Engine(Server.of("--engine", url), target, speculates=True), asked, prompts, ours
+        )
+
+
+@pytest.mark.serving
+def test_tools_and_thinking_are_served_as_they_are_trained(tools: Tools) -> None:
+    """float32: vLLM's prompts by its own rendering have our ids, with thinking on and off, and it
+    accepts at every position of every answer what our decoder accepts."""
     accepted = Counter[bool]()
-    with vllm(
-        tmp_path, *of_target, "--draft", str(tmp_path / "run" / "export"), "--gamma", "3"
-    ) as url:
-        server = Server.of("--engine", url)
-        engine = Engine(server, target, speculates=True)
-        for n, thinking in product((1, 2, 3, 5), (True, False)):  # 2 has no reasoning
-            turns = (1, 3, 5)[n % 3]
-            chat = {"tools": TOOLS, "messages": chats[n]["messages"][:turns]}
-            answered = {"tools": TOOLS, "messages": chats[n]["messages"][: turns + 1]}
-            conversation = normal(answered, str(n), DataConfig(""), Tally())
-            how = "on" if thinking else "off"
-            prompt = Chat(target.tokenizer, thinking=how).prompt(conversation).ids.tolist()
-            kwargs = {"enable_thinking": thinking}
-            # vLLM reads this name alone here, and hands it to the template under both
-            asked = json.loads(json.dumps(chat).replace("reasoning_content", "reasoning"))
-            body = {**asked, "chat_template_kwargs": kwargs, "add_generation_prompt": True}
-            request = urllib.request.Request(
-                url.removesuffix("/v1") + "/tokenize",
-                json.dumps(body | {"add_special_tokens": False}).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request) as reply:
-                assert json.load(reply)["tokens"] == prompt
-            ours = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=NEW)
-            theirs = engine.reply(prompt, NEW, Sampler(0.0), 0)
-            assert theirs.ids == ours.ids
-            counts = [sum(r.accepted > k for r in ours.rounds) for k in range(3)]
-            assert (theirs.rounds, list(theirs.accepted)) == (len(ours.rounds), counts)
-            accepted[thinking] += sum(counts)
+    for body, prompt, ours in zip(tools.asked, tools.prompts, tools.ours, strict=True):
+        more = {"add_generation_prompt": True, "add_special_tokens": False}
+        request = urllib.request.Request(
+            tools.engine.server.root + "/tokenize",
+            json.dumps(body | more).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            assert json.load(reply)["tokens"] == prompt
+        theirs = tools.engine.reply(prompt, NEW, Sampler(0.0), 0)
+        assert theirs.ids == ours.ids
+        counts = accepted_by_depth(ours.rounds)
+        assert (theirs.rounds, list(theirs.accepted)) == (len(ours.rounds), counts)
+        accepted[body["chat_template_kwargs"]["enable_thinking"]] += sum(counts)
     assert min(accepted[True], accepted[False]) > 0
+
+
+@pytest.mark.serving
+def test_the_counters_of_vllm_give_what_our_decoder_counts(tools: Tools) -> None:
+    with Progress(disable=True) as bar:
+        asked, sampled = tools.prompts[:5], [Sampler(0.0)]
+        (at,) = measure_served(tools.engine, None, asked, sampled, NEW, 0, bar)
+    rounds = [r for g in tools.ours[:5] for r in g.rounds]
+    assert sum(accepted_by_depth(rounds)) > 0
+    assert abs(at.rounds - len(rounds)) <= 0.005 * len(rounds)
+    tau = 1 + sum(r.accepted for r in rounds) / len(rounds)
+    assert at.tau.value == pytest.approx(tau, rel=0.005)
