@@ -83,22 +83,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `LONG` files, and put the tests on the real target in the order in which
-    two workers share them out best."""
+    """Mark the tests of `LONG` files, and order all so that workers share them out well: files with
+    slow tests come first, so that none is left for the end, and then those of `LONG`."""
     long = {HERE / name for name in LONG}
     assert all(path.exists() for path in long), "LONG names a file that is not there"
     for item in items:
         if item.path in long:
             item.add_marker(pytest.mark.long)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: 0 if item.path in slow else 1 if item.path in long else 2)
     at = [n for n, item in enumerate(items) if item.path.name == "test_end_to_end.py"]
     for n, item in zip(at, _shared_out([items[n] for n in at]), strict=True):
         items[n] = item
 
 
 def _shared_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Each of two workers begins with a half of the tests. Those of one drafter stand together, so
-    that a worker seldom waits for a draft that another one trains; and each half begins with a long
-    test that needs no draft, as the first to need one waits for the answers that all learn."""
+    """Tests on the real target. Each of two workers begins with a half of them. Those of one
+    drafter stand together, so that a worker seldom waits for a draft that another one trains; and
+    each half begins with a long test that needs no draft, as the first to need one waits for the
+    answers that all learn."""
     first, second, rest = [], [], []
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
