@@ -164,7 +164,7 @@ class SlotCache(Cache):
     """See the module. `capacity` fixes the number of slots, for compiled passes."""
 
     def __init__(self, layers: int, capacity: int | None = None, chains_only: bool = False) -> None:
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        Cache.__init__(self, layers=[SlotLayer(self) for _ in range(layers)])
         self.chains_only = chains_only  # as layers with states do
         self.fixed = capacity is not None
         self.capacity = capacity or 0
@@ -456,4 +456,22 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
         )
     of_decoder = getattr(config, "decoder_layers", None) or 0  # BART counts its encoder's first
     layers = max(config.num_hidden_layers, of_decoder)
-    return SlotCache(layers, capacity, keeps_states(config))
+    kind = _lightning() if config.model_type == "minimax" else SlotCache
+    return kind(layers, capacity, keeps_states(config))
+
+
+@cache
+def _lightning() -> type[SlotCache]:
+    """The cache of MiniMax-01, which takes no other class than its own."""
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    class LightningCache(SlotCache, MiniMaxCache):
+        linear_cache: list[Tensor] = []
+
+        def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+            return self.get_recurrent_state(layer_idx)
+
+        def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+            self.update_recurrent_state(linear_cache, layer_idx)
+
+    return LightningCache

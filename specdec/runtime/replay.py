@@ -110,20 +110,20 @@ class ReplayCache(TextCache):
             self._kept, self._read = [None] * len(ids_BT), [0] * len(ids_BT)
         return place
 
-    def read(self, run: Callable[[Tensor, Any], tuple[States, Any]]) -> States:
+    def read(self, run: Callable[[Tensor, Any, int], tuple[States, Any]]) -> States:
         """The states of the tokens of the pass that has been placed. `run` has the model read
-        tokens [N, T] after a memory, None at the beginning of a text, and returns their states and
-        what it has kept then."""
+        tokens [N, T] after a memory of so many, None at the beginning of a text, and returns their
+        states and what it has kept then."""
         scratch_BPs, T = torch.cat(self._scratch, 1), self._scratch[-1].shape[1]
         layers, final, order = list[Tensor | None](), list[Tensor](), list[int]()
         for rows in self._groups():
             read, known = self._read[rows[0]], self.lengths[rows[0]]
             if known - read > AGAIN:
-                kept = run(self._again(rows), self._joined(rows))[1]
+                kept = run(self._again(rows), self._joined(rows), read)[1]
                 for b, x in zip(rows, self._memory.parted(kept, len(rows)), strict=True):
                     self._kept[b], self._read[b] = x, known
             ids_NT = torch.cat([self._again(rows), scratch_BPs[rows]], 1)
-            (some, last), kept = run(ids_NT, self._joined(rows))
+            (some, last), kept = run(ids_NT, self._joined(rows), self._read[rows[0]])
             self._after.update(zip(rows, self._memory.parted(kept, len(rows)), strict=True))
             layers.append(some)
             final.append(last[:, -T:])

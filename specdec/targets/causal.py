@@ -222,8 +222,11 @@ class CausalTarget(Target):
         known = [x for x in layers if x is not None]
         return torch.cat(known)[order_B] if known else None, torch.cat(final)[order_B]
 
-    def _after_memory(self, needs: FeatureSpec, ids_NT: Tensor, kept: Any) -> tuple[States, Any]:
-        """A pass that goes on from what the model has kept, and what it has kept then."""
+    def _after_memory(
+        self, needs: FeatureSpec, ids_NT: Tensor, kept: Any, read: int
+    ) -> tuple[States, Any]:
+        """A pass that goes on from what the model has kept of the tokens that it has `read`, and
+        what it has kept then."""
         assert self.memory is not None
         name = self.memory.argument
         with self._watched(needs) as seen:

@@ -21,8 +21,6 @@ from specdec.context import FeatureSpec
 from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
-from specdec.runtime.replay import ReplayCache
-from specdec.runtime.texts import TextCache
 from specdec.targets.base import States
 from specdec.targets.causal import CausalTarget
 from specdec.targets.checks import ROUGH, SHARP, distance
@@ -148,7 +146,7 @@ class Team:
     def watch(self, cache: SlotCache) -> SlotCache:
         """A cache of the leader, from now on mirrored by the others."""
         if self.leads:
-            cache.__class__ = MIRRORED[type(cache)]
+            cache.__class__ = _mirrored(type(cache))
             assert isinstance(cache, _Mirrored)
             cache.team, cache.number, cache.within = self, self._count, False
             self._count += 1
@@ -194,23 +192,9 @@ class _Mirrored(SlotCache):
             super().replace(rows, other)
 
 
-class _MirroredSlots(_Mirrored):
-    """Of keys and values."""
-
-
-class _MirroredTexts(_Mirrored, TextCache):
-    """Of texts."""
-
-
-class _MirroredReplay(_Mirrored, ReplayCache):
-    """Of what a model keeps in a way of its own."""
-
-
-MIRRORED: dict[type[SlotCache], type[_Mirrored]] = {
-    SlotCache: _MirroredSlots,
-    TextCache: _MirroredTexts,
-    ReplayCache: _MirroredReplay,
-}
+def _mirrored(kind: Any) -> Any:
+    """The mirrored kind of a class of caches."""
+    return type(f"Mirrored{kind.__name__}", (_Mirrored, kind), {})
 
 
 class DividedTarget(CausalTarget):

@@ -87,22 +87,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_window_size": 8,
         "block_types": ["recurrent", "attention"],
     },
-    # what is replayed. MiniMax-01: lightning attention, in a cache of its own class
+    # MiniMax-01: lightning attention, in a cache of its own class
     "minimax": {
         "layer_types": ["full_attention", "linear_attention"] * 2,
         "num_local_experts": 2,
         "block_size": 8,
     },
-    # RWKV: a list of tensors
+    # RWKV: a list of tensors, which is replayed
     "rwkv": {"attention_hidden_size": 32},
 }
-READINGS = {"minimax": Reading.REPLAY, "rwkv": Reading.APART}
+XLSTM = {"hidden_size": 128, "num_blocks": 4, "num_heads": 4}
 REAL = ("qwen3_5_text", "lfm2", "nemotron_h")
 
 
 def model_of(kind: str, seed: int = 0, **more: Any) -> Any:
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**SHAPE, **KINDS[kind], **more})
+    config = AutoConfig.for_model(kind, **{**SHAPE, **KINDS.get(kind, {}), **more})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     model.generation_config.eos_token_id = None
     return model
@@ -333,13 +333,19 @@ def test_states_that_move_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 def test_how_each_kind_is_read(target: Target) -> None:
     assert isinstance(target, CausalTarget)
-    assert target.reading is READINGS.get(target.name, Reading.SLOTS)
+    assert target.reading is (Reading.APART if target.name == "rwkv" else Reading.SLOTS)
+
+
+def test_positions_do_not_depend_on_what_the_first_layer_keeps() -> None:
+    """MiniMax-01 begins with lightning attention, and counts its positions by the first layer."""
+    target = target_of("minimax", layer_types=["linear_attention", "full_attention"] * 2)
+    assert isinstance(target, CausalTarget) and target.reading is Reading.SLOTS
 
 
 def test_what_is_replayed_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that accepts all tokens of its passes reads none of them again. Another one reads what
     it has accepted since again in its next passes, and by itself once that is more than 16."""
-    target = target_of("minimax")
+    target = target_of("xlstm", **XLSTM)
     read: list[tuple[int, ...]] = []
     forward = type(target.body).forward
 
@@ -368,7 +374,7 @@ def test_what_is_replayed_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
         cache.keep(kept)
         ends = [n + count for n, count in zip(ends, kept, strict=True)]
-    assert cache.nbytes > 2 * 2 * 4 * 8 * 8 * 4  # two rows, two layers, four heads, four bytes
+    assert cache.nbytes > 2 * 4 * 4 * 16 * 32 * 4  # 2 rows, 4 layers, 4 heads, in 4 bytes
 
 
 # --- Training -----------------------------------------------------------------------------------
