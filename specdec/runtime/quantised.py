@@ -23,6 +23,8 @@ PACKAGES = {
     "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
     "torchao": {"torchao": "torchao"},
 }
+DEQUANTISED = ("fp8", "mxfp4")  # what transformers computes in quantised form on a GPU alone
+SCALES = 0.0625  # bytes that a weight's share of its scales takes, with groups of 32
 AT_ONCE = 1024  # rows of the identity that a layer multiplies at a time
 
 
@@ -33,6 +35,17 @@ def method(config: Any) -> str | None:
         return None
     name = theirs.get("quant_method") if isinstance(theirs, dict) else theirs.quant_method
     return str(getattr(name, "value", name))
+
+
+def itemsize(config: Any, dtype: torch.dtype, on_cpu: bool) -> float:
+    """About how many bytes a weight of a model's quantised layers takes in memory, from its config:
+    those of the dtype if it is stored as a plain number, or becomes one on a CPU."""
+    kind, theirs = method(config), getattr(config, "quantization_config", {})
+    if kind is None or (on_cpu and kind in DEQUANTISED):
+        return float(dtype.itemsize)
+    keys = theirs if isinstance(theirs, dict) else theirs.to_dict()
+    four = keys.get("load_in_4bit") or "mxfp4" in kind or "nvfp4" in str(keys)
+    return int(keys.get("bits") or (4 if four else 8)) / 8 + SCALES
 
 
 def lacking(name: str | None) -> list[str]:

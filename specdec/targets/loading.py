@@ -5,6 +5,8 @@ import ctypes
 import gc
 import os
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,11 +32,12 @@ from transformers.utils import logging
 
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
+from specdec.files import make_folder
 from specdec.progress import tell
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
-from specdec.runtime.quantised import lacking, method, without_method
+from specdec.runtime.quantised import itemsize, lacking, method, without_method
 from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
@@ -53,7 +56,7 @@ from specdec.targets.divided import (
 from specdec.targets.gguf import dense, find_package_file
 from specdec.targets.parts import Parts, checksum, config_of_layers, depth_of
 from specdec.targets.seq2seq import Seq2SeqTarget
-from specdec.targets.spread import AUTO, device_map, in_words, is_spread
+from specdec.targets.spread import AUTO, DISK, device_map, in_words, is_spread
 from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -461,8 +464,13 @@ def _model(
     # quantised layers are made on their device, and some cannot be moved later
     places: dict[str, Any] | None = {"": cfg.device} if quantised else None
     with _told(cfg):
+        options, offloaded = _options(cfg), None
         if cfg.device_map:
             places = _places(cfg, kind, config)
+            if DISK in places.values():  # weights that the files hold in another form go there
+                root = make_folder(Path(cfg.cache))
+                offloaded = tempfile.TemporaryDirectory(prefix="offloaded-", dir=root)
+                options["offload_folder"] = offloaded.name
         model, loading = kind.from_pretrained(
             path,
             config=config,
@@ -471,8 +479,10 @@ def _model(
             output_loading_info=True,
             device_map=places,
             distributed_config=None if rules is None else _over_processes(rules),
-            **_options(cfg),
+            **options,
         )
+        if offloaded is not None:
+            weakref.finalize(model, offloaded.cleanup)
         if quantised:
             _unpack(model, cfg, config)
         elif places is None and rules is None:
@@ -502,7 +512,9 @@ def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
     )
     empty = _empty(cfg, config, kind)
     count = depth_of(config.get_text_config(decoder=True))
-    return device_map(empty, count, torch.device(cfg.device), DTYPES[cfg.dtype], cfg.max_memory)
+    device, dtype = torch.device(cfg.device), DTYPES[cfg.dtype]
+    bytes_each = itemsize(config, dtype, device.type == "cpu")
+    return device_map(empty, count, device, dtype, cfg.max_memory, bytes_each)
 
 
 def _empty(cfg: TargetConfig, config: Any, kind: Any = None) -> Any:

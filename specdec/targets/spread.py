@@ -27,14 +27,16 @@ def device_map(
     device: torch.device,
     dtype: torch.dtype,
     max_memory: Mapping[int | str, str],
+    itemsize: float | None = None,
 ) -> dict[str, Place]:
     """Where each part of a model (on the meta device) with `count` layers goes: all parts around
     the layers to `device`, then layer after layer to that device, to the other GPUs, to the CPU's
     memory and to disk, each filled up to `max_memory`, such as {0: "70GB", "cpu": "100GB"}, or
-    up to nine tenths of what is free there. GPUs share the layers evenly. Raises UserError if the
-    memory cannot be read, or if `device` does not hold even the parts and one layer."""
+    up to nine tenths of what is free there. GPUs share the layers evenly. A weight takes as many
+    bytes as one of `dtype`, or in quantised layers `itemsize`. Raises UserError if the memory
+    cannot be read, or if `device` does not hold even the parts and one layer."""
     budgets = _budgets(device, max_memory)
-    sizes = compute_module_sizes(model, dtype=dtype)
+    sizes: dict[str, float] = compute_module_sizes(model.to(dtype), dtype=dtype)
     stacks = {id(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     fixed, layers = list[str](), list[str]()
 
@@ -51,6 +53,8 @@ def device_map(
                 walk(part, f"{name}.{child}".lstrip("."))
 
     walk(model, "")
+    if itemsize is not None:
+        sizes |= {name: sizes[name] * itemsize / dtype.itemsize for name in layers}
     own, largest = sum(sizes[n] for n in fixed), max((sizes[n] for n in layers), default=0)
     total, (first, *_) = sum(sizes[n] for n in layers), budgets
     room = {place: float(size) for place, size in budgets.items()}

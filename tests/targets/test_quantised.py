@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/targets/test_quantised.py (about 30 s)
 """
 
+import gc
 import importlib.util
 import json
 from dataclasses import replace
@@ -252,6 +253,26 @@ def test_what_is_dequantised_decodes_as_transformers_does(tmp_path: Path, stored
             generate(whole, ids[0].tolist(), Way(drafter), max_new_tokens=16, eos=()).ids == answer
         )
     assert generate(whole, ids[0].tolist(), max_new_tokens=16, eos=()).ids == answer
+
+
+@pytest.mark.parametrize("stored", [fp8, fp8_experts, mxfp4])
+def test_what_is_dequantised_is_spread_over_memory_and_disk(tmp_path: Path, stored: Any) -> None:
+    """Room for the parts and a layer or two, counted as the plain weights that they become."""
+    stored(tmp_path)
+    cfg = config_of(tmp_path)
+    whole, ids = load_target(cfg), [*range(4, 20)]
+    sizes = [sum(x.nbytes for x in layer.parameters()) for layer in whole.layers]
+    own = sum(x.nbytes for x in whole.model.parameters()) - sum(sizes)
+    room = {"cpu": str(own + 5 * max(sizes) // 2)}
+    target = load_target(replace(cfg, device_map="auto", max_memory=room))
+    assert [target.model.hf_device_map[f"model.layers.{k}"] for k in (0, 3)] == ["cpu", "disk"]
+    assert target.fingerprint() == whole.fingerprint()
+    answers = (generate(each, ids, max_new_tokens=16, eos=()).ids for each in (target, whole))
+    assert next(answers) == next(answers)
+    assert [*Path(cfg.cache).glob("offloaded-*")]
+    del target, answers
+    gc.collect()
+    assert not [*Path(cfg.cache).glob("offloaded-*")]
 
 
 def test_experts_of_four_bits_are_read_as_numbers(tmp_path: Path) -> None:

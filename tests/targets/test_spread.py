@@ -126,6 +126,8 @@ def test_layers_are_shared_by_gpus_evenly_and_then_go_to_memory_and_disk(
     assert places(_0=kept, cpu=4 * layer) == [0] * 2 + ["cpu"] * 4 + ["disk"] * 6
     with pytest.raises(UserError, match="do not fit on 0"):
         places(_0=parts)
+    small = device_map(model, 12, first, dtype, {0: str(kept), "cpu": str(4 * layer)}, itemsize=0.5)
+    assert [small[f"model.layers.{k}"] for k in range(12)].count(0) > 9, "as for weights of 16 bits"
 
 
 @pytest.mark.parametrize(

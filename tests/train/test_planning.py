@@ -101,6 +101,17 @@ def test_quantised_weights_take_less(quantised: dict[str, Any], itemsize: float)
     assert outline_of(Parts(model, None, "tiny"), torch.bfloat16).itemsize == itemsize
 
 
+@pytest.mark.parametrize(("kind", "on_cpu"), [("fp8", 2), ("mxfp4", 2), ("gptq", 1.0625)])
+def test_a_cpu_holds_some_quantised_weights_as_plain_ones(
+    kind: str, on_cpu: float, tmp_path: Path
+) -> None:
+    config = architectures(64, layers=4)["llama"]
+    config.quantization_config = {"quant_method": kind, "bits": 8}
+    cfg = TargetConfig(str(config_folder(tmp_path, config)))
+    assert outline(cfg, "bfloat16", on_cpu=True)[0].itemsize == on_cpu
+    assert outline(cfg, "bfloat16")[0].itemsize < 2
+
+
 def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
     cfg = tiny.config("eagle3")
     of, parts = outline(cfg.target, "float32")

@@ -15,6 +15,7 @@ from specdec.drafters import family
 from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.trainable import Trainable, trains
 from specdec.errors import UserError, first_line
+from specdec.runtime.quantised import itemsize
 from specdec.targets.divided import divided_weights
 from specdec.targets.loading import DTYPES, TargetConfig, auto_class, located
 from specdec.targets.parts import Parts
@@ -91,9 +92,10 @@ class DraftOutline:
     stored: int  # of the target's layers that it reads
 
 
-def outline(cfg: TargetConfig, dtype: str) -> tuple[Outline, Parts]:
-    """The sizes of the target that `cfg` names, in this dtype, and its parts without weights.
-    Raises UserError where there is no config of a model that transformers knows."""
+def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outline, Parts]:
+    """The sizes of the target that `cfg` names, in this dtype, and its parts without weights. On a
+    CPU, transformers loads some quantised checkpoints as plain weights. Raises UserError where
+    there is no config of a model that transformers knows."""
     path = located(cfg)
     options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
@@ -108,7 +110,7 @@ def outline(cfg: TargetConfig, dtype: str) -> tuple[Outline, Parts]:
     layers = next((m for m in model.modules() if _is_stack(m, parts.config)), None)
     if layers is not None:
         parts.layers = layers
-    return outline_of(parts, DTYPES[dtype]), parts
+    return outline_of(parts, DTYPES[dtype], on_cpu), parts
 
 
 def unfilled(config: Any, dtype: torch.dtype) -> Any:
@@ -118,7 +120,7 @@ def unfilled(config: Any, dtype: torch.dtype) -> Any:
         return kind.from_config(config, dtype=dtype)
 
 
-def outline_of(parts: Parts, dtype: torch.dtype) -> Outline:
+def outline_of(parts: Parts, dtype: torch.dtype, on_cpu: bool = False) -> Outline:
     """The sizes of a model, whose weights are not read."""
     named = dict(parts.model.named_parameters())  # tied weights have one name
     config, weights = parts.config, sum(p.numel() for p in named.values())
@@ -136,7 +138,7 @@ def outline_of(parts: Parts, dtype: torch.dtype) -> Outline:
         layers=config.num_hidden_layers,
         width=parts.width,
         vocab=parts.vocab_size,
-        itemsize=_itemsize(parts.model.config, dtype, weights, embedding),
+        itemsize=_itemsize(parts.model.config, dtype, weights, embedding, on_cpu),
         cached=_cached(config) * dtype.itemsize,
         state=dtype.itemsize,
         divided=divided_weights(parts.model),
@@ -215,15 +217,7 @@ def _cached(config: Any) -> int:
     return int(2 * layers * kv_heads * head_dim)
 
 
-def _itemsize(config: Any, dtype: torch.dtype, weights: int, embedding: int) -> float:
-    """Mean bytes of a weight: those of the dtype, or fewer if the checkpoint is quantised."""
-    quantised = getattr(config, "quantization_config", None)
-    if not quantised:
-        return float(dtype.itemsize)
-    plain = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    kind = str(plain.get("quant_method", ""))
-    four = plain.get("load_in_4bit") or "mxfp4" in kind or "nvfp4" in str(plain)
-    bits = plain.get("bits") or (4 if four else 8)
-    stored = int(bits) / 8 + 0.0625  # and their scales
-    part = 2 * embedding / weights  # the embedding and the head stay as they are
-    return stored * (1 - part) + dtype.itemsize * part
+def _itemsize(config: Any, dtype: torch.dtype, weights: int, embedding: int, on_cpu: bool) -> float:
+    """Mean bytes of a weight, of which the embedding and the head are never quantised."""
+    part = 2 * embedding / weights
+    return itemsize(config, dtype, on_cpu) * (1 - part) + dtype.itemsize * part

@@ -179,7 +179,8 @@ def outlook(cfg: Config) -> Outlook:
         dtype = "bfloat16" if cfg.target.dtype == "auto" else cfg.target.dtype
         target = replace(cfg.target, dtype=dtype, device="cpu")
     cfg = replace(cfg, target=target)
-    of_target, parts = outline(cfg.target, cfg.target.dtype)
+    on_cpu = here and accelerator.device.type == "cpu"
+    of_target, parts = outline(cfg.target, cfg.target.dtype, on_cpu)
     if cfg.target.tensor_parallel:
         require(
             planning.devices > 1,
