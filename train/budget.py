@@ -32,6 +32,7 @@ from train.config import Config
 from train.data.packing import pack
 from train.data.template import Document, Prompt
 from train.features.source import Online
+from train.forecast import SHARES
 from train.plan import SAID, Plan, Speeds, Work, fitted, minutes
 from train.processes import from_main, ranks_of
 from train.stages import StageConfig, starting
@@ -133,6 +134,7 @@ def work_of(cfg: Config, held_out: int, processes: int, regresses: bool) -> Work
         learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
         + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
+        looks=len(SHARES) if cfg.loop.eval_every else 0,
         regresses=regresses,
     )
 

@@ -63,6 +63,7 @@ class State:
     waiting: float = 0.0  # of these seconds, for stored features
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
+    evaluated: list[tuple[int, float]] = field(default_factory=list)  # the steps, and τ at T = 0
     optimizer: list[dict[str, Any]] = field(default_factory=list)  # groups, as last saved
     # empty in checkpoints of earlier versions:
     run: str = ""  # the identity of the run

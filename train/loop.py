@@ -31,6 +31,7 @@ from specdec.targets.parts import Parts
 from train import checkpoint, optim
 from train.checkpoint import Best, State
 from train.features.source import Source
+from train.forecast import forecast, looks
 from train.held_out import evaluate
 from train.optim import OptimConfig
 from train.processes import from_main
@@ -46,9 +47,11 @@ class LoopConfig:
 
     `rows` is the number of packed rows per micro-batch, `accumulate` that of micro-batches per step
     and process. `max_tokens` ends training early, even within an epoch (the learning rate decays to
-    fit). `eval_every` and `save_every` are in steps (0: only at the end). `objective` is the
-    held-out figure by which drafts are compared; `patience` evaluations without a better one end
-    training (null: never). `precision` is bf16 or no (float32); auto is bf16 if the target is.
+    fit). `eval_every` and `save_every` are in steps (0: only at the end). Where a tenth of the
+    steps is less than `eval_every`, drafts are also evaluated after a tenth and a fifth of them, so
+    that there is a forecast of τ early on. `objective` is the held-out figure by which drafts are
+    compared; `patience` evaluations without a better one end training (null: never). `precision` is
+    bf16 or no (float32); auto is bf16 if the target is.
     """
 
     epochs: int = 1
@@ -114,6 +117,19 @@ class Learner:
     step: int = 0  # steps taken or passed over
     steps: int = 0  # planned for the run, as known by now
     passed: int = 0  # tokens in the rows that were passed over
+
+    @property
+    def outlook(self) -> str:
+        """The last held-out τ and the forecast for the end, in a few words."""
+        evaluated, expected = self.state.evaluated, self.forecast
+        if not evaluated:
+            return ""
+        return f"  τ {evaluated[-1][1]:.2f}" + (f" → {expected:.2f}" if expected else "")
+
+    @property
+    def forecast(self) -> float | None:
+        """The forecast of held-out τ at T = 0 at the end; None as long as there is none."""
+        return forecast(self.state.evaluated, self.steps)
 
     @property
     def ended(self) -> bool:
@@ -271,7 +287,7 @@ def train(
                 tokens_per_second=speed,
                 waiting=state.waiting / state.seconds,
             )
-            progress.update(task, advance=1, description=f"training  {record}")
+            progress.update(task, advance=1, description=f"training  {record}{learner.outlook}")
             final = step + 1 == learner.steps
 
             # once in a while: log, evaluate, save
@@ -279,9 +295,12 @@ def train(
             if saving or (step + 1) % cfg.log_every == 0:
                 tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
                 learner.statistics.zero_()
-            if final or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+            due = cfg.eval_every and (step + 1) % cfg.eval_every == 0
+            if final or due or step + 1 in looks(learner.steps, cfg.eval_every):
                 figures = evaluate(model, held_out, cfg.rows, accelerator)
-                tracker.log(step + 1, {"held_out": asdict(figures)})
+                state.evaluated.append((step + 1, figures.tau_greedy))
+                ahead = {"forecast": {"tau_greedy": x}} if (x := learner.forecast) else {}
+                tracker.log(step + 1, {"held_out": asdict(figures), **ahead})
                 value = getattr(figures, cfg.objective)
                 state.waited += 1
                 if state.best is None or value > state.best.value:

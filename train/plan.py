@@ -64,6 +64,7 @@ class Work:
     decoded: int  # tokens written for each prompt, with and without drafts, in total
     learned: int  # single-row steps spent on other prompts, however many prompts are measured
     watched: float  # held-out evaluations per training token
+    looks: int = 0  # further ones
     repeats: int = 1  # how often a prompt is timed
     regresses: bool = False  # whether the start is solved for
 
@@ -145,7 +146,7 @@ def of_size(
     length = tokens + n * answer
     solved = length / stride(int(length)) if work.regresses else 0
     trained = work.epochs * length
-    evaluations = 1 + trained * work.watched if work.epochs else 0
+    evaluations = 1 + work.looks + trained * work.watched if work.epochs else 0
     return Plan(
         conversations=n,
         available=available,
