@@ -117,19 +117,15 @@ class Learner:
     step: int = 0  # steps taken or passed over
     steps: int = 0  # planned for the run, as known by now
     passed: int = 0  # tokens in the rows that were passed over
+    outlook: str = ""  # the last held-out τ and the forecast for the end, in a few words
 
-    @property
-    def outlook(self) -> str:
-        """The last held-out τ and the forecast for the end, in a few words."""
-        evaluated, expected = self.state.evaluated, self.forecast
-        if not evaluated:
-            return ""
-        return f"  τ {evaluated[-1][1]:.2f}" + (f" → {expected:.2f}" if expected else "")
-
-    @property
-    def forecast(self) -> float | None:
-        """The forecast of held-out τ at T = 0 at the end; None as long as there is none."""
-        return forecast(self.state.evaluated, self.steps)
+    def look_ahead(self) -> float | None:
+        """Forecast held-out τ at T = 0 at the end (None as long as there is no forecast), and say
+        so in `outlook`."""
+        evaluated, expected = self.state.evaluated, forecast(self.state.evaluated, self.steps)
+        self.outlook = f"  τ {evaluated[-1][1]:.2f}" if evaluated else ""
+        self.outlook += f" → {expected:.2f}" if expected else ""
+        return expected
 
     @property
     def ended(self) -> bool:
@@ -224,6 +220,7 @@ def train(
     for epoch in epochs:
         orders, learner.steps = steps_of(cfg, lengths, epoch, learner.step, portion)
         progress.update(task, total=learner.steps)
+        learner.look_ahead()
         source.expect(_unread(orders, learner, cfg, rank, world))
         for chosen in orders:
             if learner.stopped:
@@ -299,7 +296,7 @@ def train(
             if final or due or step + 1 in looks(learner.steps, cfg.eval_every):
                 figures = evaluate(model, held_out, cfg.rows, accelerator)
                 state.evaluated.append((step + 1, figures.tau_greedy))
-                ahead = {"forecast": {"tau_greedy": x}} if (x := learner.forecast) else {}
+                ahead = {"forecast": {"tau_greedy": x}} if (x := learner.look_ahead()) else {}
                 tracker.log(step + 1, {"held_out": asdict(figures), **ahead})
                 value = getattr(figures, cfg.objective)
                 state.waited += 1

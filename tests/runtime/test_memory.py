@@ -6,6 +6,7 @@ Run alone: python -m pytest tests/runtime/test_memory.py (a few seconds)
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from specdec.decoding import fitting
 from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
+from specdec.forcing.batch import summarise
 from specdec.runtime import memory
 from specdec.runtime.probes import native_dtype
+from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, architectures, random_target
 from tests.told import require_one_line
@@ -194,7 +197,29 @@ print(psutil.Process().memory_info().rss - before)
     native_dtype("cpu").dtype != "bfloat16", reason="too slow where bfloat16 is not native"
 )
 def test_summarising_a_long_text_leaves_no_memory_behind() -> None:
-    """Small results that lay where a chunk's logits had been cost 1.3 GB in all."""
+    """All logits at once would take 786 MB."""
     load_target(TargetConfig(dtype="bfloat16", device="cpu")).fingerprint()
     done = subprocess.run([sys.executable, "-c", SUMMARY], capture_output=True, text=True)
     assert int(done.stdout.splitlines()[-1]) < 5e8, done.stderr[-500:]
+
+
+def test_a_summary_keeps_nothing_that_a_chunk_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small results that lay where a chunk's logits had been cost 1.3 GB in all, since the next
+    chunk then took new memory. So those of a chunk must be gone once the next but one is made."""
+    target = random_target(architectures(64, layers=1)["llama"])
+    final_BTD = torch.randn(2, 50, 32)
+    expected = summarise(target, final_BTD, Sampler())
+    made: list[list[weakref.ref[torch.Tensor]]] = []
+    plain = Sampler.summarise
+
+    def noted(sampler: Sampler, logits: torch.Tensor) -> Any:
+        assert not any(part() is not None for chunk in made[:-1] for part in chunk)
+        parts = plain(sampler, logits)
+        made.append([weakref.ref(part) for part in parts])
+        return parts
+
+    monkeypatch.setattr(Sampler, "summarise", noted)
+    found = summarise(target, final_BTD, Sampler(), chunk=8)
+    assert len(made) == 13
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

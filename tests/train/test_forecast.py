@@ -81,7 +81,10 @@ def test_a_run_forecasts_and_goes_on_doing_so_when_it_is_continued(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Tracker, "log", interrupted)
         tiny.job(tmp_path / "cut", "medusa", *more)
+    shown.clear()
     tiny.job(tmp_path / "cut", "medusa", *more)
+    steps = [line for line in shown if line.startswith("training")]
+    assert len(steps) == 54 - 20 and all(line.endswith(said) for line in steps)
     require_same_run(tmp_path / "cut", tmp_path / "whole")
     again = [r["forecast"] for r in records(tmp_path / "cut") if "forecast" in r]
     assert again == [r["forecast"] for r in seen if "forecast" in r]

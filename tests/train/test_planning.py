@@ -218,6 +218,18 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert "by arithmetic" in str(said) and "as planning.tokens says" in str(said)
 
 
+def test_a_plan_for_this_cpu_counts_what_it_dequantises(tmp_path: Path) -> None:
+    config = architectures(64, layers=4)["llama"]
+    config.quantization_config = {"quant_method": "fp8"}
+    folder = config_folder(tmp_path, config)
+    more = ["data=conversations", "planning.tokens=1000", "data.path=x", "target.device=cpu"]
+    here, there = (
+        outlook(compose([*EAGLE, f"target.path={folder}", *more, f"planning.device={device}"]))
+        for device in ("here", "l4")
+    )
+    assert here.target.itemsize in (2, 4) and there.target.itemsize < 2
+
+
 def test_more_devices_take_less_time(tmp_path: Path) -> None:
     folder = config_folder(tmp_path / "target", architectures(64, layers=6)["llama"])
 
