@@ -46,7 +46,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets import loading
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.theory.alpha import visits
 from tests.tiny import compose, losses
 from train import pipeline

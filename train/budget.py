@@ -26,7 +26,7 @@ from specdec.measure.choosing import LEARNING, steps_of_a_choice
 from specdec.measure.confidence import AT_ONCE, CALIBRATING
 from specdec.progress import console
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from train import optim
 from train.config import Config
 from train.data.packing import pack

@@ -25,7 +25,7 @@ from specdec.progress import console
 from specdec.ranks import ALONE, Ranks
 from specdec.report import report
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
 from train.texts import Texts

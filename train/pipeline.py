@@ -18,7 +18,8 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.measure.results import Training
 from specdec.progress import bars, console
-from specdec.targets.loading import TargetOnDemand, opening
+from specdec.targets.loading import opening
+from specdec.targets.on_demand import TargetOnDemand
 from train import checkpoint, loop
 from train.budget import planned
 from train.checks import check, check_target, check_texts

@@ -12,7 +12,7 @@ from specdec.errors import require_known, require_within
 from specdec.formats import draft as drafts
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from train.data.answer_files import AnswersConfig
 from train.data.answers import Author, answered
 from train.data.template import Document, Prompt

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from specdec.errors import require
 from specdec.progress import console
 from specdec.ranks import Ranks
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
 from train.data.answer_files import AnswersConfig

@@ -20,7 +20,7 @@ from specdec.drafters.trainable import trains
 from specdec.errors import require
 from specdec.forcing.batch import Batch, summarise
 from specdec.forcing.teacher import TeacherForcing
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from train import optim
 from train.config import composed, register
 from train.data.template import Document

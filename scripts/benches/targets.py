@@ -45,7 +45,8 @@ from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
 from specdec.targets.causal import Reading
-from specdec.targets.loading import TargetConfig, TargetOnDemand, auto_class, load_target
+from specdec.targets.loading import TargetConfig, auto_class, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.seq2seq import Seq2SeqTarget
 from train import pipeline
 from train.config import Config, quoted, register, resolve

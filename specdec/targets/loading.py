@@ -1,10 +1,7 @@
 """Loading the target that a configuration names: the whole target or only its parts."""
 
 import copy
-import ctypes
-import gc
 import os
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -33,7 +30,6 @@ from transformers.utils import logging
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
 from specdec.files import make_folder
-from specdec.progress import tell
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
@@ -43,10 +39,7 @@ from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.checks import check_head
 from specdec.targets.divided import (
-    FREE,
-    LOAD,
     DividedTarget,
-    Team,
     compared,
     require_plain,
     require_same,
@@ -191,12 +184,12 @@ TOO_LARGE = "give target.dtype=bfloat16, a smaller target, or a device with more
 @memory_for("loading the target", TOO_LARGE)
 def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
-    cfg, path, config, tokenizer, weights = _opened(cfg)
+    cfg, path, config, tokenizer, weights = opened(cfg)
     stored, quantisation = None, method(config)
     if cfg.tensor_parallel:
         return _divided(cfg, path, config, tokenizer, weights)
     if cfg.device_map and weights and not config.is_encoder_decoder:
-        _note_fingerprint(cfg)
+        note_fingerprint(cfg)
         stored = weights.fingerprint()
     elif quantisation and weights:
         stored = weights.checksum()
@@ -217,7 +210,7 @@ def _divided(
 ) -> DividedTarget:
     """This process's part of the target, of a resolved configuration. All processes load theirs at
     the same time. The first layers are also loaded in one piece, to compare the divided ones."""
-    rules = _division(cfg, config, weights)
+    rules = division(cfg, config, weights)
     name, alone = named(cfg), replace(cfg, tensor_parallel=False, packed=False)
     text = config.get_text_config(decoder=True)
     k, first = compared(text, depth_of(text)), copy.deepcopy(config)
@@ -248,7 +241,7 @@ def _divided(
     return target
 
 
-def _division(cfg: TargetConfig, config: Any, weights: Weights | None) -> dict[str, str]:
+def division(cfg: TargetConfig, config: Any, weights: Weights | None) -> dict[str, str]:
     """How transformers' plan is changed to divide the layers alone (`rules_of`). Raises UserError
     if the processes of this launch cannot divide this target."""
     count, title = int(os.environ.get("WORLD_SIZE", "1")), f"target.path={cfg.path!r}"
@@ -305,7 +298,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
     loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
     that is not in safetensors, or one whose fingerprint has not been noted (see `TargetOnDemand`).
     Raises UserError for a damaged checkpoint."""
-    cfg, path, config, tokenizer, weights = _opened(cfg)
+    cfg, path, config, tokenizer, weights = opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.fingerprint():
         return None
     in_one = replace(cfg, device_map=None, max_memory={}, tensor_parallel=False)
@@ -348,10 +341,10 @@ def _in_one_piece(cfg: TargetConfig) -> Parts:
     )
 
 
-def _note_fingerprint(cfg: TargetConfig) -> None:
+def note_fingerprint(cfg: TargetConfig) -> None:
     """Note the fingerprint of a checkpoint whose layers this run does not load: the whole target's
     or, if it is quantised or its files lack some of its tensors, one that is made of the files."""
-    cfg, _, config, _, weights = _opened(cfg)
+    cfg, _, config, _, weights = opened(cfg)
     if weights is None or config.is_encoder_decoder or weights.fingerprint():
         return
     fingerprint = None
@@ -360,82 +353,11 @@ def _note_fingerprint(cfg: TargetConfig) -> None:
     weights.write(fingerprint or weights.checksum())
 
 
-class TargetOnDemand:
-    """A job's target: only what the job needs at the time is in memory. `alone`: the parts are
-    loaded without ever loading the layers, where the checkpoint allows it."""
-
-    def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
-        self.cfg = cfg
-        self._whole: Target | None = None
-        if cfg.tensor_parallel:
-            opened, _, config, _, weights = _opened(cfg)
-            _division(opened, config, weights)
-        if alone := alone or cfg.tensor_parallel:
-            _note_fingerprint(cfg)
-        self._stored = load_parts(cfg)
-        require(
-            not cfg.tensor_parallel or self._stored is not None,
-            f"target.path={cfg.path!r}: target.tensor_parallel needs a model whose parts can be "
-            "loaded without its layers: leave it out",
-        )
-        self.team = Team(self) if cfg.tensor_parallel else None
-        if alone and self._stored is None:
-            tell(
-                f"target.path={cfg.path!r}: its parts cannot be loaded alone, as its checkpoint is "
-                "not in safetensors or its model cannot be made without layers: all is loaded"
-            )
-
-    @property
-    def parts(self) -> Parts:
-        """The parts, available at any time; the whole target if it is loaded in one piece."""
-        if self.team is not None and self._stored is not None:
-            return self._stored
-        return self._whole or self._stored or self.whole()
-
-    def whole(self) -> Target:
-        """The target with its layers, or with this process's part of them, which all processes load
-        at the same time. Raises UserError if its weights changed in the meantime."""
-        if self._whole is None:
-            if self.team is not None:
-                self.team.tell(LOAD)
-            self._whole = load_target(self.cfg)
-            if isinstance(self._whole, DividedTarget) and isinstance(self._stored, StoredParts):
-                self._whole.team = self.team
-                self._whole.take_parts(self._stored)
-            fingerprint, noted = self._whole.fingerprint(), None
-            if self._stored is not None and self._whole.weights:
-                noted = self._stored.fingerprint()
-            if noted not in (None, fingerprint) and noted == self._whole.weights.checksum():
-                self._whole.stored = fingerprint = str(noted)  # see `_note_fingerprint`
-            require(
-                self._stored is None or fingerprint == self._stored.fingerprint(),
-                f"target.path={self.cfg.path!r}: the weights are not those that this job began "
-                "with, or were changed while the size and time of their files stayed the same: "
-                f"delete {Path(self.cfg.cache) / 'fingerprints'} and run the job again",
-            )
-            if self._whole.weights:
-                self._whole.weights.write(fingerprint)
-        return self._whole
-
-    def release(self) -> None:
-        """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""
-        self._stored = self._stored or load_parts(self.cfg)
-        if self._stored is not None and self._whole is not None:
-            if self.team is not None:
-                self.team.tell(FREE)
-            self._whole = None
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-                libc.malloc_trim(0)  # else glibc keeps the freed memory of all layers
-
-
 def _options(cfg: TargetConfig) -> dict[str, Any]:
     return {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
 
 
-def _opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | None]:
+def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | None]:
     """The resolved configuration, and the path, config, tokenizer and files of its model."""
     cfg, path = resolved(cfg), located(cfg)
     with _told(cfg):

@@ -22,7 +22,8 @@ from specdec.errors import UserError
 from specdec.forcing.pairs import logits_of
 from specdec.formats import export
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from specdec.targets.stored import StoredParts
 from tests.drafters.plain import EPS, attended, key_value, mlp, rms

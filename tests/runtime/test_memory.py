@@ -181,7 +181,8 @@ SUMMARY = """
 import psutil, torch
 from specdec.forcing.batch import summarise
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig, TargetOnDemand
+from specdec.targets.loading import TargetConfig
+from specdec.targets.on_demand import TargetOnDemand
 
 torch.set_num_threads(1)
 parts = TargetOnDemand(TargetConfig(dtype="bfloat16", device="cpu")).parts

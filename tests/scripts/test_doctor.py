@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdec.targets.loading import TargetConfig, TargetOnDemand
+from specdec.targets.loading import TargetConfig
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from tests.tiny import REPOSITORY, TEMPLATE, conversations, save_target, write_jsonl
 from tests.told import require_one_line

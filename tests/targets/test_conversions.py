@@ -20,7 +20,8 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets import loading
 from specdec.targets.conversions import pieces
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts
+from specdec.targets.loading import TargetConfig, load_parts
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.stored import StoredParts
 from tests.tiny import make_tokenizer
 

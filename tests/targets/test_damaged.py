@@ -15,7 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec.errors import UserError
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from tests.tiny import save_target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -32,7 +32,8 @@ from specdec.runtime.packed import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain
 from specdec.targets import loading
 from specdec.targets.causal import CausalTarget
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts, load_target, opening
+from specdec.targets.loading import TargetConfig, load_parts, load_target, opening
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import checksum
 from specdec.targets.stored import StoredParts
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl

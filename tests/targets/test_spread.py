@@ -17,7 +17,8 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.spread import device_map
 from tests.targets.test_states import model_of
 from tests.tiny import make_tokenizer, random_drafter, save_target

@@ -32,7 +32,8 @@ from specdec.errors import UserError
 from specdec.ranks import Ranks
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.divided import DividedTarget
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_target
+from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.stored import StoredParts
 from tests.processes import launched, together
 from tests.runs import draft

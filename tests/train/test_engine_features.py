@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from specdec.engines import client
 from specdec.targets import loading
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, TargetOnDemand, load_parts, load_target
+from specdec.targets.loading import TargetConfig, load_parts, load_target
+from specdec.targets.on_demand import TargetOnDemand
 from tests.engine import FakeEngine, Fault
 from tests.lives import Life, Lives
 from tests.runs import draft

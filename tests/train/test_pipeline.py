@@ -33,7 +33,8 @@ from specdec.formats import export
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetOnDemand, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.on_demand import TargetOnDemand
 from tests.runs import as_before
 from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, conversations, records, write_jsonl

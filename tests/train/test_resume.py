@@ -28,7 +28,7 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from tests.lives import Kill, Life, Lives
 from tests.processes import environment, process
 from tests.runs import draft, require_equal, require_same_run

@@ -29,7 +29,7 @@ from specdec.runtime.memory import release
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.answer_files import (
     AnswersConfig,

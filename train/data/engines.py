@@ -36,7 +36,7 @@ from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.answer_files import (
     UNANSWERED,

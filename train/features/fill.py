@@ -21,7 +21,7 @@ from specdec.errors import memory_for, require
 from specdec.progress import bars, console
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetOnDemand
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
 from train.data.packing import Row, pack

@@ -22,7 +22,8 @@ from specdec.ranks import ALONE
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.divided import require_plain, rules_of
-from specdec.targets.loading import TargetOnDemand, located, resolved
+from specdec.targets.loading import located, resolved
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.theory.leviathan import pass_cost
 from train.budget import rehearsal, timed, work_of
 from train.config import Config

@@ -15,7 +15,8 @@ from rich.progress import Progress
 from specdec.engines import client
 from specdec.errors import UserError
 from specdec.targets.base import Target
-from specdec.targets.loading import TargetConfig, TargetOnDemand
+from specdec.targets.loading import TargetConfig
+from specdec.targets.on_demand import TargetOnDemand
 from tests.engine import FakeEngine, Fault
 from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
 from tests.told import require_one_line, told

@@ -1,0 +1,88 @@
+"""What a job holds of its target: the parts at any time, the layers while they are needed."""
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+from specdec.errors import require
+from specdec.progress import tell
+from specdec.targets import loading
+from specdec.targets.base import Target
+from specdec.targets.divided import FREE, LOAD, DividedTarget, Team
+from specdec.targets.loading import TargetConfig
+from specdec.targets.parts import Parts
+from specdec.targets.stored import StoredParts
+
+
+class TargetOnDemand:
+    """A job's target: only what the job needs at the time is in memory. `alone`: the parts are
+    loaded without ever loading the layers, where the checkpoint allows it."""
+
+    def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
+        self.cfg = cfg
+        self._whole: Target | None = None
+        if cfg.tensor_parallel:
+            resolved, _, config, _, weights = loading.opened(cfg)
+            loading.division(resolved, config, weights)
+        if alone := alone or cfg.tensor_parallel:
+            loading.note_fingerprint(cfg)
+        self._stored = loading.load_parts(cfg)
+        require(
+            not cfg.tensor_parallel or self._stored is not None,
+            f"target.path={cfg.path!r}: target.tensor_parallel needs a model whose parts can be "
+            "loaded without its layers: leave it out",
+        )
+        self.team = Team(self) if cfg.tensor_parallel else None
+        if alone and self._stored is None:
+            tell(
+                f"target.path={cfg.path!r}: its parts cannot be loaded alone, as its checkpoint is "
+                "not in safetensors or its model cannot be made without layers: all is loaded"
+            )
+
+    @property
+    def parts(self) -> Parts:
+        """The parts, available at any time; the whole target if it is loaded in one piece."""
+        if self.team is not None and self._stored is not None:
+            return self._stored
+        return self._whole or self._stored or self.whole()
+
+    def whole(self) -> Target:
+        """The target with its layers, or with this process's part of them, which all processes load
+        at the same time. Raises UserError if its weights changed in the meantime."""
+        if self._whole is None:
+            if self.team is not None:
+                self.team.tell(LOAD)
+            self._whole = loading.load_target(self.cfg)
+            if isinstance(self._whole, DividedTarget) and isinstance(self._stored, StoredParts):
+                self._whole.team = self.team
+                self._whole.take_parts(self._stored)
+            fingerprint, noted = self._whole.fingerprint(), None
+            if self._stored is not None and self._whole.weights:
+                noted = self._stored.fingerprint()
+            if noted not in (None, fingerprint) and noted == self._whole.weights.checksum():
+                self._whole.stored = fingerprint = str(noted)  # see `loading.note_fingerprint`
+            require(
+                self._stored is None or fingerprint == self._stored.fingerprint(),
+                f"target.path={self.cfg.path!r}: the weights are not those that this job began "
+                "with, or were changed while the size and time of their files stayed the same: "
+                f"delete {Path(self.cfg.cache) / 'fingerprints'} and run the job again",
+            )
+            if self._whole.weights:
+                self._whole.weights.write(fingerprint)
+        return self._whole
+
+    def release(self) -> None:
+        """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""
+        self._stored = self._stored or loading.load_parts(self.cfg)
+        if self._stored is not None and self._whole is not None:
+            if self.team is not None:
+                self.team.tell(FREE)
+            self._whole = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+                libc.malloc_trim(0)  # else glibc keeps the freed memory of all layers
